@@ -1,0 +1,5 @@
+"""`python -m bloomery` is the `bloomery` command."""
+
+from bloomery.cli import main
+
+main()

@@ -1,0 +1,149 @@
+"""The plan of a run: every "auto" decided. Stored as `plan.json`, replayed by `resume`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel
+
+from bloomery.model.config import ModelConfig
+from bloomery.recipe.schema import Wsd
+
+Origin = Literal["table", "probe", "measured"]
+
+
+class Part(BaseModel, frozen=True, extra="forbid"):
+    """A part of the plan; holds no "auto"."""
+
+
+class Estimate(Part):
+    """An interval that should hold four of five outcomes, and where its figures come from."""
+
+    value: float
+    low: float
+    high: float
+    origin: Origin
+
+
+class MemoryEstimate(Part):
+    """Bytes on one device at the peak of a training step, by what holds them."""
+
+    parts: dict[str, float]
+    low: float
+    high: float
+    limit: float
+    origin: Origin
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+class Decision(Part):
+    """One choice of the plan as a person sees it: the recipe key, the value, the reason."""
+
+    key: str
+    value: str
+    because: str
+
+
+class Verdict(Part):
+    """A claim of `expect`, judged with arithmetic."""
+
+    claim: str
+    verdict: Literal["fits", "wrong", "open", "high", "low"]
+    because: str
+
+
+class Remedy(Part):
+    edit: str  # recipe override, e.g. train.micro_batch=8
+    saves: str
+
+
+class ModelPlan(Part):
+    config: ModelConfig
+    source: Path | None  # a folder of pretrained weights; None: fresh weights
+    attention: str  # a backend of model.attention
+    score_chunk: int  # rows whose logits exist at once
+
+
+class DataPlan(Part):
+    prepared: Path
+    sequence_length: int
+    layout: Literal["packed", "padded", "fixed"]
+    workers: int
+    pin_memory: bool
+    prefetch: int
+
+
+class OptimizerPlan(Part):
+    kind: Literal["adamw", "muon", "adafactor"]
+    learning_rate: float
+    matrix_learning_rate: float
+    momentum: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    fused: bool
+    schedule: Literal["cosine", "linear", "constant"] | Wsd
+    floor: float
+    warmup_steps: int
+    decay_steps: int  # of wsd; 0 otherwise
+
+
+class TrainPlan(Part):
+    """`steps` is None while a wall-time length waits for its first measured steps; then `seconds` is set."""
+
+    steps: int | None
+    seconds: float | None
+    tokens_per_step: int
+    micro_batch: int  # rows
+    accumulation: int  # micro-batches per step
+    precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
+    compile: bool
+    activation_checkpointing: str
+    clip: float | None
+    seed: int
+    deterministic: bool
+    threads: int
+    device: str  # cpu, cuda
+
+
+class CheckpointPlan(Part):
+    every_steps: int
+    keep: int
+    asynchronous: bool
+
+
+class EvalPlan(Part):
+    every_steps: int
+    prompts: tuple[str, ...]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop_early: int | None
+    micro_batch: int
+
+
+class MonitorPlan(Part):
+    every_steps: int
+    sinks: tuple[str, ...]
+    commands: tuple[str, ...]
+
+
+class Plan(Part):
+    name: str
+    model: ModelPlan
+    data: DataPlan
+    optimizer: OptimizerPlan
+    train: TrainPlan
+    checkpoint: CheckpointPlan
+    eval: EvalPlan
+    monitor: MonitorPlan
+    torch: str  # the version that the plan was made for
+    memory: MemoryEstimate
+    step_seconds: Estimate | None  # None: nothing is known of this device
+    total_tokens: int | None
+    decisions: tuple[Decision, ...]
+    contradictions: tuple[str, ...]
+    claims: tuple[Verdict, ...]
+    remedies: tuple[Remedy, ...]

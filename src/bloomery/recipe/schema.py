@@ -1,0 +1,276 @@
+"""What a recipe may say. Defaults live here and nowhere else; sections know nothing of each other."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, NonNegativeFloat, PlainSerializer, PositiveFloat, PositiveInt
+
+from bloomery.units import Duration, parse_bytes, parse_count, parse_duration, parse_range
+
+
+class Section(BaseModel, frozen=True, extra="forbid"):
+    """A recipe section: unknown keys are errors, values never change after loading."""
+
+
+def _duration(value: object) -> object:
+    return parse_duration(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+
+
+def _count(value: object) -> object:
+    return round(parse_count(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+
+
+def _write_duration(value: Duration) -> str:
+    amount = f"{value.amount:.0f}" if value.amount.is_integer() else repr(value.amount)
+    return amount + {"percent": "%", "seconds": "s"}.get(value.unit, f" {value.unit}")
+
+
+Length = Annotated[Duration, BeforeValidator(_duration, json_schema_input_type=str | float), PlainSerializer(_write_duration)]
+Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int), Field(gt=0)]
+Auto = Literal["auto"]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
+AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
+
+
+def _claimed(parse: Any) -> BeforeValidator:
+    def read(value: object) -> object:
+        return parse_range(value, parse) if isinstance(value, str | int | float) else value
+
+    return BeforeValidator(read, json_schema_input_type=str | float)
+
+
+ClaimedRange = tuple[float, float]
+
+
+class Expect(Section):
+    """What the author believes. `plan` judges every claim, `report` compares it with the run."""
+
+    tokens: Annotated[ClaimedRange, _claimed(parse_count)] | None = None
+    epochs: Annotated[ClaimedRange, _claimed(parse_count)] | None = None
+    tokens_per_second: Annotated[ClaimedRange, _claimed(parse_count)] | None = None
+    duration: Annotated[ClaimedRange, _claimed(parse_duration)] | None = None
+    memory: Annotated[ClaimedRange, _claimed(parse_bytes)] | None = None
+    perplexity: dict[Length, Annotated[ClaimedRange, _claimed(parse_count)]] = {}
+
+
+class RopeScaling(Section):
+    """Stretching of rotary positions, in transformers' terms; fields that a kind does not use are ignored by it."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    factor: PositiveFloat
+    original_max_positions: PositiveInt | None = None
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    attention_factor: PositiveFloat | None = None
+    truncate: bool = True
+
+
+class Model(Section):
+    """Where the model comes from: `from` (folder or Hub id), `preset`, or `family` with its sizes.
+
+    Sizes beside a preset override it; beside `from` they are refused when the recipe is resolved.
+    """
+
+    from_: Annotated[str | None, Field(alias="from")] = None
+    preset: str | None = None
+    family: str | None = None
+    implementation: Auto | Literal["native", "foreign"] = "auto"
+    vocab_size: PositiveInt | None = None
+    hidden_size: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    num_layers: PositiveInt | None = None
+    num_heads: PositiveInt | None = None
+    num_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    max_positions: PositiveInt | None = None
+    norm: Literal["rms", "rms_unit_offset", "layer"] | None = None
+    norm_eps: PositiveFloat | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None
+    qk_norm: Literal["none", "head", "full"] | None = None
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: RopeScaling | None = None
+    sliding_window: PositiveInt | None = None
+    tie_embeddings: bool | None = None
+    dropout: Share | None = None
+    initializer_range: PositiveFloat | None = None
+
+
+class TrainTokenizer(Section):
+    kind: Literal["bpe", "unigram"] = "bpe"
+    vocab_size: PositiveInt = 50_000
+    special_tokens: list[str] = []
+
+
+class Tokenizer(Section):
+    """`from`: "same" (the model's own), a folder, a tokenizer.json or .model file; or `train` one from the data."""
+
+    from_: Annotated[str | None, Field(alias="from")] = None
+    train: TrainTokenizer | None = None
+
+
+class Chat(Section):
+    template: str | None = None
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+
+
+Format = Auto | Literal[
+    "text", "code", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "tokens",
+    "messages", "sharegpt", "alpaca", "completion", "preference", "kto",
+]  # fmt: skip
+
+
+class Source(Section):
+    """One corpus of several. `weight`: how often an epoch sees it (2 = twice, 0.5 = half of its rows)."""
+
+    path: str
+    glob: str | None = None
+    format: Format = "auto"
+    columns: dict[str, str] = {}
+    weight: PositiveFloat = 1.0
+
+
+class Data(Section):
+    path: str | None = None
+    glob: str | None = None
+    format: Format = "auto"
+    columns: dict[str, str] = {}
+    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = None
+    sources: list[Source] = []
+    sequence_length: PositiveInt = 1024
+    validation: str | float = "1%"
+    layout: Literal["packed", "padded", "fixed"] = "packed"
+    chat: Chat = Chat()
+    on_error: Literal["stop", "skip"] = "stop"
+    prepared: str | None = None
+    workers: Auto | Annotated[int, Field(ge=0)] = "auto"
+    pin_memory: Auto | bool = "auto"
+    prefetch: Auto | PositiveInt = "auto"
+
+
+class Objective(Section):
+    kind: Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distil", "ppo", "grpo"] = "pretrain"
+
+
+class NoAdapter(Section):
+    """Every parameter is trained."""
+
+    kind: Literal["none"] = "none"
+
+
+class Lora(Section):
+    kind: Literal["lora", "dora"]
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    scale: Literal["standard", "rslora"] = "standard"
+    init: Literal["standard", "pissa"] = "standard"
+    dropout: Share = 0.0
+    targets: list[str] = ["q_proj", "v_proj"]
+    train_also: list[str] = []
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Peft(BaseModel, frozen=True, extra="allow"):
+    """Any other method of PEFT, with PEFT's own fields."""
+
+    kind: Literal["peft"]
+    method: str
+
+
+Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
+
+
+class Quantize(Section):
+    base: Literal["none", "nf4", "int8"] = "none"
+
+
+class Wsd(Section):
+    """Warmup, stable, decay: `decay` is the length of the last part, `floor` the share of the rate it ends at."""
+
+    kind: Literal["wsd"] = "wsd"
+    decay: Length = Duration(20.0, "percent")
+    floor: Share = 0.0
+
+
+class Optimizer(Section):
+    kind: Literal["adamw", "muon", "adafactor"] = "adamw"
+    learning_rate: PositiveFloat = 5e-4
+    matrix_learning_rate: PositiveFloat | None = None  # muon: the rate of the matrices; the rest takes learning_rate
+    momentum: Share = 0.95
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    states: Literal["float32", "bfloat16", "int8"] = "float32"
+    paged: bool = False
+    offload: bool = False
+    in_backward: bool = False
+    stochastic_rounding: bool = False
+    schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = "cosine"
+    floor: Share = 0.0  # cosine and linear end at this share of the rate
+    warmup: Length = Duration(1.0, "percent")
+
+
+class Train(Section):
+    length: Length = Duration(1.0, "epochs")
+    tokens_per_step: Auto | Count = "auto"
+    micro_batch: Auto | PositiveInt = "auto"
+    precision: Auto | Precision = "auto"
+    compile: Auto | bool = "auto"
+    attention: Auto | AttentionBackend = "auto"
+    activation_checkpointing: Auto | Annotated[str, Field(pattern="^(none|selective|full|every-[1-9][0-9]*)$")] = "auto"
+    offload_activations: bool = False
+    clip: PositiveFloat | None = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    deterministic: Auto | bool = "auto"
+
+
+class Parallel(Section):
+    replicate: Auto | PositiveInt = "auto"
+    shard: Auto | PositiveInt = "auto"
+    tensor: PositiveInt = 1
+    context: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    schedule: str = "1f1b"
+    microbatches: Auto | PositiveInt = "auto"
+
+
+class Checkpoint(Section):
+    every: Length = Duration(1000.0, "steps")
+    keep: PositiveInt = 3
+    asynchronous: Auto | bool = "auto"
+
+
+class Eval(Section):
+    every: Length = Duration(500.0, "steps")
+    prompts: list[str] = []
+    max_tokens: PositiveInt = 200
+    temperature: NonNegativeFloat = 0.8
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+    stop_early: Literal["none"] | PositiveInt = "none"  # so many evaluations without improvement end the run
+
+
+class Command(Section):
+    command: str
+
+
+class Monitor(Section):
+    every: Length = Duration(10.0, "steps")
+    to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command] = []
+
+
+class Recipe(Section):
+    extends: str | None = None
+    expect: Expect = Expect()
+    model: Model
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data
+    objective: Objective = Objective()
+    adapter: Adapter = NoAdapter()
+    quantize: Quantize = Quantize()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    monitor: Monitor = Monitor()

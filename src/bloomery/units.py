@@ -1,0 +1,127 @@
+"""Quantities as people write them: "10B", "12GiB", "5m", "3 epochs"."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["steps", "tokens", "epochs", "percent", "seconds"]
+
+GIB = 2**30
+MIB = 2**20
+
+_COUNT_SUFFIX = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTE_SUFFIX = {
+    "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SECONDS = {
+    "s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "minute": 60, "minutes": 60,
+    "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400, "years": 31557600, "year": 31557600,
+}  # fmt: skip
+_NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\.[0-9]+)"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long something lasts, in the unit that it was asked for."""
+
+    amount: float
+    unit: Unit
+
+    def __str__(self) -> str:
+        if self.unit == "percent":
+            return f"{self.amount:g}%"
+        if self.unit == "seconds":
+            return format_seconds(self.amount)
+        return f"{self.amount:,.0f} {self.unit}" if self.amount >= 100 else f"{self.amount:g} {self.unit}"
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*([a-zA-Z%]*(?:\s+[a-z]+)?)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number with a unit")
+    return float(re.sub("[_,]", "", match[1])), match[2].strip().lower()
+
+
+def parse_count(text: str | float) -> float:
+    """"10B" -> 1e10, "1.5k" -> 1500. Raises ValueError."""
+    if isinstance(text, int | float):
+        return float(text)
+    amount, suffix = _split(text)
+    if suffix not in _COUNT_SUFFIX:
+        raise ValueError(f"{text!r} is not a count; write a number such as 195000, 1.5M or 10B")
+    return amount * _COUNT_SUFFIX[suffix]
+
+
+def parse_bytes(text: str | float) -> float:
+    """"12GiB" -> bytes; GB is 1e9, GiB 2**30. Raises ValueError."""
+    if isinstance(text, int | float):
+        return float(text)
+    amount, suffix = _split(text)
+    if suffix not in _BYTE_SUFFIX:
+        raise ValueError(f"{text!r} is not a size; write 12GiB or 500MB")
+    return amount * _BYTE_SUFFIX[suffix]
+
+
+def parse_duration(text: str | float) -> Duration:
+    """"3 epochs", "10B tokens", "2000 steps", "20%", "8h". A bare number counts steps. Raises ValueError."""
+    if isinstance(text, int | float):
+        return Duration(float(text), "steps")
+    amount, rest = _split(text)
+    if rest == "%":
+        return Duration(amount, "percent")
+    if rest in _SECONDS:
+        return Duration(amount * _SECONDS[rest], "seconds")
+    suffix, _, unit = rest.rpartition(" ")
+    unit = unit + "s" if unit in ("step", "token", "epoch") else unit
+    if unit == "steps" or (unit == "" and suffix == ""):
+        return Duration(amount * _COUNT_SUFFIX.get(suffix, 1.0), "steps")
+    if unit == "tokens" and suffix in _COUNT_SUFFIX:
+        return Duration(amount * _COUNT_SUFFIX[suffix], "tokens")
+    if unit == "epochs" and suffix == "":
+        return Duration(amount, "epochs")
+    raise ValueError(f"{text!r} is not a length; write 2000 steps, 10B tokens, 3 epochs, 20% or 8h")
+
+
+def parse_range(text: str | float, parse: Callable[[str], float | Duration]) -> tuple[float, float]:
+    """"5 to 7 days" -> (5 days, 7 days) in seconds; a single value is a range of itself. `parse` reads one end."""
+    if isinstance(text, int | float):
+        return float(text), float(text)
+    low, separator, high = text.partition(" to ")
+    if not separator:
+        value = _amount(parse(text))
+        return value, value
+    unit = re.sub(_NUMBER, "", high, count=1, flags=re.IGNORECASE).strip()
+    low = low if re.search("[a-zA-Z%]", low) else f"{low} {unit}"
+    return _amount(parse(low)), _amount(parse(high))
+
+
+def _amount(value: float | Duration) -> float:
+    return value.amount if isinstance(value, Duration) else value
+
+
+def format_count(value: float) -> str:
+    """1.24e8 -> "124 M", 3.19e9 -> "3.19 B"; three digits that count."""
+    for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:,.0f}"
+
+
+def format_bytes(value: float) -> str:
+    """Bytes as GiB, MiB or KiB with one decimal."""
+    for size, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {suffix}"
+    return f"{value:.0f} B"
+
+
+def format_seconds(value: float) -> str:
+    """80 -> "80 s", 600 -> "10 min", 518400 -> "6.0 days"."""
+    if value < 120:
+        return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+    for size, name in ((365.25 * 86400, "years"), (86400 * 1.5, "days"), (5400, "h")):
+        if value >= size:
+            return f"{value / {'years': 31557600, 'days': 86400, 'h': 3600}[name]:.1f} {name}"
+    return f"{value / 60:.0f} min"
