@@ -1,11 +1,17 @@
 """What happens in a run, as values. `events.jsonl` holds one object a line; everything that shows a run reads it."""
 
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar, final
+
+from bloomery.errors import UserError
+
+E = TypeVar("E", bound="Event")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +58,8 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    loss: float  # nats per token
-    perplexity: float
+    loss: float | None  # nats per token; None when it was not finite
+    perplexity: float | None
     bits_per_byte: float | None
     tokens: int
     seconds: float
@@ -106,37 +112,131 @@ class RunEnded(Event):
 
 Emit = Callable[[Event], None]
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
+_KNOWN = {kind: frozenset(f.name for f in fields(kind)) for kind in KINDS.values()}
+_REQUIRED = {
+    kind: frozenset(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    for kind in KINDS.values()
+}
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN: what is not finite is written as null, which readers show as "skipped", never as a number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_json(event: Event) -> str:
-    return json.dumps({"event": type(event).__name__, **asdict(event)}, allow_nan=False, ensure_ascii=False)
+    entry = {key: _finite(value) for key, value in asdict(event).items()}
+    return json.dumps({"event": type(event).__name__, **entry}, allow_nan=False, ensure_ascii=False)
 
 
 def from_json(line: str) -> Event | None:
     """None for a line that a kill cut short, or of a kind that this version does not know."""
     try:
-        entry: dict[str, Any] = json.loads(line)
+        entry: Any = json.loads(line)
     except ValueError:
         return None
-    kind = KINDS.get(entry.pop("event", ""))
-    if kind is None:
+    if not isinstance(entry, dict):
         return None
-    known = {f.name for f in fields(kind)}
-    return kind(**{key: value for key, value in entry.items() if key in known})
+    kind = KINDS.get(str(entry.pop("event", "")))
+    if kind is None or not _REQUIRED[kind] <= entry.keys():
+        return None
+    return kind(**{key: value for key, value in entry.items() if key in _KNOWN[kind]})
+
+
+@final
+class EventLog:
+    """Appends events to `events.jsonl`; what was emitted survives the death of the process (`fsync`: of the machine).
+
+    Several processes may write one file: each event is one `write` on an append-only descriptor, and begins on a
+    fresh line even where a killed writer left half a one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, event: Event) -> None:
+        """Raises UserError when the disk is full or the folder went away."""
+        line = (to_json(event) + "\n").encode("utf-8", errors="backslashreplace")
+        try:
+            os.write(self._file, line if self._on_fresh_line() else b"\n" + line)
+        except OSError as error:
+            raise UserError(
+                f"an event could not be written: {error.strerror}",
+                where=str(self.path),
+                remedy="free some space, then resume the run",
+            ) from error
+
+    def _on_fresh_line(self) -> bool:
+        size = os.fstat(self._file).st_size
+        return size == 0 or os.pread(self._file, 1, size - 1) == b"\n"
+
+    def fsync(self) -> None:
+        """Everything emitted so far is on the disk when this returns."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Harmless when repeated."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def event_log(path: Path) -> EventLog:
+    """`with event_log(run / "events.jsonl") as emit: emit(StepDone(...))`."""
+    return EventLog(path)
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """Every event in the order of writing; a missing file has none."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
             event = from_json(line)
             if event is not None:
                 yield event
 
 
-def last_per_step(events: Iterator[Event], kind: type[Event]) -> list[Any]:
+def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1) -> Iterator[Event]:
+    """Events of a file as they are written, beginning at byte `start`, until the writer has ended and all is read.
+
+    `until` is asked before each look, so that the last events of a writer that ended meanwhile are not missed.
+    A half-written line waits for its rest; the file need not exist yet.
+    """
+    position, rest = start, b""
+    while True:
+        ended = until()
+        chunk = _read_from(path, position)
+        position += len(chunk)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            event = from_json(line.decode("utf-8", errors="replace"))
+            if event is not None:
+                yield event
+        if not chunk and ended:
+            return
+        if not chunk:
+            time.sleep(poll_seconds)
+
+
+def _read_from(path: Path, position: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            return file.read(2**20)
+    except FileNotFoundError:
+        return b""
+
+
+def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:
     """Events of one kind, a resumed run's repeated steps replaced by their last telling, by step."""
     by_step = {event.step: event for event in events if isinstance(event, kind)}
     return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,115 @@
+"""Events outlive the process that wrote them, and readers forgive what a kill left behind."""
+
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bloomery.errors import UserError
+from bloomery.monitor.events import (
+    EvalDone,
+    Phase,
+    Resumed,
+    RunEnded,
+    Sampled,
+    StepDone,
+    event_log,
+    follow,
+    from_json,
+    last_per_step,
+    read_events,
+    to_json,
+)
+
+
+def step_done(step, loss=2.0):
+    return StepDone(
+        step=step, time=float(step), loss=loss, learning_rate=1e-3, grad_norm=1.0, tokens=step * 8,
+        tokens_per_second=1.0, samples_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.5,
+    )  # fmt: skip
+
+
+def test_every_event_comes_back_equal(tmp_path):
+    written = [step_done(1), Phase(name="prepare", done=1, total=2), Sampled(prompt="é\u2028", text="\ud800 x\n")]
+    with event_log(tmp_path / "deep" / "events.jsonl") as emit:
+        for event in written:
+            emit(event)
+    assert list(read_events(tmp_path / "deep" / "events.jsonl")) == written
+
+
+def test_a_new_writer_begins_on_a_fresh_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with event_log(path) as emit, event_log(path) as parent:
+        emit(step_done(1))
+        with path.open("ab") as file:
+            file.write(to_json(step_done(2))[:40].encode())
+        parent(RunEnded(why="failed: killed"))
+        emit(step_done(2))
+    assert [type(event).__name__ for event in read_events(path)] == ["StepDone", "RunEnded", "StepDone"]
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path):
+    line = to_json(EvalDone(loss=math.nan, perplexity=math.inf, bits_per_byte=None, tokens=1, seconds=1.0))
+    assert '"loss": null' in line and '"perplexity": null' in line
+    assert from_json(line).loss is None
+
+
+SILENT = ["", "{", "1", "null", '{"event": "Nobody"}', '{"event": "StepDone", "step": 1}', "\0"]
+
+
+@pytest.mark.parametrize("line", SILENT)
+def test_lines_that_say_nothing(line):
+    assert from_json(line) is None
+
+
+def test_fields_of_a_newer_version_are_ignored():
+    assert from_json('{"event": "RunEnded", "why": "done", "mood": "good", "step": 3, "time": 1}').step == 3
+
+
+def test_the_last_telling_of_a_step_counts():
+    events = [step_done(1, 5.0), step_done(2, 4.0), Resumed(path="x", step=1), step_done(2, 3.0)]
+    assert [event.loss for event in last_per_step(events, StepDone)] == [5.0, 3.0]
+
+
+def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):
+    path, ended, got = tmp_path / "events.jsonl", threading.Event(), []
+    reader = threading.Thread(target=lambda: got.extend(follow(path, ended.is_set, poll_seconds=0.005)))
+    reader.start()
+    line = to_json(step_done(1)).encode()
+    with path.open("ab", buffering=0) as file:
+        file.write(line[:30])
+        time.sleep(0.03)
+        file.write(line[30:] + b"\n")
+        time.sleep(0.03)
+        assert [event.step for event in got] == [1]
+        file.write(to_json(step_done(2)).encode() + b"\n")
+    ended.set()
+    reader.join(5)
+    assert [event.step for event in got] == [1, 2]
+
+
+def test_sigkill_loses_nothing_that_was_emitted(tmp_path):
+    path = tmp_path / "events.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from bloomery.monitor.events import Phase, event_log\n"
+        "with event_log(Path(sys.argv[1])) as emit:\n"
+        "    for i in range(10**9):\n        emit(Phase(name='x' * 200, done=i))\n        print(i, flush=True)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    seen = [int(child.stdout.readline()) for _ in range(200)][-1]
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    done = [event.done for event in read_events(path)]
+    assert done == list(range(len(done))) and len(done) > seen
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence(tmp_path):
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with event_log(tmp_path / "events.jsonl") as emit, pytest.raises(UserError, match="No space left"):
+        emit(step_done(1))
