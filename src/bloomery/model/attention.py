@@ -1,0 +1,127 @@
+"""Causal self-attention over packed rows, behind one function.
+
+Legend: B batch, T queries, S keys, H query heads, K key heads (H is a multiple of K), E head width.
+Rows may hold several documents; a token sees its own document alone. Padding (document -1) is a document of its own,
+so no row of the softmax is ever empty.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions see each other: computed once a forward, shared by the layers. All None: one document a row."""
+
+    first_BT: Tensor | None = None  # where the document of each token starts in its row, int64
+    mask_B1TS: Tensor | None = None  # True where the query may see the key
+
+
+def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
+    """Document numbers are contiguous in a row, padding is -1; None: every row is one document. Runs uncompiled."""
+    if documents_BT is None:
+        return Layout()
+    assert backend != "sdpa", "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
+    first_BT = document_starts(documents_BT)
+    return Layout(first_BT, _document_mask(first_BT) if backend in ("mask", "math") else None)
+
+
+def document_starts(documents_BT: Tensor) -> Tensor:
+    """The position in its row at which each token's document starts: int64 [B, T]."""
+    position_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    changed_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    changed_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return torch.where(changed_BT, position_T, 0).cummax(1).values
+
+
+def _document_mask(first_BT: Tensor) -> Tensor:
+    position_T = torch.arange(first_BT.shape[1], device=first_BT.device)
+    started_BTS = position_T >= first_BT[..., None]
+    return (started_BTS & (position_T <= position_T[:, None]))[:, None]
+
+
+def causal_mask(queries: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:
+    """[T, S], True where seen: the queries are the last T of the S positions; a window counts the query itself."""
+    distance_TS = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen_TS = distance_TS >= 0
+    return seen_TS if window is None else seen_TS & (distance_TS < window)
+
+
+def attend(
+    q_BHTE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    layout: Layout,
+    *,
+    backend: str,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """[B, H, T, E]. `window`: keys a query sees, itself included; `softcap`: c tanh(score / c) on the scaled scores.
+
+    `sdpa`, `mask` and `math` take more keys than queries (a cache): the queries are then the last positions of a row.
+    Randomness of dropout comes from torch's default generator. Raises AssertionError where `supports` names a reason.
+    """
+    kind = q_BHTE.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
+    options = Options(None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout)
+    return _BACKENDS[backend](q_BHTE, k_BKSE, v_BKSE, layout, options)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the scores of one layer go through; `window` is None where it would hide nothing."""
+
+    window: int | None
+    softcap: float | None
+    scale: float
+    dropout: float
+
+
+def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: Layout, window: int | None) -> Tensor:
+    """The mask of a layer, broadcastable to [B, H, T, S]."""
+    if layout.mask_B1TS is not None and window is None:
+        return layout.mask_B1TS
+    causal_TS = causal_mask(q_BHTE.shape[2], k_BKSE.shape[2], window=window, device=q_BHTE.device)
+    return causal_TS if layout.mask_B1TS is None else causal_TS & layout.mask_B1TS
+
+
+def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, options: Options) -> Tensor:
+    """torch's own kernel; a mask is made only where the causal flag does not say it all."""
+    assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
+    queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
+    whole = layout.mask_B1TS is None and options.window is None
+    seen = None if whole and queries in (1, keys) else _seen(q_BHTE, k_BKSE, layout, options.window)
+    return F.scaled_dot_product_attention(
+        q_BHTE, k_BKSE, v_BKSE, seen, options.dropout, whole and queries == keys and queries > 1,
+        scale=options.scale, enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
+    )  # fmt: skip
+
+
+def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, options: Options) -> Tensor:
+    """Every score at once, softmax in float32 (float64 stays): the plainest form, and the oracle of the others."""
+    batch, heads, queries, width = q_BHTE.shape
+    _, key_heads, keys, _ = k_BKSE.shape
+    grouped = q_BHTE.reshape(batch, key_heads, heads // key_heads * queries, width)  # heads that share keys
+    scores = (grouped @ k_BKSE.mT).view(batch, heads, queries, keys) * options.scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~_seen(q_BHTE, k_BKSE, layout, options.window), float("-inf"))
+    shares = F.dropout(torch.softmax(scores, -1), options.dropout).to(q_BHTE.dtype)
+    return (shares.view(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
+
+
+_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]] = {
+    "sdpa": _sdpa,
+    "mask": _sdpa,
+    "math": _math,
+}
