@@ -1,0 +1,239 @@
+"""Checkpoints: whole tensors in safetensors, the rest in JSON, each a folder that transformers opens. No pickle.
+
+`checkpoints/step-00001000/` holds `model.safetensors`, `config.json` and the tokenizer in transformers' names and
+shapes, one `<part>.safetensors` for every other part, `state.json`, and `MANIFEST.json`, which seals them.
+"""
+
+import errno
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.monitor.events import Emit, Event, Saved, Warned
+from bloomery.train.sealed import (
+    best_step,
+    clear_drafts,
+    damage,
+    flush_to_disk,
+    newest_valid,
+    remove_folder,
+    saved_steps,
+    seal,
+    step_folder,
+    write_durably,
+)
+from bloomery.units import format_bytes
+
+__all__ = ["Parts", "Saver", "newest_valid", "read_part", "read_state"]
+
+Parts = Mapping[str, Mapping[str, Tensor]]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
+SLACK = 2**20  # bytes that headers, JSON and the file system's own records take beside the tensors
+
+
+@dataclass(frozen=True)
+class _Staged:
+    step: int
+    parts: Parts
+    config: ModelConfig
+    state: dict[str, Any]
+    best: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for part in self.parts.values() for tensor in part.values())
+
+
+@final
+class Saver:
+    """Writes the checkpoints of one run; the caller holds the run's lock.
+
+    `save` returns when the tensors are copied and a thread writes them (`asynchronous`), or when the checkpoint stands.
+    A write that fails never ends the run: what was saved before stays, and a `Warned` says what happened; `wait` raises
+    UserError when the last save asked for does not stand. Events are emitted from the caller's thread, in `save`,
+    `poll`, `drain` and `wait`.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, asynchronous: bool, *, tokenizer: Path | None = None, emit: Emit | None = None
+    ) -> None:
+        """`tokenizer`: a folder whose tokenizer checkpoints carry. Deletes what killed saves left in `folder`."""
+        self.folder, self.keep, self.asynchronous, self.tokenizer = folder, keep, asynchronous, tokenizer
+        self._emit = emit
+        self._thread: threading.Thread | None = None
+        self._events: list[Event] = []  # made by the writing thread, emitted by the caller's
+        self._crash: BaseException | None = None
+        self._failed: str | None = None  # why the last save does not stand
+        if folder.exists():
+            clear_drafts(folder)
+
+    def save(self, step: int, parts: Parts, config: ModelConfig, state: dict[str, Any], *, best: bool = False) -> None:
+        """Checkpoint after `step`: `parts["model"]` in the decoder's names, other parts as they are, `state` as JSON.
+
+        `best` marks it as the one with the best evaluation. Waits for the save before it. Raises ValueError when a
+        number of `state` is not finite.
+        """
+        self.drain()
+        copied = {name: stage(tensors, copy=self.asynchronous) for name, tensors in parts.items()}
+        state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
+        staged = _Staged(step, copied, config, state, best)
+        if not self.asynchronous:
+            self._run(staged)
+            self.poll()
+            return
+        self._thread = threading.Thread(target=self._run, args=(staged,), name=f"save-{step}")
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Emit what the writing thread has to tell; raise what only a bug can have caused."""
+        events, self._events = self._events, []
+        for event in events if self._emit is not None else ():
+            self._emit(event)
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
+
+    def drain(self) -> None:
+        """Return when nothing is being written any more; failed writes are only warned of."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.poll()
+
+    def wait(self) -> None:
+        """Return when the last save stands. Raises UserError when it could not be written."""
+        self.drain()
+        if self._failed is not None:
+            kept = saved_steps(self.folder)
+            safe = f"the newest checkpoint is of step {kept[-1]}" if kept else "there is no older checkpoint"
+            raise UserError(
+                f"the checkpoint could not be written: {self._failed}; {safe}",
+                where=str(self.folder),
+                remedy="make room or mend the folder, then continue with `bloomery resume`",
+            )
+
+    def _run(self, staged: _Staged) -> None:
+        try:
+            self._failed = self._try(staged)
+        except BaseException as crash:  # a thread cannot raise to anyone: poll does it for it
+            self._crash = crash
+
+    def _try(self, staged: _Staged) -> str | None:
+        """Why the checkpoint could not be written, None when it stands; deletes old ones once when the disk is full."""
+        begun = time.monotonic()
+        try:
+            try:
+                self._commit(staged)
+            except OSError as error:
+                if error.errno not in FULL or not self._prune(keep=1):
+                    raise
+                self._warn(staged.step, "the disk is full: older checkpoints were deleted to make room")
+                self._commit(staged)
+        except OSError as error:
+            why = f"{error.strerror or error} ({format_bytes(staged.bytes)} are needed)"
+            self._warn(staged.step, f"the checkpoint of step {staged.step} was not saved, training goes on: {why}")
+            return why
+        target = step_folder(self.folder, staged.step)
+        written = sum(path.stat().st_size for path in target.iterdir())
+        seconds = time.monotonic() - begun
+        self._events.append(Saved(step=staged.step, path=str(target), bytes=written, seconds=seconds, best=staged.best))
+        return None
+
+    def _warn(self, step: int, because: str) -> None:
+        self._events.append(Warned(step=step, because=because))
+
+    def _commit(self, staged: _Staged) -> None:
+        """Raises OSError, its own draft deleted, when the checkpoint could not be written."""
+        target = step_folder(self.folder, staged.step)
+        if not (target.exists() and damage(target) is None and read_state(target) == staged.state):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
+            try:
+                self._write(staged, draft)
+                if target.exists():  # damaged, or from a future that the user went back from
+                    remove_folder(target)
+                draft.rename(target)
+            finally:
+                if draft.exists():
+                    shutil.rmtree(draft)
+            flush_to_disk(self.folder)
+        if staged.best:
+            write_durably(self.folder / "best.json", json.dumps({"step": staged.step}))
+        if damage(target) is None:
+            self._prune(keep=self.keep)
+
+    def _write(self, staged: _Staged, draft: Path) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < staged.bytes + SLACK:
+            raise OSError(errno.ENOSPC, f"only {format_bytes(free)} are free on the disk")
+        draft.mkdir()
+        for name, tensors in staged.parts.items():
+            with _system_errors():
+                if name == "model":
+                    from bloomery.model.weights import write_model
+
+                    write_model(tensors, staged.config, draft)
+                else:
+                    save_file(dict(tensors), draft / f"{name}.safetensors")
+        (draft / "state.json").write_text(json.dumps(staged.state, indent=1), encoding="utf-8")
+        if self.tokenizer is not None:
+            copy_tokenizer(self.tokenizer, draft)
+        seal(draft)
+
+    def _prune(self, *, keep: int) -> bool:
+        """Delete all but the newest `keep` and the best; whether anything was deleted."""
+        steps, best = saved_steps(self.folder), best_step(self.folder)
+        doomed = [step for step in steps[:-keep] if step != best]
+        for step in doomed:
+            remove_folder(step_folder(self.folder, step))
+        return bool(doomed)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """safetensors tells of a full disk by an error of its own, its number only in the text: raise that as OSError."""
+    try:
+        yield
+    except SafetensorError as error:
+        match = re.search(r"^(.*) \(os error (\d+)\)", str(error))
+        if match is None:
+            raise
+        raise OSError(int(match[2]), match[1].rpartition(": ")[2]) from error
+
+
+def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous; with `copy` they share no memory with the originals."""
+    with torch.no_grad():
+        return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
+
+
+def read_part(folder: Path, part: str) -> dict[str, Tensor]:
+    """The tensors of one part ("optimizer", "rng") by name, on the CPU; `model.weights.read_model` reads the model."""
+    return load_file(folder / f"{part}.safetensors")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint: what was given to `save`, and `step`."""
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return state

@@ -1,0 +1,263 @@
+"""Saving and finding checkpoints: nothing damaged is used, nothing good is lost."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.monitor.events import Saved, Warned
+from bloomery.train import checkpoint, sealed
+from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
+
+CONFIG = ModelConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16
+)
+
+
+def parts(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    moments = {"a.exp_avg": torch.full((64, 64), float(step)), "a.step": torch.tensor(float(step))}
+    return {
+        "optimizer": {**moments, "b": torch.zeros(3, dtype=torch.bfloat16)},
+        "rng": {"torch": torch.get_rng_state()},
+    }
+
+
+def save(folder: Path, *steps: int, keep: int = 3, best: int | None = None, asynchronous: bool = False) -> list[object]:
+    events: list[object] = []
+    saver = Saver(folder, keep, asynchronous, emit=events.append)
+    for step in steps:
+        saver.save(step, parts(step), CONFIG, {"consumed": step * 8}, best=step == best)
+    saver.wait()
+    return events
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    told: list[str] = []
+    return newest_valid(folder, on_damage=told.append), told
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_saved_is_read_back(tmp_path: Path, asynchronous: bool) -> None:
+    events = save(tmp_path / "checkpoints", 10, 20, asynchronous=asynchronous)
+    folder, told = newest(tmp_path / "checkpoints")
+    assert folder == tmp_path / "checkpoints/step-00000020"
+    assert told == []
+    assert read_state(folder) == {"consumed": 160, "step": 20}
+    for part, tensors in parts(20).items():
+        read = read_part(folder, part)
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+        assert all(read[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    saved = [event for event in events if isinstance(event, Saved)]
+    assert [event.step for event in saved] == [10, 20]
+    assert saved[1].bytes == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_asynchronous_save_takes_the_values_of_its_moment(tmp_path: Path) -> None:
+    tensor = torch.zeros(1000, 1000)
+    saver = Saver(tmp_path, 3, True)
+    saver.save(1, {"optimizer": {"a": tensor}}, CONFIG, {})
+    tensor.fill_(7.0)
+    saver.wait()
+    assert read_part(tmp_path / "step-00000001", "optimizer")["a"].sum() == 0
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 5, keep=2, best=2)
+    assert sealed.saved_steps(tmp_path) == [2, 4, 5]
+    assert sealed.best_step(tmp_path) == 2
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") == (None, [])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped bit": flip,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "missing": Path.unlink,
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+
+
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "rng.safetensors", "state.json", "MANIFEST.json"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path, kind: str, file: str) -> None:
+    save(tmp_path, 1, 2)
+    DAMAGE[kind](tmp_path / "step-00000002" / file)
+    folder, told = newest(tmp_path)
+    assert folder == tmp_path / "step-00000001"
+    assert len(told) == 1
+    assert "step-00000002" in told[0]
+    assert file in told[0]
+
+
+def test_every_one_of_300_random_corruptions_is_noticed(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    save(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    files = sorted(folder.iterdir())
+    for _ in range(300):
+        path = draw.choice(files)
+        good = path.read_bytes()
+        bad = bytearray(good)
+        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bad)
+        assert sealed.damage(folder) is not None, path
+        path.write_bytes(good)
+    assert sealed.damage(folder) is None
+
+
+def test_swapped_files_are_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    shutil.copy(tmp_path / "step-00000001/optimizer.safetensors", tmp_path / "step-00000002/optimizer.safetensors")
+    assert newest(tmp_path)[0] == tmp_path / "step-00000001"
+
+
+def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manifest = tmp_path / "step-00000001/MANIFEST.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    assert "newer Bloomery" in (sealed.damage(manifest.parent) or "")
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    flip(tmp_path / "step-00000002/optimizer.safetensors")
+    save(tmp_path, 2)
+    assert newest(tmp_path) == (tmp_path / "step-00000002", [])
+
+
+def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = (tmp_path / "step-00000001").stat().st_ino
+    save(tmp_path, 1)
+    assert (tmp_path / "step-00000001").stat().st_ino == before
+
+
+def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-7-123").mkdir()
+    (tmp_path / ".tmp-7-123/optimizer.safetensors").write_bytes(b"x")
+    save(tmp_path, 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
+
+
+def test_state_must_be_finite(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        Saver(tmp_path, 3, False).save(1, parts(1), CONFIG, {"loss": float("nan")})
+
+
+def test_a_bug_in_the_writing_thread_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "seal", lambda folder: 1 / 0)
+    saver = Saver(tmp_path, 3, True)
+    saver.save(1, parts(1), CONFIG, {})
+    with pytest.raises(ZeroDivisionError):
+        saver.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def file_size_limit():
+    """Files above 8 KiB cannot be written (the errors of a full disk, without filling one)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size=8192: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_never_ends_the_run(tmp_path: Path, file_size_limit) -> None:
+    events: list[object] = []
+    saver = Saver(tmp_path, 3, True, emit=events.append)
+    saver.save(1, parts(1), CONFIG, {})
+    saver.drain()
+    file_size_limit()
+    saver.save(2, parts(2), CONFIG, {})
+    saver.drain()
+    assert [type(event) for event in events] == [Saved, Warned]
+    assert "step 2 was not saved" in events[1].because
+    assert newest(tmp_path) == (tmp_path / "step-00000001", [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+    with pytest.raises(UserError, match="newest checkpoint is of step 1"):
+        saver.wait()
+    file_size_limit(10**9)
+    saver.save(3, parts(3), CONFIG, {})
+    saver.wait()
+    assert newest(tmp_path)[0] == tmp_path / "step-00000003"
+
+
+def test_a_full_disk_is_made_room_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, 2, 3)
+    usage = shutil.disk_usage(tmp_path)
+    oldest = sealed.step_folder(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0 if oldest.exists() else usage.free))
+    events = save(tmp_path, 4)
+    assert [type(event) for event in events] == [Warned, Saved]
+    assert sealed.saved_steps(tmp_path) == [3, 4]
+
+
+def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+    with pytest.raises(UserError, match="only 10 B are free"):
+        save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="could not be written"):
+        save(tmp_path / "file/checkpoints", 1)
+
+
+def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Path, file_size_limit) -> None:
+    path = tmp_path / "plan.json"
+    sealed.write_durably(path, "old")
+    file_size_limit(100)
+    with pytest.raises(OSError, match="File too large"):
+        sealed.write_durably(path, "x" * 1000)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from bloomery.model.config import ModelConfig
+from bloomery.train.checkpoint import Saver
+saver = Saver(Path(sys.argv[1]), 2, True)
+print("ready", flush=True)
+for step in range(1, 100000):
+    saver.save(step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, None, {"consumed": step})
+"""
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(0.1 + draw.random() * 0.2)
+            child.kill()
+        folder, told = newest(tmp_path)
+        assert told == []
+        assert folder is not None
+        assert (read_part(folder, "optimizer")["a"] == read_state(folder)["step"]).all()
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
