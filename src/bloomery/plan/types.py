@@ -109,13 +109,20 @@ class TrainPlan(Part):
 
 
 class CheckpointPlan(Part):
+    """`every_steps` was `every_share` of the steps where the recipe gives a percentage; recomputed when a wall-time length is fixed."""
+
     every_steps: int
+    every_share: float | None = None
     keep: int
     asynchronous: bool
 
 
 class EvalPlan(Part):
+    """`rows`: how many rows of the validation split an evaluation reads at most; None: all of them."""
+
     every_steps: int
+    every_share: float | None = None
+    rows: int | None = None
     prompts: tuple[str, ...]
     max_tokens: int
     temperature: float

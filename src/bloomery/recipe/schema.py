@@ -1,22 +1,53 @@
 """What a recipe may say. Defaults live here and nowhere else; sections know nothing of each other."""
 
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, NonNegativeFloat, PlainSerializer, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from bloomery.units import Duration, parse_bytes, parse_count, parse_duration, parse_range
 
 
-class Section(BaseModel, frozen=True, extra="forbid"):
+class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """A recipe section: unknown keys are errors, values never change after loading."""
 
 
-def _duration(value: object) -> object:
-    return parse_duration(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+def _duration(value: object) -> Duration:
+    examples = "2000 steps, 10B tokens, 3 epochs, 20% or 8h"
+    duration = value if isinstance(value, Duration) else parse_duration(_word(value, examples))
+    if not (math.isfinite(duration.amount) and duration.amount >= 0):
+        raise ValueError(f"{value} is not a length; it must not be negative")
+    return duration
 
 
-def _count(value: object) -> object:
-    return round(parse_count(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+def _more_than_nothing(value: Duration) -> Duration:
+    if value.amount == 0:
+        raise ValueError("must be longer than nothing")
+    return value
+
+
+def _count(value: object) -> int:
+    number = parse_count(_word(value, "16384, 1.5M or 10B"))
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{value!r} is not a count; it must be above 0")
+    return round(number)
+
+
+def _word(value: object, examples: str) -> str | float:
+    """Text or a number, but neither a truth value nor a section."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"must be text or a number such as {examples}")
+    return value
 
 
 def _write_duration(value: Duration) -> str:
@@ -24,7 +55,12 @@ def _write_duration(value: Duration) -> str:
     return amount + {"percent": "%", "seconds": "s"}.get(value.unit, f" {value.unit}")
 
 
-Length = Annotated[Duration, BeforeValidator(_duration, json_schema_input_type=str | float), PlainSerializer(_write_duration)]
+LengthOrNothing = Annotated[
+    Duration,
+    BeforeValidator(_duration, json_schema_input_type=str | float),
+    PlainSerializer(_write_duration, return_type=str),
+]
+Length = Annotated[LengthOrNothing, AfterValidator(_more_than_nothing)]
 Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int), Field(gt=0)]
 Auto = Literal["auto"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -32,25 +68,40 @@ Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
 
 
-def _claimed(parse: Any) -> BeforeValidator:
-    def read(value: object) -> object:
-        return parse_range(value, parse) if isinstance(value, str | int | float) else value
+ClaimedRange = tuple[float, float]
+
+
+def _claimed(parse: Callable[[str | float], float | Duration], examples: str) -> BeforeValidator:
+    """A claim is one value or a range: "10B", "10 to 11 GB"."""
+
+    def read(value: object) -> ClaimedRange:
+        if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value):
+            low, high = value
+        else:
+            low, high = parse_range(_word(value, examples), parse)
+        if not 0 <= low <= high < math.inf:
+            raise ValueError(f"{value!r} is not a range; write the smaller value first")
+        return low, high
 
     return BeforeValidator(read, json_schema_input_type=str | float)
 
 
-ClaimedRange = tuple[float, float]
+def _wall_time(text: str | float) -> Duration:
+    duration = parse_duration(text)
+    if duration.unit != "seconds":
+        raise ValueError(f"{text!r} is not a time; write 8h or 5 to 7 days")
+    return duration
 
 
 class Expect(Section):
     """What the author believes. `plan` judges every claim, `report` compares it with the run."""
 
-    tokens: Annotated[ClaimedRange, _claimed(parse_count)] | None = None
-    epochs: Annotated[ClaimedRange, _claimed(parse_count)] | None = None
-    tokens_per_second: Annotated[ClaimedRange, _claimed(parse_count)] | None = None
-    duration: Annotated[ClaimedRange, _claimed(parse_duration)] | None = None
-    memory: Annotated[ClaimedRange, _claimed(parse_bytes)] | None = None
-    perplexity: dict[Length, Annotated[ClaimedRange, _claimed(parse_count)]] = {}
+    tokens: Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")] | None = None
+    epochs: Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")] | None = None
+    tokens_per_second: Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")] | None = None
+    duration: Annotated[ClaimedRange, _claimed(_wall_time, "8h or 5 to 7 days")] | None = None
+    memory: Annotated[ClaimedRange, _claimed(parse_bytes, "10 to 11 GB")] | None = None
+    perplexity: dict[Length, Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")]] = {}
 
 
 class RopeScaling(Section):
@@ -150,7 +201,9 @@ class Data(Section):
 
 
 class Objective(Section):
-    kind: Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distil", "ppo", "grpo"] = "pretrain"
+    kind: Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distil", "ppo", "grpo"] = (
+        "pretrain"
+    )
 
 
 class NoAdapter(Section):
@@ -208,7 +261,7 @@ class Optimizer(Section):
     stochastic_rounding: bool = False
     schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = "cosine"
     floor: Share = 0.0  # cosine and linear end at this share of the rate
-    warmup: Length = Duration(1.0, "percent")
+    warmup: LengthOrNothing = Duration(1.0, "percent")
 
 
 class Train(Section):
@@ -243,6 +296,7 @@ class Checkpoint(Section):
 
 class Eval(Section):
     every: Length = Duration(500.0, "steps")
+    tokens: Auto | Count = "auto"  # of the validation split that an evaluation during training reads
     prompts: list[str] = []
     max_tokens: PositiveInt = 200
     temperature: NonNegativeFloat = 0.8
@@ -260,6 +314,9 @@ class Monitor(Section):
 
 
 class Recipe(Section):
+    """One training run, everywhere the same. Runs and shards take its `name`; without one, that of the file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None
     extends: str | None = None
     expect: Expect = Expect()
     model: Model
