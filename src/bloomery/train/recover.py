@@ -11,10 +11,10 @@ Action = Literal["step", "skip", "rewind"]
 class NonFinite:
     """Judges every step before its update.
 
-    Up to `skips` bad steps in a row are skipped; the next one asks for a rewind: load the last good checkpoint, and go on
-    with the data after the bad rows. After `rewinds` rewinds the run stops. (PaLM, arXiv:2204.02311 section 5.1, restarted
-    before a spike and skipped its batches in the same way.) Loss scaling has bad steps of its own while it looks for its
-    scale: give `skips` room for them.
+    Up to `skips` bad steps in a row are skipped; the next one asks for a rewind: load the last good checkpoint, and go
+    on with the data after the bad rows. After `rewinds` rewinds the run stops. (PaLM, arXiv:2204.02311 section 5.1,
+    restarted before a spike and skipped its batches in the same way.) Loss scaling has bad steps of its own while it
+    looks for its scale: give `skips` room for them.
     """
 
     def __init__(self, *, skips: int = 3, rewinds: int = 2) -> None:
@@ -39,8 +39,8 @@ class NonFinite:
             self._rewound += 1
             return "rewind"
         raise UserError(
-            f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled data; "
-            f"skipping {self.skips} steps in a row and rewinding {self.rewinds} times did not help",
+            f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled "
+            f"data; skipping {self.skips} steps in a row and rewinding {self.rewinds} times did not help",
             where=f"step {step}",
             remedy="lower optimizer.learning_rate, set train.clip, or train in train.precision=float32 or bfloat16; "
             "the last good checkpoint is untouched",

@@ -102,7 +102,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def newest_valid(checkpoints: Path, *, on_damage: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files are all as they were written, None without one; `on_damage` hears of the others."""
+    """The newest checkpoint with all files as they were written, or None; `on_damage` hears of newer, damaged ones."""
     for step in reversed(saved_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         wrong = damage(folder)
