@@ -5,11 +5,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, final
 
 from bloomery.errors import UserError
+from bloomery.monitor.scrub import scrub
 
 E = TypeVar("E", bound="Event")
 
@@ -124,6 +125,13 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def without_secrets(event: E) -> E:
+    """The event with its texts scrubbed: what a failing child said last may hold a token."""
+    texts = {name: text for name, text in vars(event).items() if isinstance(text, str)}
+    clean = {name: scrub(text) for name, text in texts.items()}
+    return event if clean == texts else replace(event, **clean)
+
+
 def to_json(event: Event) -> str:
     entry = {key: _finite(value) for key, value in asdict(event).items()}
     return json.dumps({"event": type(event).__name__, **entry}, allow_nan=False, ensure_ascii=False)
@@ -164,7 +172,7 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Raises UserError when the disk is full or the folder went away."""
-        line = (to_json(event) + "\n").encode("utf-8", errors="backslashreplace")
+        line = (to_json(without_secrets(event)) + "\n").encode("utf-8", errors="backslashreplace")
         try:
             os.write(self._file, line if self._on_fresh_line() else b"\n" + line)
         except OSError as error:

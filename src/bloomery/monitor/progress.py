@@ -1,0 +1,222 @@
+"""What the parent process shows of a run while it reads its events: plain lines, or a live view on a terminal."""
+
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Protocol, final
+
+from rich.console import Console
+
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    Warned,
+)
+from bloomery.monitor.live import LiveView
+from bloomery.monitor.sinks import Sink
+from bloomery.monitor.tally import RunFacts, Tally, in_millions, sparkline
+from bloomery.units import format_seconds
+
+WIDTH = 100
+_INDENT = 11
+_BARS = 11
+_SAMPLE_LINES = 6
+_PHASE_SECONDS = 10.0  # between two lines of one phase
+HEADER = f"{'step':>6}{'tokens':>11}{'loss':>9}{'exam, bits/byte':>17}{'tokens/s':>11}{'left':>9}"
+
+
+class View(Sink, Protocol):
+    """A sink that people watch."""
+
+    def note(self, step: int, text: str) -> None: ...
+
+
+@contextmanager
+def showing(facts: RunFacts, console: Console | None = None, tally: Tally | None = None) -> Iterator[View]:
+    """The view that fits where the output goes: live on a terminal, lines anywhere else.
+
+    `tally` holds what a resumed run reached before (`tally_of(read_events(path))`).
+    """
+    console = console or Console()
+    view: View = (
+        LiveView(facts, console, tally) if console.is_terminal else PlainView(facts, _printer(console), tally)
+    )
+    try:
+        yield view
+    finally:
+        view.close()
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass
+class _Line:
+    """A step's line, held back until nothing can join it: its exam and its save come after its StepDone."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    exam: str = ""
+    notes: list[str] = field(default_factory=list)
+    after: list[Event] = field(default_factory=list)  # what happened at this step and is told below it
+
+
+@final
+class PlainView:
+    """One aligned line every `monitor.every` steps and at each exam. The loss is the mean since the line before."""
+
+    def __init__(self, facts: RunFacts, write: Callable[[str], None], tally: Tally | None = None) -> None:
+        self._facts, self._write = facts, write
+        self._tally = tally or Tally(steps=facts.steps)
+        self._line: _Line | None = None
+        self._since: list[StepDone] = []
+        self._curve: list[float] = []
+        self._headed = False
+        self._phase: tuple[str, float] = ("", 0.0)
+
+    def write(self, event: Event) -> None:
+        self._tally.add(event)
+        match event:
+            case StepDone():
+                self._step(event)
+            case EvalDone():
+                self._at(event.step).exam = _exam(event)
+            case Saved():
+                self._at(event.step).notes.append("saved, the best" if event.best else "saved")
+            case RunEnded():
+                self._end(event)
+            case Sampled() | Recovered() | Warned() if self._line is not None and self._line.step == event.step:
+                self._line.after.append(event)
+            case _:
+                self._flush()
+                self._say(event)
+
+    def note(self, step: int, text: str) -> None:
+        """A line among the steps, in their columns."""
+        self._flush()
+        lines = textwrap.wrap(text, WIDTH - _INDENT) or [""]
+        for at, line in zip([str(step)] + [""] * len(lines), lines, strict=False):
+            self._write(f"{at:>6}     {line}")
+
+    def close(self) -> None:
+        self._flush()
+
+    def _say(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._titled("runs", f"{event.parameters:,} parameters on {event.device}, attention: {event.attention}")
+            case Phase():
+                self._say_phase(event)
+            case Sampled():
+                self._verbatim("sample", event.prompt + event.text)
+            case Warned():
+                self._titled("warning", event.because)
+            case Recovered():
+                self.note(event.step, f"{event.because}; {event.action}")
+            case Resumed():
+                self._since.clear()
+                took = f"resumed in {format_seconds(event.seconds)}"
+                self.note(event.step, took if event.path else "no checkpoint was saved yet: starts over")
+
+    def _say_phase(self, event: Phase) -> None:
+        name, said = self._phase
+        ended = 0 < event.total <= event.done
+        if event.name == name and not ended and event.time - said < _PHASE_SECONDS:
+            return
+        self._phase = ("" if ended else event.name, event.time)
+        share = f"{min(event.done / event.total, 1):>4.0%}" if event.total else ""
+        if event.name == "length":
+            share = f"{event.total:,.0f} steps fit into the time that was asked for"
+        self._titled(event.name, share)
+
+    def _titled(self, title: str, text: str) -> None:
+        for index, line in enumerate(textwrap.wrap(text, WIDTH - _INDENT) or [""]):
+            self._write(f"{title if index == 0 else '':<{_INDENT}}{line}".rstrip())
+
+    def _verbatim(self, title: str, text: str) -> None:
+        """The first lines as they are, long ones cut."""
+        room = WIDTH - _INDENT
+        for index, line in enumerate(text.expandtabs(4).splitlines()[:_SAMPLE_LINES]):
+            cut = line if len(line) <= room else line[: room - 1] + "…"
+            self._write(f"{title if index == 0 else '':<{_INDENT}}{cut}".rstrip())
+
+    def _step(self, event: StepDone) -> None:
+        if self._line is not None and self._line.step != event.step:
+            self._flush()
+        self._since.append(event)
+        if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._tally.steps:
+            self._at(event.step)
+
+    def _at(self, step: int) -> _Line:
+        if self._line is None or self._line.step != step:
+            self._flush()
+            self._line = self._draw(step)
+        return self._line
+
+    def _draw(self, step: int) -> _Line:
+        steps, self._since = self._since, []
+        losses = [event.loss for event in steps if event.loss is not None]
+        seconds = sum(event.step_seconds for event in steps)
+        speed = self._tally.tokens_per_second if not seconds else _tokens(steps) / seconds
+        if losses:
+            self._curve.append(fmean(losses))
+        skipped = bool(steps) and steps[-1].loss is None
+        loss = None if skipped or not self._curve else self._curve[-1]
+        return _Line(step, self._tally.tokens, loss, speed, self._tally.seconds_left)
+
+    def _flush(self) -> None:
+        line, self._line = self._line, None
+        if line is None:
+            return
+        if not self._headed:
+            self._write("")
+            self._write(HEADER)
+            self._headed = True
+        loss = "skipped" if line.loss is None else f"{line.loss:.2f}"
+        speed = "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
+        left = "" if line.seconds_left is None else _whole_seconds(line.seconds_left)
+        row = f"{line.step:>6}{in_millions(line.tokens):>11}{loss:>9}{line.exam:>17}{speed:>11}{left:>9}"
+        notes = ", ".join(line.notes)
+        room = max(min(_BARS, WIDTH - len(row) - len(notes) - 5), 0)
+        bars = sparkline(self._curve, room)
+        self._write(f"{row}   {bars:<{room}}  {notes}".rstrip())
+        for event in line.after:
+            self._say(event)
+
+    def _end(self, event: RunEnded) -> None:
+        took = format_seconds(self._tally.seconds)
+        if event.why == "done" and self._line is not None:
+            self._line.notes.append(f"done in {took}")
+            self._flush()
+            return
+        self._flush()
+        kind, colon, reason = event.why.partition(":")
+        self._titled(kind, f"after {took}{colon}{reason}")
+
+
+def _whole_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 10 else format_seconds(seconds)
+
+
+def _exam(event: EvalDone) -> str:
+    if event.loss is None:
+        return "not finite"
+    return f"{event.bits_per_byte:.2f}" if event.bits_per_byte is not None else f"{event.loss:.2f} nats"
+
+
+def _tokens(steps: list[StepDone]) -> float:
+    return sum(step.tokens_per_second * step.step_seconds for step in steps)

@@ -1,0 +1,38 @@
+"""Takes secrets out of text that people pass around: logs, reports, what hooks and trackers receive."""
+
+import os
+import re
+from collections.abc import Mapping
+
+_SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$")
+_SHORTEST_SECRET = 8  # a shorter value, such as TOKEN=1, would blank out innocent text
+
+# Shapes as the issuers document them: Hugging Face, GitHub, OpenAI and Anthropic, AWS, Weights & Biases.
+_SHAPES = (
+    re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
+    re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"),
+    re.compile(r"\bsk-[A-Za-z0-9_-]{20,}"),
+    re.compile(r"\bAKIA[A-Z0-9]{16}\b"),
+    re.compile(r"\bwandb_v\d_\w{20,}"),
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_ASSIGNED = re.compile(
+    r"(?i)\b([\w.-]*(?:api[_-]?key|access[_-]?key|secret|password|passwd|auth[_-]?token|access[_-]?token))"
+    r"(\"?\s*[=:]\s*\"?)([^\s\"',;&]{6,})"
+)
+_WANDB_KEY = re.compile(r"(?i)(wandb\S*[\s=:\"']+)[0-9a-f]{40}\b")  # 40 digits alone may be a commit
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
+HIDDEN = "[hidden]"
+
+
+def scrub(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """`text` without tokens of known shapes, logins in URLs, and the values of this process's secret variables."""
+    for name, value in environment.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name.upper()):
+            text = text.replace(value, HIDDEN)
+    for shape in _SHAPES:
+        text = shape.sub(HIDDEN, text)
+    text = _URL_LOGIN.sub(HIDDEN, text)
+    text = _WANDB_KEY.sub(rf"\1{HIDDEN}", text)
+    text = _BEARER.sub(rf"\1{HIDDEN}", text)
+    return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)

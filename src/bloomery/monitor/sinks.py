@@ -1,0 +1,251 @@
+"""Places besides the terminal that the events of a run go to."""
+
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    GpuSampled,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    Warned,
+    read_events,
+    to_json,
+    without_secrets,
+)
+from bloomery.monitor.scrub import scrub
+from bloomery.monitor.tally import tally_of
+from bloomery.units import format_bytes, format_seconds
+
+Warn = Callable[[str], None]
+_HOOK_SECONDS = 10.0
+_HOOK_FAILURES = 3  # in a row, after which the hook is left alone
+
+
+class Sink(Protocol):
+    """Receives every event in order; must not raise because its receiver is away: that is a warning."""
+
+    def write(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
+def paced(event: Event, every_steps: int) -> bool:
+    """Whether a sink that follows `monitor.every` shows this event; only steps are thinned."""
+    return not isinstance(event, StepDone) or event.step % every_steps == 0 or event.loss is None
+
+
+def sentence(event: Event) -> str:
+    """An event as one line for people."""
+    match event:
+        case RunStarted():
+            return f"bloomery {event.version}: {event.parameters:,} parameters on {event.device}, {event.attention}"
+        case Phase():
+            return f"{event.name} {event.done:,.0f}" + (f" of {event.total:,.0f}" if event.total else "")
+        case StepDone():
+            return (
+                f"step {event.step}  loss {number(event.loss)}  gradient {number(event.grad_norm)}"
+                f"  rate {event.learning_rate:.3g}  {event.tokens_per_second:,.0f} tokens/s  {event.memory_gib:.2f} GiB"
+            )
+        case EvalDone():
+            exam = f"  {event.bits_per_byte:.4f} bits/byte" if event.bits_per_byte is not None else ""
+            return f"exam at step {event.step}  loss {number(event.loss)}  perplexity {number(event.perplexity)}{exam}"
+        case Sampled():
+            return f"sample {event.prompt!r} -> {event.text!r}"
+        case Saved():
+            kept = ", the best so far" if event.best else ""
+            return f"saved {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{kept})"
+        case Warned():
+            return f"warning: {event.because}"
+        case Recovered():
+            return f"recovered at step {event.step}: {event.because}; {event.action}"
+        case Resumed():
+            source = event.path or "the beginning"
+            return f"resumed at step {event.step} from {source} in {format_seconds(event.seconds)}"
+        case RunEnded():
+            return f"ended: {event.why}"
+        case GpuSampled():
+            return f"gpu {event.device}  memory {number(event.memory_gib)} GiB  power {number(event.power)} W"
+    return type(event).__name__
+
+
+def number(value: float | None) -> str:
+    """Four decimals; what was not finite is never shown as a number."""
+    return "skipped" if value is None else f"{value:.4f}"
+
+
+@final
+class LogFile:
+    """`log.txt`: one line an event with its time, and the tracebacks that the terminal did not show; no secrets."""
+
+    def __init__(self, path: Path, every_steps: int = 1) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self._every = every_steps
+
+    def write(self, event: Event) -> None:
+        if paced(event, self._every):
+            self.text(sentence(event), event.time)
+
+    def text(self, text: str, when: float | None = None) -> None:
+        """Any text, each line stamped."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+        for line in scrub(text).splitlines() or [""]:
+            self._file.write(f"{stamp}  {line}\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@final
+class TensorBoard:
+    """Scalars and samples for TensorBoard, written without importing torch. Raises ImportError without tensorboard."""
+
+    def __init__(self, folder: Path, every_steps: int = 1) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._proto, self._summary = event_pb2, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder))
+        self._every = every_steps
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, Resumed):
+            # TensorBoard drops what lies at or after this step, so that repeated steps are drawn once
+            session = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            self._add(event, event.step + 1, session_log=session)
+        elif isinstance(event, RunEnded):
+            self._writer.flush()
+        elif paced(event, self._every):
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(event).items()]
+            if values:
+                self._add(event, event.step, summary=self._summary(value=values))
+
+    def _add(self, event: Event, step: int, **content: Any) -> None:
+        self._writer.add_event(self._proto.Event(wall_time=event.time, step=step, **content))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of an event under the names that charts show; what is None is absent."""
+    match event:
+        case StepDone():
+            figures: dict[str, float | None] = {
+                "train/loss": event.loss,
+                "train/learning_rate": event.learning_rate,
+                "train/grad_norm": event.grad_norm,
+                "speed/tokens_per_second": event.tokens_per_second,
+                "speed/samples_per_second": event.samples_per_second,
+                "speed/step_seconds": event.step_seconds,
+                "speed/data_wait_seconds": event.data_wait_seconds,
+                "memory/gib": event.memory_gib,
+            }
+        case EvalDone():
+            figures = {
+                "eval/loss": event.loss,
+                "eval/perplexity": event.perplexity,
+                "eval/bits_per_byte": event.bits_per_byte,
+            }
+        case GpuSampled():
+            figures = {
+                f"gpu{event.device}/{name}": getattr(event, name)
+                for name in ("utilisation", "memory_gib", "temperature", "power")
+            }
+        case _:
+            figures = {}
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+@final
+class CommandSink:
+    """Runs the user's program with each event's JSON on its standard input; a hook that fails never stops a run."""
+
+    def __init__(self, command: str, folder: Path, warn: Warn, every_steps: int = 1) -> None:
+        self._words, self._folder, self._warn, self._every = shlex.split(command), folder, warn, every_steps
+        self._failures = 0
+
+    def write(self, event: Event) -> None:
+        if self._failures >= _HOOK_FAILURES or not paced(event, self._every):
+            return
+        problem = self._run(to_json(without_secrets(event)))
+        self._failures = self._failures + 1 if problem else 0
+        if problem:
+            more = "; it is not called again" if self._failures == _HOOK_FAILURES else ""
+            self._warn(f"the hook {self._words[0]} {problem}{more}")
+
+    def _run(self, line: str) -> str:
+        try:
+            done = subprocess.run(
+                self._words, input=line + "\n", cwd=self._folder, text=True, capture_output=True, timeout=_HOOK_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return f"did not answer within {_HOOK_SECONDS:.0f} s"
+        except OSError as error:
+            return f"could not be started: {error.strerror}"
+        last = done.stderr.strip().splitlines()[-1:] or [""]
+        return f"failed with exit code {done.returncode}: {last[0]}"[:300] if done.returncode else ""
+
+    def close(self) -> None:
+        """Nothing is held open between events."""
+
+
+def open_sinks(
+    run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
+) -> list[Sink]:
+    """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`."""
+    sinks: list[Sink] = [LogFile(run_dir / "log.txt", every_steps)]
+    for name in names:
+        if name != "tensorboard":
+            warn(f"monitor.to: {name} is not supported yet; tensorboard and {{command: ...}} are")
+            continue
+        try:
+            sinks.append(TensorBoard(run_dir / "tensorboard", every_steps))
+        except ImportError as error:
+            warn(f"TensorBoard files are not written ({error}); mend: pip install 'bloomery[track]'")
+    sinks += [CommandSink(command, folder, warn, every_steps) for command in commands]
+    return sinks
+
+
+def write_metrics(run_dir: Path) -> Path:
+    """`metrics.json`: what the run reached, computed from its events; replaced whole."""
+    tally = tally_of(read_events(run_dir / "events.jsonl"))
+    summary = {
+        "steps": tally.step,
+        "steps_planned": tally.steps,
+        "tokens": tally.tokens,
+        "loss": tally.last.loss if tally.last else None,
+        "smoothed_loss": tally.smoothed,
+        "evaluation": _plain(tally.evaluation),
+        "best_evaluation": _plain(tally.best),
+        "tokens_per_second": tally.tokens_per_second,
+        "seconds": tally.seconds,
+        "step_seconds_total": tally.trained_seconds,
+        "peak_memory_gib": tally.peak_gib,
+        "skipped_steps": tally.skipped,
+        "resumes": tally.resumes,
+        "recoveries": tally.recoveries,
+        "warnings": [scrub(text) for text in tally.warnings],
+        "ended": scrub(tally.ended.why) if tally.ended else None,
+    }
+    path = run_dir / "metrics.json"
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return partial.replace(path)
+
+
+def _plain(event: EvalDone | None) -> dict[str, Any] | None:
+    return asdict(event) if event else None

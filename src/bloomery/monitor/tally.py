@@ -1,0 +1,171 @@
+"""What a run has reached, kept up to date from its events; terminal, `runs` and report take figures from here."""
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepDone,
+    Warned,
+)
+
+SMOOTHING = 0.95  # of the moving average of the loss, bias-corrected as Adam's first moment is
+BARS = "▁▂▃▄▅▆▇█"
+_RECENT = 50  # steps that the speed is taken from
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a view cannot see in the events; None is not shown."""
+
+    name: str = ""
+    every_steps: int = 10
+    steps: int | None = None
+    flops_per_token: float | None = None  # forward and backward
+    peak_flops: float | None = None  # per second, of all devices together
+    memory_limit_gib: float | None = None
+
+    def utilisation(self, tokens_per_second: float) -> float | None:
+        """MFU: the share of the device's peak that the model's own arithmetic uses (PaLM, appendix B)."""
+        if not self.flops_per_token or not self.peak_flops:
+            return None
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+
+@dataclass
+class Tally:
+    """Mutable: the state of one run after the events that `add` was given."""
+
+    steps: int | None = None
+    step: int = 0
+    tokens: int = 0
+    phase: Phase | None = None
+    last: StepDone | None = None
+    evaluation: EvalDone | None = None
+    best: EvalDone | None = None
+    ended: RunEnded | None = None
+    began: float | None = None
+    latest: float | None = None
+    trained_seconds: float = 0.0
+    smoothed: float | None = None
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    warnings: list[str] = field(default_factory=list)
+    skipped: int = 0
+    resumes: int = 0
+    recoveries: int = 0
+    saves: int = 0
+    peak_gib: float = 0.0
+    recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _best_loss: float = math.inf
+    _mean: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, event: Event) -> None:
+        """Events in the order of the file."""
+        self.began = event.time if self.began is None else self.began
+        self.latest = event.time
+        match event:
+            case StepDone():
+                self._add_step(event)
+            case EvalDone():
+                self.evaluation = event
+                if event.loss is not None and event.loss < self._best_loss:
+                    self.best, self._best_loss = event, event.loss
+            case RunStarted():
+                self.steps, self.ended = event.steps or self.steps, None
+                self.recent.clear()
+            case Phase():
+                self.phase = event
+                if event.name == "length" and event.total:
+                    self.steps = int(event.total)
+            case Resumed():
+                self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
+                self.recent.clear()
+            case Recovered():
+                self.recoveries += 1
+                self.warnings.append(f"{event.because}: {event.action}")
+            case Warned():
+                self.warnings.append(event.because)
+            case Saved():
+                self.saves += 1
+            case RunEnded():
+                self.ended = event
+
+    def _add_step(self, event: StepDone) -> None:
+        self.step, self.tokens, self.last, self.phase = event.step, event.tokens, event, None
+        self.trained_seconds += event.step_seconds
+        self.peak_gib = max(self.peak_gib, event.memory_gib)
+        self.recent.append(event)
+        if event.loss is None:
+            self.skipped += 1
+            return
+        self.losses.append(event.loss)
+        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * event.loss
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        self.smoothed = self._mean / self._weight
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the recent steps, evaluations and saves apart."""
+        if not self.recent:
+            return None
+        return statistics.median(step.tokens_per_second for step in self.recent)
+
+    @property
+    def data_wait(self) -> float | None:
+        """The share of the recent steps' time that was spent waiting for data."""
+        seconds = sum(step.step_seconds for step in self.recent)
+        return sum(step.data_wait_seconds for step in self.recent) / seconds if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """From the wall clock of the recent steps, so that evaluations and saves count too."""
+        if not self.steps or len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        return max(self.steps - self.step, 0) * (last.time - first.time) / max(last.step - first.step, 1)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time from the first event to the last."""
+        return (self.latest or 0.0) - (self.began or 0.0)
+
+
+def tally_of(events: Iterable[Event]) -> Tally:
+    """The state after all of these events."""
+    tally = Tally()
+    for event in events:
+        tally.add(event)
+    return tally
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """Bars of the last `width` values; the lowest of all is the lowest bar. A flat series is a line of low bars."""
+    shown = list(values)
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown[max(len(shown) - width, 0) :])
+
+
+def thinned(values: list[float], width: int) -> list[float]:
+    """At most `width` means of equal stretches."""
+    if len(values) <= width:
+        return values
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def in_millions(tokens: float) -> str:
+    """0.33 M, 3.19 B: two decimals so that columns stay aligned."""
+    return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"

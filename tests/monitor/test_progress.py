@@ -1,0 +1,134 @@
+"""What people see of a run."""
+
+import io
+
+from rich.console import Console
+from runs_for_tests import made_up_run, step_done
+
+from bloomery.monitor.events import EvalDone, Resumed, RunEnded, RunStarted, Warned
+from bloomery.monitor.live import picture
+from bloomery.monitor.progress import HEADER, PlainView, showing
+from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
+
+
+def lines_of(events, every=10):
+    lines = []
+    view = PlainView(RunFacts(every_steps=every), lines.append)
+    for event in events:
+        view.write(event)
+    view.close()
+    return lines
+
+
+def rows_of(lines):
+    return [line for line in lines[lines.index(HEADER) + 1 :] if line[:6].strip().isdigit() and " M" in line]
+
+
+def test_plain_rows_are_aligned_under_their_header():
+    rows = rows_of(lines_of(made_up_run()))
+    assert [int(row[:6]) for row in rows] == [7, 10, 20, 30, 40]
+    for title in ("tokens", "loss", "exam, bits/byte", "tokens/s", "left"):
+        end = HEADER.index(title) + len(title)
+        assert all(row[end] == " " for row in rows if len(row) > end), title
+    assert all(len(line) <= 100 for line in lines_of(made_up_run()))
+
+
+def test_exam_save_and_end_stand_on_the_line_of_their_step():
+    rows = rows_of(lines_of(made_up_run()))
+    exam = next(event for event in made_up_run() if isinstance(event, EvalDone) and event.step == 20)
+    assert f"{exam.bits_per_byte:.2f}" in rows[2] and rows[2].endswith("saved, the best")
+    assert "done in" in rows[4]
+
+
+def test_a_skipped_step_is_never_a_number():
+    row = rows_of(lines_of(made_up_run()))[0]
+    assert "skipped" in row and "0.00" not in row[17:26]
+
+
+def test_the_loss_is_the_mean_since_the_line_before():
+    row = rows_of(lines_of([step_done(1, 1.0), step_done(2, 2.0)], every=2))[0]
+    assert row[17:26].strip() == "1.50"
+
+
+def test_time_left_counts_evaluations_too():
+    """Ten steps of 0.5 s with 5 s of evaluation between them leave (90 steps) x 1 s."""
+    tally = Tally(steps=100)
+    for step in range(1, 12):
+        tally.add(step_done(step, time=step * 0.5 + (5 if step > 5 else 0)))
+    assert tally.seconds_left == (100 - 11) * 1.0
+
+
+def test_a_resume_does_not_count_the_pause():
+    tally = Tally(steps=100)
+    for event in (step_done(1, time=0.5), step_done(2, time=1.0), Resumed(step=1, path="x", time=9000.0)):
+        tally.add(event)
+    assert tally.seconds_left is None and tally.step == 1
+    for event in (step_done(2, time=9000.5), step_done(3, time=9001.0)):
+        tally.add(event)
+    assert tally.seconds_left == 97 * 0.5
+
+
+def test_smoothing_is_bias_corrected():
+    tally = tally_of([step_done(1, 4.0), step_done(2, 2.0)])
+    assert abs(tally.smoothed - (0.95 * 0.05 * 4 + 0.05 * 2) / (1 - 0.95**2)) < 1e-12
+
+
+def test_a_failure_says_why():
+    lines = lines_of([step_done(10), RunEnded(step=10, why="failed: the disk is full", time=10.0)])
+    assert lines[-1] == "failed     after 0.0 s: the disk is full"
+
+
+def test_phases_are_told_once_begun_and_once_done():
+    titled = [line for line in lines_of(made_up_run()) if line.startswith("tokenizer")]
+    assert titled == ["tokenizer    0%", "tokenizer  100%"]
+
+
+def test_long_warnings_wrap():
+    lines = lines_of([Warned(because="word " * 60)])
+    assert len(lines) > 2 and all(len(line) <= 100 for line in lines)
+
+
+def test_mfu_is_arithmetic_and_absent_where_the_peak_is_unknown():
+    assert RunFacts(flops_per_token=2e6, peak_flops=1e12).utilisation(1e5) == 0.2
+    assert RunFacts(flops_per_token=2e6).utilisation(1e5) is None
+
+
+def test_sparkline():
+    assert sparkline([3, 2, 1], 9) == "▇▄▁" and sparkline([1, 1], 9) == "▁▁" and sparkline([], 9) == "" == sparkline([1, 2], 0)
+    assert thinned([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+
+
+def frame(events, **facts):
+    console = Console(width=100, file=io.StringIO(), force_terminal=False)
+    console.print(picture(RunFacts(**facts), tally_of(events), [], ("def f(", "x)"), now=100.0))
+    return console.file.getvalue()
+
+
+def test_the_live_picture_holds_every_figure():
+    text = frame([*made_up_run()][:-1], flops_per_token=1e7, peak_flops=1e12, memory_limit_gib=8.0)
+    for part in ("step 40/40", "smooth", "bits/byte", "rate", "gradient", "tokens/s · MFU 16.4%", "0.58 of 8.0 GiB"):
+        assert part in text, part
+    assert "1.0% of the time for data" in text and "def f(x)" in text
+
+
+def test_the_live_picture_of_a_skipped_step():
+    assert "skipped" in frame([step_done(1, None)]) and "MFU" not in frame([step_done(1, None)])
+
+
+def test_the_live_picture_before_the_first_step():
+    started = RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", time=1.0)
+    assert "starting" in frame([]) and "0/9" in frame([started])
+
+
+def test_a_terminal_gets_the_live_view_and_a_pipe_gets_lines():
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+    with showing(RunFacts(), terminal) as view:
+        for event in made_up_run():
+            view.write(event)
+        view.note(5, "said")
+    assert "\x1b[" in terminal.file.getvalue() and terminal.file.getvalue().rstrip().endswith("\x1b[?25h")
+    pipe = Console(file=io.StringIO(), width=60)
+    with showing(RunFacts(), pipe) as view:
+        for event in made_up_run():
+            view.write(event)
+    assert HEADER in pipe.file.getvalue() and "\x1b" not in pipe.file.getvalue()
