@@ -1,0 +1,120 @@
+"""The `bloomery` command: a thin skin over the package. No verb is imported before it is asked for."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn, final
+
+import click
+
+from bloomery import __version__
+from bloomery.errors import UserError
+
+STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C before there was anything to resume
+
+# Verb -> (where its click command lives, its line in --help). A verb whose module is not there is not listed.
+VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("bloomery.cli.demo:command", "Train a small model on this machine, kill it, resume it, examine it."),
+    "recipes": ("bloomery.cli.recipes:command", "List, show and copy the packaged recipes; print their JSON schema."),
+    "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or look at what one does to a text."),
+    "prepare": ("bloomery.cli.prepare:command", "Turn text into shards of tokens; --preview shows what is learned."),
+    "plan": ("bloomery.cli.plan:command", "Say what a run would do, need and take, and whether it fits."),
+    "train": ("bloomery.cli.train:command", "Train a recipe."),
+    "resume": ("bloomery.cli.resume:command", "Go on where a run stopped, whatever stopped it."),
+    "eval": ("bloomery.cli.eval:command", "Loss, perplexity and bits per byte of a model on a text."),
+    "generate": ("bloomery.cli.generate:command", "Let a model continue prompts."),
+    "export": ("bloomery.cli.export:command", "Write a model in the layout of other programs."),
+    "report": ("bloomery.cli.report:command", "Write the report of a run: one page that works offline."),
+    "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
+}
+
+
+@final
+class Verbs(click.Group):
+    """A click group that knows its verbs' help lines without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return [verb for verb in VERBS if Path(__file__).with_name(f"{verb}.py").exists()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module, _, attribute = VERBS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            near = get_close_matches(args[0], known, n=1)
+            remedy = f"did you mean `bloomery {near[0]}`?" if near else "`bloomery --help` lists the verbs"
+            raise UserError(f"there is no verb {args[0]!r}", where="the command line", remedy=remedy, code=2)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, VERBS[verb][1]) for verb in self.list_commands(ctx)])
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="bloomery %(version)s")
+@click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")
+def cli(debug: bool) -> None:
+    """Text in, a language model out, on whatever GPUs you have.
+
+    A recipe is a YAML file or the name of a packaged one; `section.key=value` after it overrides a key.
+    """
+    del debug  # read by `main` wherever it stands on the line
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong words, 75 stopped and resumable, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own = given[: given.index("--")] if "--" in given else given
+    debug = "--debug" in own
+    if debug:
+        given.remove("--debug")
+    else:
+        sys.excepthook = _explain_crash
+    sys.exit(_run(given, debug))
+
+
+def _run(arguments: list[str], debug: bool) -> int:
+    try:
+        result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
+    except UserError as error:
+        if debug:
+            raise
+        click.echo(str(error), err=True)
+        return error.code
+    except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page
+            error.show()
+        else:
+            click.echo(str(_wrong_words(error)), err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def _wrong_words(error: click.ClickException) -> UserError:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "bloomery"
+    message = error.format_message().rstrip(".")
+    remedy = f"`{command} --help` shows the words it knows"
+    return UserError(message[:1].lower() + message[1:], where=f"`{command}`", remedy=remedy, code=error.exit_code)
+
+
+def _explain_crash(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    del trace
+    from bloomery.cli.crash import explain
+
+    explain(kind, error)

@@ -1,0 +1,83 @@
+"""What several verbs share: how a recipe and a run are named, and how JSON is printed."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from bloomery.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def recipe_argument(function: F) -> F:
+    """Click arguments `recipe: str` and `overrides: tuple[str, ...]` for `RECIPE [section.key=value ...]`."""
+    return click.argument("recipe")(overrides_argument(function))
+
+
+def overrides_argument(function: F) -> F:
+    """The click argument `overrides: tuple[str, ...]`; words that are not `section.key=value` are refused."""
+    return click.argument("overrides", nargs=-1, metavar="[section.key=value ...]", callback=_overrides)(function)
+
+
+def _overrides(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    del parameter
+    for word in value:
+        if "=" not in word:
+            remedy = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
+            raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", remedy=remedy, code=2)
+    return tuple(value)
+
+
+def is_run(folder: Path) -> bool:
+    """A run folder holds its recipe from its first moment on."""
+    return (folder / "recipe.yaml").is_file()
+
+
+def all_runs(root: Path | None = None) -> list[Path]:
+    """The run folders under `root` (default `runs/`), newest last."""
+    root = Path("runs") if root is None else root
+    found = [folder for folder in root.iterdir() if is_run(folder)] if root.is_dir() else []
+    return sorted(found, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name))
+
+
+def find_run(name: str) -> Path:
+    """The run folder that a person means: a path, a name under `runs/`, or `last`. Raises UserError (code 2)."""
+    runs = all_runs()
+    if name == "last" and runs:
+        return runs[-1]
+    for folder in (Path(name).expanduser(), Path("runs") / name):
+        if is_run(folder):
+            return folder
+    where = str(Path("runs").resolve())
+    if not runs:
+        remedy = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
+        raise UserError(f"there is no run {name!r}, and no other run either", where=where, remedy=remedy, code=2)
+    names = [folder.name for folder in runs]
+    near = get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
+    raise UserError(f"there is no run {name!r}", where=where, remedy="runs near that name: " + ", ".join(near), code=2)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout. Numbers that JSON lacks (NaN, infinity) become null."""
+    click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def plain(value: object) -> Any:
+    """Dataclasses, pydantic models and paths as what JSON knows."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(mode="json", by_alias=True))
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,341 @@
+"""Reads recipes: a file or a packaged name, what it extends, and what the command line overrides."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+import bloomery
+from bloomery.errors import UserError
+from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
+from bloomery.recipe.schema import Recipe
+from bloomery.recipe.yaml import MAX_BYTES, Document, KeyPath, Mistake, Origin, read_yaml
+
+# Ways to say one thing: a layer that sets one of them drops the others that it would inherit.
+_ALTERNATIVES: dict[str, tuple[str, ...]] = {
+    "model": ("from", "preset", "family"),
+    "tokenizer": ("from", "train"),
+    "data": ("path", "builtin", "sources"),
+}
+_KIND_REPLACES: tuple[KeyPath, ...] = (("adapter",), ("optimizer", "schedule"))  # another kind has other keys
+_COMMAND_LINE = "command line"
+_HEADER = "# The recipe of this run, complete: every key, and where its value came from.\n"
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe whose paths are absolute. `provenance`: where each key (`train.length`) got its value."""
+
+    recipe: Recipe
+    name: str
+    provenance: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Found:
+    name: str
+    path: Path
+    packaged: bool
+
+    @property
+    def label(self) -> str:
+        return f"packaged recipe {self.name}" if self.packaged else str(self.path)
+
+
+def packaged() -> dict[str, Path]:
+    """The recipes that come with Bloomery, by name."""
+    folder = Path(bloomery.__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe file or a packaged recipe. Raises UserError (code 2) that lists everything wrong in it.
+
+    Relative paths start at the file that holds them; in packaged recipes and overrides, at the working folder.
+    A model or tokenizer that is no local folder is left as it is: an id on the Hugging Face Hub.
+    """
+    found = _find(source)
+    document = reduce(_merged, [_extended(found, ()), *(_override(word) for word in overrides)])
+    mistakes = [*document.mistakes, *secrets(document.data, document.origins)]
+    recipe = None
+    if isinstance(document.data, dict):
+        data = document.data | {"name": document.data.get("name") or _safe_name(found.name)}
+        data = _with_paths(data, document.origins)
+        recipe, wrong = _validated(data, document.origins)
+        mistakes += wrong
+    elif not mistakes:
+        mistakes.append(Mistake((), found.label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
+    refuse(found.name, mistakes)
+    assert recipe is not None and recipe.name is not None
+    return LoadedRecipe(recipe, recipe.name, provenance(recipe, document.origins))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors: `# yaml-language-server: $schema=bloomery.schema.json`."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bloomery recipe"}
+    return Recipe.model_json_schema(by_alias=True) | head
+
+
+def dump_recipe(loaded: LoadedRecipe) -> str:
+    """The whole recipe as YAML, each key with its origin as a comment; it loads to the same Recipe."""
+    return _HEADER + "\n".join(_dumped(loaded.recipe, loaded.provenance, ())) + "\n"
+
+
+def provenance(recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> dict[str, str]:
+    """Where each key came from: "my.yaml line 12", "packaged recipe X line 3", "command line" or "default"."""
+    found: dict[str, str] = {}
+    for key, value in _items(recipe):
+        inner = (*path, key)
+        if isinstance(value, BaseModel):
+            found |= provenance(value, origins, inner)
+        elif inner in origins:
+            found[".".join(map(str, inner))] = origins[inner].place
+        else:
+            found[".".join(map(str, inner))] = "default"
+    return found
+
+
+# Finding and merging
+
+
+def _find(source: str | Path, folder: Path | None = None) -> _Found:
+    known = packaged()
+    text = str(source)
+    if isinstance(source, str) and text in known:
+        return _Found(text, known[text], True)
+    path = Path(text).expanduser()
+    path = path if folder is None else folder / path
+    if path.is_file():
+        return _Found(path.stem, path.absolute(), False)
+    if path.is_dir():
+        raise UserError(f"{text} is a folder, not a recipe", where=str(path), remedy="name the YAML file in it", code=2)
+    near = get_close_matches(Path(text).stem, known, n=1, cutoff=0.5)
+    remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
+    raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), remedy=remedy, code=2)
+
+
+def _safe_name(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "recipe"
+
+
+def _read(found: _Found) -> Document:
+    folder = Path.cwd() if found.packaged else found.path.parent
+    try:
+        with found.path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"the file is not UTF-8 text (byte {error.start})"
+        return Document(None, {}, [Mistake((), found.label, problem, "save it as UTF-8")])
+    except OSError as error:
+        raise UserError(f"the recipe cannot be read: {error.strerror}", where=str(found.path), code=2) from error
+    return read_yaml(text, source=found.label, folder=folder)
+
+
+def _extended(found: _Found, seen: tuple[Path, ...]) -> Document:
+    """A file merged onto what it extends."""
+    own = _read(found)
+    if not isinstance(own.data, dict):
+        if own.data is not None:
+            problem = "a recipe is made of sections (model:, data:, train:)"
+            own.mistakes.append(Mistake((), found.label, problem, "see `bloomery recipes show everything`"))
+        return Document(None, own.origins, own.mistakes)
+    parent = own.data.pop("extends", None)
+    if parent is None:
+        return own
+    place = place_of(("extends",), own.origins)
+    if not isinstance(parent, str):
+        own.mistakes.append(Mistake(("extends",), place, "must be the name of a packaged recipe or a file"))
+        return own
+    try:
+        base = _find(parent, found.path.parent)
+    except UserError as error:
+        own.mistakes.append(Mistake(("extends",), place, error.problem, error.remedy))
+        return own
+    if base.path in (*seen, found.path):
+        chain = " -> ".join(path.name for path in (*seen, found.path, base.path))
+        own.mistakes.append(Mistake(("extends",), place, f"recipes extend each other in a circle: {chain}"))
+        return own
+    below = _extended(base, (*seen, found.path))
+    if isinstance(below.data, dict):
+        below.data.pop("name", None)
+    return _merged(below, own)
+
+
+def _override(word: str) -> Document:
+    """`section.key=value` as a document; the value is YAML, and text where it cannot be."""
+    dotted, equals, text = word.partition("=")
+    place = _COMMAND_LINE
+    parts = tuple(dotted.strip().split("."))
+    if not equals or not all(parts):
+        return Document({}, {}, [Mistake((), place, "an override looks like section.key=value")])
+    if parts[0] == "extends":
+        return Document({}, {}, [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")])
+    value = read_yaml(text, source=place, folder=Path.cwd())
+    if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
+        value = Document(text)  # data.glob=*.go is no YAML, and means what it says
+    origin = Origin(place, Path.cwd())
+    origins = {parts[:length]: origin for length in range(1, len(parts) + 1)} | {
+        parts + path: origin for path in value.origins
+    }
+    mistakes = [Mistake(parts + wrong.path, place, wrong.problem, wrong.remedy) for wrong in value.mistakes]
+    data = value.data
+    for part in reversed(parts):
+        data = {part: data}
+    return Document(data, origins, mistakes)
+
+
+def _merged(base: Document, over: Document) -> Document:
+    """`over` laid onto `base`: sections merge key by key, everything else is replaced."""
+    mistakes = base.mistakes + over.mistakes
+    if not isinstance(base.data, dict) or not isinstance(over.data, dict):
+        kept = over if isinstance(over.data, dict) else base
+        return Document(kept.data, kept.origins, mistakes)
+    origins = dict(base.origins)
+    data = _laid(base.data, over.data, (), origins)
+    return Document(data, origins | {path: origin for path, origin in over.origins.items() if path}, mistakes)
+
+
+def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: dict[KeyPath, Origin]) -> dict[str, Any]:
+    result = dict(base)
+    for key in _dropped(base, over, path):
+        del result[key]
+        _forget(origins, (*path, key))
+    for key, value in over.items():
+        inner = (*path, key)
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _laid(result[key], value, inner, origins)
+        elif value is None and isinstance(result.get(key), dict):
+            continue  # `train:` with nothing below it says nothing
+        else:
+            _forget(origins, inner)
+            result[key] = value
+    return result
+
+
+def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> list[str]:
+    """The inherited keys that make no sense beside what the upper layer says."""
+    if path in _KIND_REPLACES and "kind" in over and over["kind"] != base.get("kind"):
+        return list(base)
+    choices = _ALTERNATIVES.get(str(path[0]), ()) if len(path) == 1 else ()
+    said = [key for key in choices if over.get(key) is not None]
+    if not said:
+        return []
+    if said == ["from"] and path == ("model",):
+        return [key for key in base if key != "implementation"]  # a finished model brings its own sizes
+    return [key for key in choices if key in base and key not in over]
+
+
+def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+
+
+# Checking
+
+
+def _validated(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> tuple[Recipe | None, list[Mistake]]:
+    sections = {key for key, field in Recipe.model_fields.items() if key not in ("name", "extends")}
+    filled = {key: {} if value is None and key in sections else value for key, value in data.items()}
+    filled = {"model": {}, "data": {}} | filled
+    mistakes = list(_contradictions(filled, origins))
+    try:
+        return Recipe.model_validate_json(json.dumps(filled), strict=True), mistakes
+    except ValidationError as error:
+        return None, from_pydantic(error, filled, origins) + mistakes
+
+
+def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> Iterator[Mistake]:
+    for section, choices in _ALTERNATIVES.items():
+        given = data.get(section, {})
+        if not isinstance(given, dict):
+            continue
+        said = [key for key in choices if given.get(key) not in (None, [])]
+        if len(said) > 1:
+            problem = f"says {' and '.join(said)}, but only one of them can be"
+            yield Mistake((section,), place_of((section, said[-1]), origins), problem, f"keep one of {', '.join(said)}")
+        if not said and section != "tokenizer":
+            example = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}[section]
+            yield Mistake((section,), place_of((section,), origins), f"needs one of {', '.join(choices)}", example)
+    held_out = data["data"].get("validation") if isinstance(data["data"], dict) else None
+    if held_out is not None and not _is_path(held_out) and not _is_share(held_out):
+        problem = "must be a share from 0% to 50%, or the path of a corpus of its own"
+        yield Mistake(("data", "validation"), place_of(("data", "validation"), origins), problem)
+
+
+def _is_share(value: object) -> bool:
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*%\s*", value):
+        return 0 <= float(value.strip().rstrip("%")) <= 50
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 0.5
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and not value.strip().endswith("%")
+
+
+# Paths
+
+
+def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
+    """The same recipe with absolute paths."""
+    result: dict[str, Any] = json.loads(json.dumps(data))
+    paths: list[KeyPath] = [("data", "path"), ("data", "prepared"), ("data", "validation")]
+    for path in paths:
+        _replace(result, path, lambda value, folder: _absolute(value, folder) if _is_path(value) else value, origins)
+    sources = result.get("data", {}).get("sources") if isinstance(result.get("data"), dict) else None
+    for index in range(len(sources) if isinstance(sources, list) else 0):
+        _replace(result, ("data", "sources", index, "path"), _absolute, origins)
+    names: list[KeyPath] = [("model", "from"), ("tokenizer", "from"), ("data", "chat", "template")]
+    for path in names:
+        _replace(result, path, _local_or_name, origins)
+    return result
+
+
+def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Origin]) -> None:
+    for part in path[:-1]:
+        data = step(data, part)
+    if isinstance(data, dict) and isinstance(data.get(path[-1]), str):
+        folder = next((origins[path[:n]].folder for n in range(len(path), 0, -1) if path[:n] in origins), Path.cwd())
+        data[path[-1]] = change(data[path[-1]], folder)
+
+
+def _absolute(value: str, folder: Path) -> str:
+    return value if "://" in value else str((folder / Path(value).expanduser()).absolute())
+
+
+def _local_or_name(value: str, folder: Path) -> str:
+    """A path when it exists or can only be one; otherwise a name such as a Hub id."""
+    local = folder / Path(value).expanduser()
+    written_as_path = value.startswith((".", "/", "~"))
+    return (
+        str(local.absolute())
+        if written_as_path or (len(value) < 500 and "\n" not in value and local.exists())
+        else value
+    )
+
+
+# Writing
+
+
+def _items(section: BaseModel) -> Iterator[tuple[str, Any]]:
+    """The keys as people write them, and their values."""
+    for name, info in type(section).model_fields.items():
+        yield info.alias or name, getattr(section, name)
+    yield from (section.model_extra or {}).items()
+
+
+def _dumped(section: BaseModel, origin: Mapping[str, str], path: tuple[str, ...]) -> Iterator[str]:
+    indent = "  " * len(path)
+    written = section.model_dump(mode="json", by_alias=True)
+    for key, value in _items(section):
+        if isinstance(value, BaseModel):
+            yield f"{indent}{key}:"
+            yield from _dumped(value, origin, (*path, key))
+        elif value is not None or origin.get(".".join((*path, key)), "default") != "default":
+            comment = origin.get(".".join((*path, key)), "default")
+            yield f"{indent}{key}: {json.dumps(written[key], ensure_ascii=False)}  # {comment}"
