@@ -1,8 +1,74 @@
 """`bloomery recipes`: the packaged recipes."""
 
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+
 import click
 
+from bloomery.cli.common import print_json
+from bloomery.errors import UserError
 
-@click.group(no_args_is_help=True)
+
+@click.group()
 def command() -> None:
     """List, show and copy the packaged recipes; print their JSON schema."""
+
+
+@command.command("list")
+def list_() -> None:
+    """The packaged recipes, one line each."""
+    from bloomery.recipe.load import packaged
+
+    width = max(map(len, packaged()))
+    for name, path in packaged().items():
+        click.echo(f"{name:<{width}}  {shorten(_first_comment(path), 98 - width, placeholder=' ...')}")
+
+
+@command.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """Print a packaged recipe as it is."""
+    click.echo(_packaged(name).read_text(encoding="utf-8"), nl=False)
+
+
+@command.command()
+@click.argument("name")
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+def copy(name: str, path: Path | None) -> None:
+    """Copy a packaged recipe to PATH (default: NAME.yaml here), as a start for your own."""
+    source = _packaged(name)
+    target = path if path is not None else Path(f"{name}.yaml")
+    target = target / f"{name}.yaml" if target.is_dir() else target
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        remedy = f"name another file: bloomery recipes copy {name} my-{name}.yaml"
+        raise UserError("that file exists; nothing is overwritten", where=str(target), remedy=remedy) from error
+    except OSError as error:
+        raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target)) from error
+    click.echo(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
+
+
+@command.command()
+def schema() -> None:
+    """The JSON schema of a recipe, for editors that complete YAML."""
+    from bloomery.recipe.load import json_schema
+
+    print_json(json_schema())
+
+
+def _packaged(name: str) -> Path:
+    from bloomery.recipe.load import packaged
+
+    known = packaged()
+    if name in known:
+        return known[name]
+    near = get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
+    raise UserError(f"there is no packaged recipe {name!r}", remedy=remedy, code=2)
+
+
+def _first_comment(path: Path) -> str:
+    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

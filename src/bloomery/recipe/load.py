@@ -45,7 +45,9 @@ class _Found:
 
     @property
     def label(self) -> str:
-        return f"packaged recipe {self.name}" if self.packaged else str(self.path)
+        near = self.path.is_relative_to(Path.cwd())
+        path = self.path.relative_to(Path.cwd()) if near else self.path
+        return f"packaged recipe {self.name}" if self.packaged else str(path)
 
 
 def packaged() -> dict[str, Path]:
@@ -71,7 +73,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
         mistakes += wrong
     elif not mistakes:
         mistakes.append(Mistake((), found.label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
-    refuse(found.name, mistakes)
+    refuse(found.name, _telling(mistakes))
     assert recipe is not None and recipe.name is not None
     return LoadedRecipe(recipe, recipe.name, provenance(recipe, document.origins))
 
@@ -99,6 +101,11 @@ def provenance(recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPa
         else:
             found[".".join(map(str, inner))] = "default"
     return found
+
+
+def _telling(mistakes: list[Mistake]) -> list[Mistake]:
+    """The first mistake of each key: what follows from it would only repeat it."""
+    return list({mistake.path or mistake: mistake for mistake in reversed(mistakes)}.values())[::-1]
 
 
 # Finding and merging
@@ -173,7 +180,7 @@ def _override(word: str) -> Document:
     place = _COMMAND_LINE
     parts = tuple(dotted.strip().split("."))
     if not equals or not all(parts):
-        return Document({}, {}, [Mistake((), place, "an override looks like section.key=value")])
+        return Document({}, {}, [Mistake((), place, f"{dotted!r} is no override; they look like section.key=value")])
     if parts[0] == "extends":
         return Document({}, {}, [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")])
     value = read_yaml(text, source=place, folder=Path.cwd())
@@ -208,7 +215,7 @@ def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: di
         _forget(origins, (*path, key))
     for key, value in over.items():
         inner = (*path, key)
-        if isinstance(value, dict) and isinstance(result.get(key), dict):
+        if value and isinstance(value, dict) and isinstance(result.get(key), dict):  # `expect: {}` empties it
             result[key] = _laid(result[key], value, inner, origins)
         elif value is None and isinstance(result.get(key), dict):
             continue  # `train:` with nothing below it says nothing

@@ -50,11 +50,19 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
         only = unique[0]
         key = f"{only.key}: " if only.path else ""
         raise UserError(f"{key}{only.problem}", where=only.place, remedy=only.remedy, code=2)
-    rows = [
-        f"  {only.place}  {only.key}: {only.problem}" + (f"; {only.remedy}" if only.remedy else "") for only in unique
-    ]
+    rows = [_row(mistake) for mistake in sorted(unique, key=_reading_order)]
     remedy = "`bloomery recipes show everything` shows every key"
     raise UserError(f"the recipe {name} has {len(unique)} mistakes\n" + "\n".join(rows), remedy=remedy, code=2)
+
+
+def _row(mistake: Mistake) -> str:
+    parts = [mistake.place, mistake.key, mistake.problem]
+    return "  " + ": ".join(filter(None, parts)) + (f"; {mistake.remedy}" if mistake.remedy else "")
+
+
+def _reading_order(mistake: Mistake) -> tuple[str, int]:
+    place, _, line = mistake.place.rpartition(" line ")
+    return (place, int(line)) if place else (mistake.place, 0)
 
 
 def from_pydantic(error: ValidationError, data: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
@@ -95,8 +103,8 @@ def _mistake(path: KeyPath, found: list[ErrorDetails], data: Any, origins: Mappi
     kind, value = found[0]["type"], found[0]["input"]
     place = place_of(path, origins)
     if kind == "missing":
-        if isinstance(path[-1], str) and path[:-1] and isinstance(_at(data, path[:-1]), list):
-            return Mistake(path[:-1], place, "a value is missing in this list")
+        if isinstance(_at(data, path), list):
+            return Mistake(path, place, "a value is missing in this list")
         return Mistake(path, place, "is missing")
     if kind == "extra_forbidden":
         return Mistake(path, place, "there is no such key", _nearest_key(path))
