@@ -94,7 +94,8 @@ def test_mfu_is_arithmetic_and_absent_where_the_peak_is_unknown():
 
 
 def test_sparkline():
-    assert sparkline([3, 2, 1], 9) == "▇▄▁" and sparkline([1, 1], 9) == "▁▁" and sparkline([], 9) == "" == sparkline([1, 2], 0)
+    assert sparkline([3, 2, 1], 9) == "▇▄▁" and sparkline([1, 1], 9) == "▁▁"
+    assert sparkline([], 9) == "" == sparkline([1, 2], 0)
     assert thinned([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
 
 

@@ -128,7 +128,7 @@ def _finite(value: object) -> object:
 def without_secrets(event: E) -> E:
     """The event with its texts scrubbed: what a failing child said last may hold a token."""
     texts = {name: text for name, text in vars(event).items() if isinstance(text, str)}
-    clean = {name: scrub(text) for name, text in texts.items()}
+    clean: dict[str, Any] = {name: scrub(text) for name, text in texts.items()}
     return event if clean == texts else replace(event, **clean)
 
 

@@ -1,0 +1,110 @@
+"""How many nats each token of a text costs: the primitive below `eval`, the exam and the report's coloured text."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import LabelScores
+
+_TOKENS_A_FORWARD = 8192
+_TOKENS_A_GROUP = 65_536  # looked at together, so that windows of one length share a forward
+_LOGITS_AT_ONCE = 2**24  # elements: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens [start, end) of a document; the labels from `scored` on are the window's own, the rest is context."""
+
+    document: int
+    start: int
+    end: int
+    scored: int
+
+
+def windows(length: int, context: int, document: int = 0) -> Iterator[Window]:
+    """Half-overlapping windows over `length` tokens that score each token but the first once.
+
+    Each window has at most `context` tokens and starts half a context after the one before, so that every token of a
+    long text is seen with at least half a context before it (the sliding window of transformers' guide to perplexity).
+    """
+    assert context >= 2, "a window of one token scores nothing"
+    stride, scored = max(context // 2, 1), 1
+    for start in range(0, length, stride):
+        end = min(start + context, length)
+        if end > scored:
+            yield Window(document, start, end, max(scored, start + 1))
+        scored = end
+        if end == length:
+            return
+
+
+def score_documents(
+    decoder: Decoder, documents: Iterable[Sequence[int]], *, context: int | None = None
+) -> Iterator[np.ndarray]:
+    """For each document, float32 [len - 1]: the nats of each of its tokens but the first, given those before it.
+
+    `context` (default: the model's `max_positions`) bounds what a token sees. In order, in memory bounded by the
+    longest document.
+    """
+    context = min(context or decoder.config.max_positions, decoder.config.max_positions)
+    for group in _groups(documents):
+        nats = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
+        pieces = [piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)]
+        for batch in _batches(sorted(pieces, key=lambda piece: piece.start - piece.end)):
+            for piece, scores in zip(batch, _score(decoder, group, batch), strict=True):
+                nats[piece.document][piece.scored - 1 : piece.end - 1] = scores
+        yield from nats
+
+
+def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    group: list[Sequence[int]] = []
+    size = 0
+    for tokens in documents:
+        group.append(tokens)
+        size += len(tokens)
+        if size >= _TOKENS_A_GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _batches(pieces: list[Window]) -> Iterator[list[Window]]:
+    """`pieces` come longest first; a batch is padded to its first."""
+    edges = [0]
+    while edges[-1] < len(pieces):
+        longest = pieces[edges[-1]]
+        rows = max(_TOKENS_A_FORWARD // (longest.end - longest.start), 1)
+        edges.append(min(edges[-1] + rows, len(pieces)))
+    return (pieces[a:b] for a, b in pairwise(edges))
+
+
+def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]) -> list[np.ndarray]:
+    """The nats of each window's own labels. Padding stands behind the text, where causal attention never looks."""
+    device = next(decoder.parameters()).device
+    width = batch[0].end - batch[0].start - 1
+    tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
+    labels_BT, weights_BT = torch.zeros_like(tokens_BT), torch.zeros(len(batch), width)
+    for row, piece in enumerate(batch):
+        ids = torch.tensor(documents[piece.document][piece.start : piece.end], dtype=torch.int64)
+        tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        weights_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
+    scores_BT = _forward(decoder, tokens_BT.to(device), labels_BT.to(device), weights_BT.to(device)).cpu().numpy()
+    return [
+        -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start] for row, piece in enumerate(batch)
+    ]
+
+
+@torch.no_grad()
+def _forward(decoder: Decoder, tokens_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    training = decoder.training
+    decoder.eval()
+    chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+    scores: Tensor = decoder(tokens_BT, head=LabelScores(labels_BT, weights_BT, chunk))
+    decoder.train(training)
+    return scores.float()
