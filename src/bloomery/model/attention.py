@@ -12,13 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bloomery.model.blockwise import Options, blockwise, reach_of
+from bloomery.model.per_document import per_document
+from bloomery.model.precision import working_dtype
+
 
 @dataclass(frozen=True)
 class Layout:
     """Which positions see each other: computed once a forward, shared by the layers. All None: one document a row."""
 
     first_BT: Tensor | None = None  # where the document of each token starts in its row, int64
-    mask_B1TS: Tensor | None = None  # True where the query may see the key
+    mask_B1TS: Tensor | None = None  # sdpa, mask and math: True where the query may see the key
+    reach: Tensor | None = None  # blockwise: `reach_of`
 
 
 def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
@@ -27,7 +32,9 @@ def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
         return Layout()
     assert backend != "sdpa", "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
     first_BT = document_starts(documents_BT)
-    return Layout(first_BT, _document_mask(first_BT) if backend in ("mask", "math") else None)
+    if backend in ("mask", "math"):
+        return Layout(first_BT, _document_mask(first_BT))
+    return Layout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
 
 
 def document_starts(documents_BT: Tensor) -> Tensor:
@@ -68,22 +75,10 @@ def attend(
     `sdpa`, `mask` and `math` take more keys than queries (a cache): the queries are then the last positions of a row.
     Randomness of dropout comes from torch's default generator. Raises AssertionError where `supports` names a reason.
     """
-    kind = q_BHTE.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
+    dtype = working_dtype(q_BHTE)
+    q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
     options = Options(None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout)
     return _BACKENDS[backend](q_BHTE, k_BKSE, v_BKSE, layout, options)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the scores of one layer go through; `window` is None where it would hide nothing."""
-
-    window: int | None
-    softcap: float | None
-    scale: float
-    dropout: float
 
 
 def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: Layout, window: int | None) -> Tensor:
@@ -120,8 +115,27 @@ def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, option
     return (shares.view(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
 
 
+def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    seed = _seed(options.dropout)
+    return blockwise(q_BHTE, k_BKTE, v_BKTE, layout.first_BT, layout.reach, seed, options)
+
+
+def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    first_BT = layout.first_BT
+    if first_BT is None:
+        first_BT = torch.zeros(q_BHTE.shape[0], q_BHTE.shape[2], dtype=torch.int64)
+    return per_document(q_BHTE, k_BKTE, v_BKTE, first_BT, _seed(options.dropout), options)
+
+
+def _seed(dropout: float) -> Tensor | None:
+    """A draw of torch's default generator on the CPU: restoring its state repeats every mask."""
+    return torch.randint(2**62, ()) if dropout else None
+
+
 _BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]] = {
     "sdpa": _sdpa,
     "mask": _sdpa,
+    "per_document": _per_document,
+    "blockwise": _blockwise,
     "math": _math,
 }

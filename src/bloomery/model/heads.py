@@ -43,7 +43,7 @@ class LabelScores:
     chunk: int
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
-        assert set(dict(output.named_parameters())) == {"weight"}, "label scores read the weight of the output layer alone"
+        assert set(dict(output.named_parameters())) == {"weight"}, "only the weight of the output layer is read"
         learned = self.weights_BT.flatten().nonzero().squeeze(1)
         hidden_ND = hidden_BTD.flatten(0, 1)[learned]
         labels_N = self.labels_BT.flatten()[learned]
