@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from bloomery.errors import UserError
+
+RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched. Formulas and defaults are those of transformers' `modeling_rope_utils`."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    kind: RopeKind
     factor: float
     original_max_positions: int | None = None
     low_freq_factor: float = 1.0
@@ -23,7 +27,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`family` only says which names a saved checkpoint uses (a key of `families.FAMILIES`); the decoder never reads it."""
+    """`family` (a key of `families.FAMILIES`) says which names a saved checkpoint uses; the decoder never reads it."""
 
     family: str = "llama"
     vocab_size: int
@@ -67,3 +71,46 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """How many keys, itself included, a query of this layer sees; None: all of them."""
         return self.sliding_window[layer] if self.sliding_window else None
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """How many numbers of each head rotate."""
+        return int(self.head_dim * self.rotary_share)
+
+    @property
+    def block_norms(self) -> tuple[str, ...]:
+        """The norms of a layer, in the order in which they run, under transformers' names."""
+        return {
+            "before": ("input_layernorm", "post_attention_layernorm"),
+            "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+            "both": (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+        }[self.norm_placement]
+
+
+def checked(config: ModelConfig, *, where: str) -> ModelConfig:
+    """The same config. Raises UserError where facts contradict each other."""
+    problem = None
+    if config.num_heads % config.num_kv_heads:
+        problem = f"{config.num_heads} query heads do not divide among {config.num_kv_heads} key/value heads"
+    elif config.positions == "rotary" and (config.rotary_width < 2 or config.rotary_width % 2):
+        problem = f"head_dim {config.head_dim}: the part that rotates ({config.rotary_width}) must be even"
+    elif config.sliding_window and len(config.sliding_window) != config.num_layers:
+        problem = f"sliding_window has {len(config.sliding_window)} entries for {config.num_layers} layers"
+    elif config.rotary_layers and len(config.rotary_layers) != config.num_layers:
+        problem = f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
+    if problem:
+        raise UserError(problem, where=where)
+    return config

@@ -1,0 +1,227 @@
+"""The decoder: tokens in, whatever the head makes of them out. Parameter names are those of transformers' Llama.
+
+B batch, T time, D width, H query heads, K key/value heads, E head width, F width inside the MLP, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bloomery.errors import UserError
+from bloomery.model.attention import Layout, attend, layout_of
+from bloomery.model.cache import Cache, LayerCache
+from bloomery.model.config import ModelConfig
+from bloomery.model.heads import Head, Logits
+from bloomery.model.norms import build_norm
+from bloomery.model.rope import Rotary, rotary_tables, rotate
+
+ALL_LOGITS = Logits()
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu,
+}  # fmt: skip
+
+
+def plain_backend(config: ModelConfig) -> str:
+    """The backend of `model.attention` that honours the config everywhere, with or without a cache."""
+    return "sdpa" if config.attention_softcap is None else "math"
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+        super().__init__()
+        self.config, self.backend, self.window = config, backend, config.window(layer)
+        self.scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        width, queries, keys = config.hidden_size, config.query_width, config.key_width
+        self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, width, bias=config.output_bias)
+        if config.qk_norm != "none":
+            self.q_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else queries)
+            self.k_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else keys)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None) -> Tensor:
+        config = self.config
+        q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        if config.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
+        if config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
+        backend = self.backend
+        if cache is not None:
+            k_BKTE, v_BKTE = cache.extend(k_BKTE, v_BKTE)
+            backend = plain_backend(config)
+        y_BHTE = attend(
+            q_BHTE, k_BKTE, v_BKTE, layout, backend=backend, window=self.window, softcap=config.attention_softcap,
+            scale=self.scale, dropout=config.attention_dropout if self.training else 0.0,
+        )  # fmt: skip
+        projected: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
+        return projected
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activate = ACTIVATIONS[config.activation]
+        self.gate_proj = (
+            nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias) if config.gated_mlp else None
+        )
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            inner_BTF = self.activate(self.up_proj(x_BTD))
+        else:
+            inner_BTF = self.activate(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        projected: Tensor = self.down_proj(inner_BTF)
+        return projected
+
+
+class Block(nn.Module):
+    """One layer. Which norms exist follows `norm_placement`; their names are those of transformers for each case."""
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
+
+    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+        super().__init__()
+        self.placement, self.dropout = config.norm_placement, config.residual_dropout
+        for name in config.block_norms:
+            self.add_module(name, build_norm(config, config.hidden_size))
+        self.self_attn = Attention(config, layer, backend)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Two additions to the residual stream; a norm stands before each, after each, or on both sides."""
+        before, after = self.placement != "after", self.placement != "before"
+        y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
+        y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
+        x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if after else y_BTD)
+        y_BTD = self.before_mlp(x_BTD)
+        y_BTD = self.drop(self.mlp(y_BTD))
+        return x_BTD + (self.post_feedforward_layernorm(y_BTD) if after else y_BTD)
+
+    def before_mlp(self, x_BTD: Tensor) -> Tensor:
+        """Llama calls the norm before its MLP post_attention_layernorm."""
+        if self.placement == "after":
+            return x_BTD
+        norm = self.post_attention_layernorm if self.placement == "before" else self.pre_feedforward_layernorm
+        normed: Tensor = norm(x_BTD)
+        return normed
+
+    def drop(self, x_BTD: Tensor) -> Tensor:
+        return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD
+
+
+class Backbone(nn.Module):
+    """Everything below the head."""
+
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_positions, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer, backend) for layer in range(config.num_layers))
+        self.norm = build_norm(config, config.hidden_size)
+
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        positions = self.positions(tokens_BT, positions_BT, cache)
+        x_BTD = self.embed(tokens_BT, positions)
+        layout = layout_of(documents_BT, backend=self.backend)
+        rotary = self.rotary(positions)
+        for layer, block in enumerate(self.layers):
+            x_BTD = block(x_BTD, rotary[layer], layout, None if cache is None else cache.layers[layer])
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        normed: Tensor = self.norm(x_BTD)
+        return normed
+
+    def positions(self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None) -> Tensor:
+        """[B, T] when given, else [T] from where the cache ends."""
+        first = 0 if cache is None else cache.length
+        end = first + tokens_BT.shape[1]
+        if self.config.positions == "learned" and end > self.config.max_positions and positions_BT is None:
+            raise UserError(
+                f"{end:,} tokens are more than the {self.config.max_positions:,} positions this model has learned",
+                remedy="shorten the text",
+            )
+        return torch.arange(first, end, device=tokens_BT.device) if positions_BT is None else positions_BT
+
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        x_BTD: Tensor = self.embed_tokens(tokens_BT)
+        if self.config.scale_embeddings:
+            # Gemma rounds the factor to the weights' precision, and was trained that way.
+            x_BTD = x_BTD * torch.tensor(self.config.hidden_size**0.5, dtype=x_BTD.dtype).item()
+        if self.config.positions == "learned":
+            x_BTD = x_BTD + self.embed_positions(positions)
+        rate = self.config.embedding_dropout
+        return F.dropout(x_BTD, rate) if rate and self.training else x_BTD
+
+    def rotary(self, positions: Tensor) -> list[Rotary | None]:
+        """The tables of every layer; layers share at most two of them."""
+        config = self.config
+        if config.positions == "learned":
+            return [None] * config.num_layers
+        shared = rotary_tables(positions, config, config.rope_theta, config.rope_scaling)
+        local = shared
+        if config.local_rope_theta is not None:
+            local = rotary_tables(positions, config, config.local_rope_theta, None)
+        rotating = config.rotary_layers or (True,) * config.num_layers
+        tables = [shared if config.window(layer) is None else local for layer in range(config.num_layers)]
+        return [table if turns else None for table, turns in zip(tables, rotating, strict=True)]
+
+
+class Decoder(nn.Module):
+    """`attention` is a backend of `model.attention`; None: the plain one.
+
+    Build it on the meta device, then initialise or read the parameters (`model.weights`).
+    """
+
+    def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config, attention or plain_backend(config))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the head share the embedding's weight, if the config says so; repeat after replacing parameters."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        head: Head = ALL_LOGITS,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """`head` of the last hidden states: all logits [B, T, V] unless said otherwise.
+
+        positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
+        documents_BT: int64, numbers the documents of a packed row from 0, padding is -1; attention stays inside one.
+        """
+        hidden_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
+        return head(hidden_BTD, self.lm_head, self.config.final_softcap)

@@ -1,0 +1,80 @@
+"""Layer and RMS norms, computed in float32 whatever surrounds them.
+
+They answer in the dtype of the next matrix product: cast once here, q, k and v share what they save for backward.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bloomery.model.config import ModelConfig
+from bloomery.model.precision import working_dtype
+
+
+class _LeanRms(torch.autograd.Function):
+    """RMS norm that saves its input and one number a row.
+
+    torch has no fused kernel for it on the CPU: the composite runs six passes and saves three copies of the input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, gain, scale)
+        normed: Tensor = (wide * scale).mul_(gain).to(dtype)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, gain, scale = ctx.saved_tensors
+        grad, normed = grad.float(), x.float() * scale
+        grad_gain = (grad * normed).flatten(0, -2).sum(0)
+        slope = grad * gain
+        overlap = torch.linalg.vecdot(slope, normed).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = slope.addcmul_(normed, overlap, value=-1.0).mul_(scale)
+        return grad_x.to(x.dtype), grad_gain, None, None
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        normed: Tensor = _LeanRms.apply(x, gain.float(), eps, dtype)  # type: ignore[no-untyped-call]
+        return normed
+    if x.dtype == gain.dtype:
+        return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)
+    return F.rms_norm(x.float(), x.shape[-1:], gain.float(), eps).to(dtype)
+
+
+class RMSNorm(nn.Module):
+    """`unit_offset`: the gain is 1 + weight."""
+
+    def __init__(self, width: int, eps: float, *, unit_offset: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps, self.unit_offset = eps, unit_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.weight.float() + 1 if self.unit_offset else self.weight
+        return rms_norm(x, gain, self.eps, working_dtype(x))
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, width: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps).to(working_dtype(x))
+
+
+def build_norm(config: ModelConfig, width: int) -> nn.Module:
+    if config.norm == "layer":
+        return LayerNorm(width, config.norm_eps, bias=config.norm_bias)
+    return RMSNorm(width, config.norm_eps, unit_offset=config.norm == "rms_unit_offset")

@@ -1,0 +1,12 @@
+"""What a matrix product computes in."""
+
+import torch
+from torch import Tensor
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast gives a matrix product of `x`; that of `x` where no autocast is on."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype

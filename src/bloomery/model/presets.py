@@ -1,0 +1,160 @@
+"""Models that a recipe can name, and the config that a recipe's `model` section stands for."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig, RopeScaling, checked
+from bloomery.model.families import FAMILIES, config_from_hf, config_to_hf, fresh_config
+from bloomery.recipe import schema
+
+LARGEST_CONFIG = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Preset:
+    config: ModelConfig
+    description: str
+
+
+def _go_coder(width: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        family="gpt2", vocab_size=50_000, hidden_size=width, intermediate_size=4 * width, num_layers=layers,
+        num_heads=heads, num_kv_heads=heads, head_dim=width // heads, max_positions=1024, norm="layer", norm_eps=1e-5,
+        activation="gelu", gated_mlp=False, attention_bias=True, output_bias=True, mlp_bias=True, positions="learned",
+        tie_embeddings=True, embedding_dropout=0.1, residual_dropout=0.1, attention_dropout=0.1,
+        bos_token_id=1, eos_token_id=2, pad_token_id=3,
+    )  # fmt: skip
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({
+    "go-coder-tiny": Preset(_go_coder(512, 8, 8), "GPT-2 shape, 51M parameters"),
+    "go-coder-small": Preset(_go_coder(768, 12, 12), "GPT-2 shape, 124M parameters"),
+    "go-coder-medium": Preset(
+        _go_coder(1024, 16, 16), "GPT-2 shape, 254M parameters (the Go coder guide calls it 350M)"
+    ),
+})  # fmt: skip
+
+
+def preset(name: str) -> ModelConfig:
+    """Raises UserError for an unknown name."""
+    if name not in PRESETS:
+        raise UserError(f"{name!r} is no preset", where="model.preset", remedy=f"these are: {', '.join(PRESETS)}")
+    return PRESETS[name].config
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of a folder in Hugging Face's layout. Raises UserError when there is none that makes sense."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError("no config.json is here", where=str(folder), remedy="give the folder of a saved model")
+    if path.stat().st_size > LARGEST_CONFIG:
+        raise UserError("config.json is larger than 16 MiB", where=str(path))
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"config.json is not JSON: {error}", where=str(path)) from error
+    if not isinstance(stated, dict):
+        raise UserError("config.json holds no object", where=str(path))
+    return config_from_hf(stated, where=str(path))
+
+
+def build_config(
+    model: schema.Model,
+    *,
+    vocab_size: int | None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> ModelConfig:
+    """The config of a recipe's model: that of a folder (`from`), a preset or a family, with the recipe's sizes.
+
+    `vocab_size` and the token ids are the tokenizer's. Raises UserError for settings that are missing, that contradict
+    each other, or that the family cannot store.
+    """
+    named = [key for key in ("from_", "preset", "family") if getattr(model, key) is not None]
+    if len(named) != 1 and named != ["preset", "family"]:
+        raise UserError("say one of model.from, model.preset and model.family", where="model")
+    if model.from_ is not None:
+        return _pretrained(model, vocab_size)
+    sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
+    if "vocab_size" not in sizes and vocab_size is not None:
+        sizes["vocab_size"] = vocab_size
+    config = _resized(preset(model.preset), sizes) if model.preset is not None else _new(model, sizes)
+    config = replace(
+        config, **_facts(model), bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+    )
+    if vocab_size is not None and vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}",
+            where="model.vocab_size", remedy=f"set model.vocab_size to at least {vocab_size}, or leave it out",
+        )  # fmt: skip
+    config_to_hf(checked(config, where="model"))
+    return config
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+          "max_positions")  # fmt: skip
+_COPIED = ("norm", "norm_eps", "activation", "qk_norm", "rope_theta", "tie_embeddings", "initializer_range")
+
+
+def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
+    assert model.from_ is not None
+    free = {"from_", "implementation", "dropout"}
+    fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
+    if fixed:
+        raise UserError(
+            f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}", where="model"
+        )
+    config = read_config(Path(model.from_))
+    if vocab_size is not None and vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} tokens, the model only {config.vocab_size:,}", where="tokenizer.from",
+            remedy="use the model's own tokenizer (tokenizer: {from: same})",
+        )  # fmt: skip
+    return replace(config, **_dropout(model))
+
+
+def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
+    assert model.family is not None
+    missing = [key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes]
+    if missing:
+        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model")
+    width, heads = sizes["hidden_size"], sizes["num_heads"]
+    if "head_dim" not in sizes and width % heads:
+        raise UserError(f"hidden_size {width} is not a multiple of num_heads {heads}", where="model.num_heads")
+    shared = {"head_dim": width // heads, "num_kv_heads": heads, "intermediate_size": _inner(model.family, width)}
+    return fresh_config(model.family, {**shared, **sizes}, window=model.sliding_window)
+
+
+def _inner(family: str, width: int) -> int:
+    """4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64."""
+    gated = FAMILIES[family].facts.get("gated_mlp", True)
+    return -(-8 * width // 3 // 64) * 64 if gated else 4 * width
+
+
+def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
+    derived: dict[str, int] = {}
+    if "hidden_size" in sizes and "intermediate_size" not in sizes:
+        derived["intermediate_size"] = round(config.intermediate_size / config.hidden_size * sizes["hidden_size"])
+    if "num_heads" in sizes and config.num_kv_heads == config.num_heads:
+        derived["num_kv_heads"] = sizes["num_heads"]
+    if {"hidden_size", "num_heads"} & sizes.keys():
+        derived["head_dim"] = sizes.get("hidden_size", config.hidden_size) // sizes.get("num_heads", config.num_heads)
+    return replace(config, **{**derived, **sizes})  # type: ignore[arg-type]
+
+
+def _facts(model: schema.Model) -> dict[str, Any]:
+    facts = {key: getattr(model, key) for key in _COPIED if getattr(model, key) is not None}
+    if model.rope_scaling is not None:
+        facts["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    return facts | _dropout(model)
+
+
+def _dropout(model: schema.Model) -> dict[str, Any]:
+    kinds = ("embedding_dropout", "residual_dropout", "attention_dropout")
+    return {} if model.dropout is None else dict.fromkeys(kinds, model.dropout)

@@ -1,0 +1,130 @@
+"""Rotary positions: frequencies, their stretching, and the rotation itself.
+
+B batch, T time, H heads (query or key), E head width, R half of the part of a head that rotates.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bloomery.model.config import ModelConfig, RopeScaling
+
+
+class Rotary(NamedTuple):
+    """cos and sin of every position's angles, float32 [B or 1, T, 1, R]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def frequencies(config: ModelConfig, theta: float, scaling: RopeScaling | None, length: Tensor | int) -> Tensor:
+    """Radians per position, float32 [R], for a sequence of `length` positions (`dynamic` and `longrope` depend on it).
+
+    Formulas: su et al. 2021 (RoPE); linear and NTK-aware (dynamic) interpolation; Peng et al. 2023 (YaRN);
+    Llama 3.1; Ding et al. 2024 (LongRoPE); parametrised as transformers does.
+    """
+    width = config.rotary_width
+    device = length.device if isinstance(length, Tensor) else None
+    powers = torch.arange(0, width, 2, device=device).float() / width
+    if scaling is None:
+        return 1.0 / theta**powers
+    match scaling.kind:
+        case "linear":
+            return 1.0 / theta**powers / scaling.factor
+        case "dynamic":
+            return 1.0 / _dynamic_theta(config, theta, scaling, length) ** powers
+        case "llama3":
+            return _llama3(1.0 / theta**powers, scaling, _original(config, scaling))
+        case "yarn":
+            return _yarn(theta**powers, theta, scaling, _original(config, scaling), width)
+        case "longrope":
+            long = torch.as_tensor(length, device=device) > _original(config, scaling)
+            short_factor = torch.tensor(scaling.short_factor, device=device)
+            long_factor = torch.tensor(scaling.long_factor, device=device)
+            return 1.0 / (torch.where(long, long_factor, short_factor) * theta**powers)
+
+
+def _original(config: ModelConfig, scaling: RopeScaling) -> int:
+    return scaling.original_max_positions or config.max_positions
+
+
+def _dynamic_theta(config: ModelConfig, theta: float, scaling: RopeScaling, length: Tensor | int) -> Tensor:
+    stretch = torch.clamp(torch.as_tensor(length).float(), min=config.max_positions) / config.max_positions
+    width = config.rotary_width
+    return theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (width / (width - 2))
+
+
+def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
+    turns = original * plain / (2 * math.pi)  # how often a frequency turns within the original context
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * plain / scaling.factor + share * plain
+
+
+def _yarn(periods: Tensor, theta: float, scaling: RopeScaling, original: int, width: int) -> Tensor:
+    def index(turns: float) -> float:
+        """The (fractional) frequency that turns so often within the original context."""
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(width // 2, device=periods.device).float() - low) / (high - low)).clamp(0.0, 1.0)
+    return 1.0 / (scaling.factor * periods) * ramp + 1.0 / periods * (1 - ramp)
+
+
+def table_scale(config: ModelConfig, scaling: RopeScaling | None) -> float:
+    """What cos and sin are multiplied with (YaRN's and LongRoPE's attention temperature)."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1.0:
+        return 1.0
+    if scaling.kind == "yarn":
+        return 0.1 * math.log(scaling.factor) + 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(_original(config, scaling)))
+
+
+def rotary_tables(positions: Tensor, config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
+    """Tables for positions [B, T] or [T]; float32 also under autocast, since angles do not survive bfloat16."""
+    length: Tensor | int = 0
+    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
+        length = positions.max() + 1
+    plain = frequencies(config, theta, scaling, length).to(positions.device)
+    angles = (positions[..., None].float() * plain).unsqueeze(-2)
+    angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
+    scale = table_scale(config, scaling)
+    return Rotary(angles.cos() * scale, angles.sin() * scale)
+
+
+class _Rotate(torch.autograd.Function):
+    """Two passes forward, two backward, nothing saved but the tables."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_BTHE, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHE: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad_BTHE, cos, sin, -1.0), None, None
+
+
+def _turn(x_BTHE: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = torch.tensor_split(x_BTHE, (half, 2 * half), dim=-1)
+    turned = [first * cos - second * (direction * sin), second * cos + first * (direction * sin)]
+    return torch.cat([part.to(x_BTHE.dtype) for part in turned] + ([rest] if rest.shape[-1] else []), dim=-1)
+
+
+def rotate(x_BTHE: Tensor, rotary: Rotary) -> Tensor:
+    """Turns the first 2R numbers of every head, half against half, in float32; the rest of the head stays."""
+    turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin)  # type: ignore[no-untyped-call]
+    return turned

@@ -1,0 +1,170 @@
+"""Tensors in safetensors files: read straight into memory that is already there, and only from inside a folder."""
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bloomery.errors import UserError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+LARGEST_INDEX = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its first byte, dtype and shape."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds. Raises UserError when it is damaged: the safetensors library checks its header."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"the file cannot be read as safetensors: {error}", where=str(path)) from error
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+
+
+def _stored(path: Path, name: str, entry: dict[str, object], start: int) -> Stored:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    assert isinstance(shape, list) and isinstance(offsets, list)
+    if dtype not in DTYPES:
+        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path))
+    return Stored(path, start + offsets[0], DTYPES[str(dtype)], tuple(shape))
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model folder: `model.safetensors`, or the shards that its index names.
+
+    Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file() and not single.is_file():
+        raise _nothing(folder)
+    if not index.is_file():
+        return stored_tensors(_inside(folder, single.name))
+    stated = _weight_map(index)
+    found: dict[str, Stored] = {}
+    for name in sorted(set(stated.values())):
+        tensors = stored_tensors(_inside(folder, name))
+        if twice := found.keys() & tensors.keys():
+            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name))
+        found |= tensors
+    if missing := stated.keys() - found.keys():
+        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(index))
+    return found
+
+
+def _nothing(folder: Path) -> UserError:
+    pickled = next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
+    if pickled is None:
+        return UserError("no model.safetensors is here", where=str(folder), remedy="give the folder of a saved model")
+    return UserError(
+        f"{pickled} is a pickle: opening it could run anything", where=str(folder),
+        remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
+    )  # fmt: skip
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    if index.stat().st_size > LARGEST_INDEX:
+        raise UserError("the index is larger than 256 MiB", where=str(index))
+    try:
+        stated = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError("the index holds no weight_map", where=str(index)) from error
+    if not isinstance(stated, dict) or not all(isinstance(name, str) for name in stated.values()):
+        raise UserError("weight_map does not name a file for each tensor", where=str(index))
+    return stated
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A plain file name; a link may only lead to a file of the same folder or of the hub's cache beside it."""
+    path = folder / name
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise UserError(f"the index names {name[:80]!r}, which is not a file of this folder", where=str(folder))
+    if not path.is_file():
+        raise UserError(f"{name} is missing", where=str(folder), remedy="download the model again")
+    target, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"  # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
+    if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
+        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder))
+    return path
+
+
+@final
+class Reader:
+    """Copies stored tensors into existing ones; keeps one file handle for each file. Used as a context."""
+
+    def __init__(self) -> None:
+        self.stack, self.files = ExitStack(), dict[Path, BinaryIO]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stack.close()
+
+    def fill(self, target: Tensor, stored: Stored, *, first: int, transposed: bool) -> None:
+        """target = rows `first`.. of the stored tensor (columns where it is transposed), cast to the target's dtype."""
+        if transposed:
+            whole = self.read(stored, 0, stored.shape[0])
+            target.copy_(whole[:, first : first + target.shape[0]].t())
+        elif target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
+            self._into(target, stored, first)
+        else:
+            target.copy_(self.read(stored, first, target.shape[0] if target.ndim else 1))
+
+    def read(self, stored: Stored, first: int, rows: int) -> Tensor:
+        """Rows of a stored tensor, as they are stored."""
+        shape = (rows, *stored.shape[1:]) if stored.shape else ()
+        tensor = torch.empty(shape, dtype=stored.dtype)
+        self._into(tensor, stored, first)
+        return tensor
+
+    def _into(self, tensor: Tensor, stored: Stored, first: int) -> None:
+        if stored.path not in self.files:
+            self.files[stored.path] = self.stack.enter_context(stored.path.open("rb", buffering=0))
+        file = self.files[stored.path]
+        row = stored.dtype.itemsize * int(torch.Size(stored.shape[1:]).numel())
+        file.seek(stored.offset + first * row)
+        memory = memoryview(tensor.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(memory):
+            count = file.readinto(memory[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise UserError("the file ends too early", where=str(stored.path), remedy="download the model again")
+            done += count
+
+
+def split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in order, grouped so that each group stays below `limit` bytes where a single tensor allows it."""
+    group: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if group and total + size > limit:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    yield group

@@ -1,0 +1,187 @@
+"""Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_shapes
+from bloomery.model.decoder import Decoder
+from bloomery.model.families import config_to_hf
+from bloomery.model.names import places
+from bloomery.model.presets import read_config
+from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards
+
+SHARD_BYTES = 4 * 2**30
+# Buffers that old checkpoints carry although they follow from the config.
+COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+def load_decoder(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    attention: str | None = None,
+) -> Decoder:
+    """The decoder in a folder of Hugging Face's layout, in evaluation mode.
+
+    `dtype`: of the parameters; None keeps the one of the file. Raises UserError when the folder holds no such model.
+    """
+    config = read_config(folder)
+    with torch.device("meta"):
+        decoder = Decoder(config, attention=attention)
+    if dtype is None:
+        dtype = next(iter(find_tensors(folder).values())).dtype
+    materialize(decoder, dtype=dtype, device=device)
+    read_model(decoder, folder)
+    return decoder.eval()
+
+
+def fresh_decoder(
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attention: str | None = None,
+) -> Decoder:
+    """A decoder with initialised parameters, in training mode."""
+    with torch.device("meta"):
+        decoder = Decoder(config, attention=attention)
+    materialize(decoder, dtype=dtype, device=device)
+    init_weights(decoder, seed)
+    return decoder
+
+
+def materialize(decoder: Decoder, *, dtype: torch.dtype, device: str | torch.device) -> None:
+    """Gives a decoder on the meta device memory; its content is undefined until it is initialised or read."""
+    decoder.to(dtype).to_empty(device=device)
+    decoder.tie()
+
+
+@torch.no_grad()
+def init_weights(decoder: Decoder, seed: int) -> None:
+    """Normal with `initializer_range`, the projections that end a residual branch divided by sqrt(2 layers) (GPT-2).
+
+    Each parameter has a random stream of its own, keyed by seed and name and drawn on the CPU in float32: the values
+    depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1.
+    """
+    config = decoder.config
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(0.0 if config.norm == "rms_unit_offset" else 1.0)
+        else:
+            std = config.initializer_range
+            if name.endswith(RESIDUAL):
+                std /= (2 * config.num_layers) ** 0.5
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=_stream(seed, name)))
+
+
+def _stream(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def model_state(decoder: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, without copies; a tied head appears once, as the embedding."""
+    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+
+
+def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our tensors as transformers stores them; fused and transposed ones are new, the others are the same tensors."""
+    pieces: dict[str, list[str]] = {}
+    where = places(config)
+    for name, place in where.items():
+        pieces.setdefault(place.name, []).append(name)
+    stored = {}
+    for target, names in pieces.items():
+        parts = [state[name] for name in names]  # in the order of their rows, as parameter_shapes lists them
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        stored[target] = (whole.t() if where[names[0]].transposed else whole).contiguous()
+    return stored
+
+
+def from_hf_names(stored: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Undoes `to_hf_names`: views where the storage allows it."""
+    state = {}
+    for name, place in places(config).items():
+        whole = stored[place.name].t() if place.transposed else stored[place.name]
+        state[name] = whole[place.first : place.first + place.rows]
+    return state
+
+
+def write_model(
+    state: Mapping[str, Tensor], config: ModelConfig, folder: Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes config.json and model.safetensors (in shards with an index above `shard_bytes`) into an existing folder.
+
+    `state`: parameters by our names, on any device. transformers opens the folder.
+    """
+    stored = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
+    dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in stored.items()}
+    shards = list(split_shards(sizes, shard_bytes))
+    names = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+    ]  # fmt: skip
+    for file, group in zip(names, shards, strict=True):
+        save_file({name: stored[name].cpu() for name in group}, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {name: file for file, group in zip(names, shards, strict=True) for name in group}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def read_model(decoder: Decoder, folder: Path) -> None:
+    """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
+
+    Raises UserError when a tensor is missing, unexpected, or of another shape than the config says.
+    """
+    config = decoder.config
+    found = _named_as_saved(find_tensors(folder), config)
+    shapes, where = parameter_shapes(config), places(config)
+    with Reader() as reader:
+        for name, parameter in decoder.named_parameters():
+            place = where[name]
+            stored, expected = found.get(place.name), place.stored_shape(shapes[name])
+            if stored is None:
+                raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
+            if stored.shape != expected:
+                raise UserError(
+                    f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
+                    where=str(stored.path),
+                )
+            reader.fill(parameter.data, stored, first=place.first, transposed=place.transposed)
+
+
+def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """The tensors that the config expects; a model saved without its head lacks the outermost prefix."""
+    expected = {place.name for place in places(config).values()}
+    prefix = "transformer." if config.family == "gpt2" else "model."
+    if not expected & found.keys():
+        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
+    surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
+    surplus -= {"lm_head.weight"} if config.tie_embeddings else set()
+    if surplus and expected <= found.keys():
+        raise UserError(
+            f"{min(surplus)} has no place in a {config.family} model",
+            where=str(next(iter(found.values())).path),
+            remedy="this is another architecture than config.json says",
+        )
+    return found
