@@ -1,0 +1,141 @@
+"""How well a model predicts text that it is given: nats per token, perplexity, bits per byte."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bloomery.data.documents import Tally, open_corpus, read_documents, read_file
+from bloomery.data.files import DATA, TABLES, suffix_of
+from bloomery.data.shards import open_split
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.errors import UserError
+from bloomery.model.decoder import Decoder
+from bloomery.recipe.schema import Source
+from bloomery.train.scoring import score_documents
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss` is nats per scored token; `bytes` are those of the scored tokens; None where no byte was scored."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document as the model sees it. `bytes` belong to the tokens after the first."""
+
+    tokens: list[int]
+    bytes: int
+
+
+def evaluate(
+    decoder: Decoder, tokenizer: Tokenizer, data: Path, *, bos: bool = True, context: int | None = None
+) -> tuple[Evaluation, list[str]]:
+    """The evaluation, and what a reader of it must know.
+
+    `data`: a text file (one document), a data file or folder as recipes know them, or a prepared folder, whose
+    validation split is meant. With `bos` the tokenizer's BOS goes before each document, so that its first token is
+    scored too. `context` bounds what a token sees (default: the model's own). Raises UserError when nothing can be
+    scored.
+    """
+    context = min(context or decoder.config.max_positions, decoder.config.max_positions)
+    texts = list(texts_of(data, tokenizer, bos=bos))
+    result = evaluate_texts(decoder, texts, where=str(data), context=context)
+    return result, notes(texts, tokenizer, bos=bos, context=context)
+
+
+def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> Evaluation:
+    """Sums over all documents, divided once: a long document weighs as much as its tokens."""
+    texts = list(texts)
+    scores = score_documents(decoder, (text.tokens for text in texts), context=context)
+    nats, tokens, size = 0.0, 0, 0
+    for text, nats_of_text in zip(texts, scores, strict=True):
+        nats += float(nats_of_text.sum(dtype=np.float64))
+        tokens += len(nats_of_text)
+        size += text.bytes
+    if tokens == 0:
+        raise UserError("there is no token to score", where=where, remedy="evaluate on a text of two tokens or more")
+    if not math.isfinite(nats):
+        raise UserError(
+            "the model's loss on this text is not a finite number: its weights are damaged or have diverged",
+            where=where,
+            remedy="evaluate an earlier checkpoint with --step",
+        )
+    return from_nats(nats, tokens, size)
+
+
+def from_nats(nats: float, tokens: int, size: int) -> Evaluation:
+    """Bits per byte = nats / ln 2 / bytes, which does not depend on the tokenizer; perplexity = exp(nats / tokens)."""
+    loss = nats / tokens
+    return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / size if size else None, tokens, size)
+
+
+def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True) -> Iterator[Text]:
+    """The documents of `data`, tokenised. Raises UserError when it is missing or unreadable."""
+    if (data / "manifest.json").is_file():
+        yield from _prepared(data, tokenizer, bos=bos)
+        return
+    sizes = tokenizer.token_bytes()
+    start = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
+    for content in _contents(data):
+        ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
+        ids = ids if start and ids[:1] == start else start + ids
+        yield Text(ids, _bytes(content, ids, sizes, whole=bool(start)))
+
+
+def _contents(data: Path) -> Iterator[str | tuple[int, ...]]:
+    root, glob = _split_glob(data)
+    if root.is_file() and suffix_of(root) not in DATA | TABLES:
+        yield read_file(root)
+        return
+    corpus = open_corpus(Source(path=str(root), glob=glob))
+    whole = tuple(replace(file, format="code" if file.format == "text" else file.format) for file in corpus.files)
+    for document in read_documents(replace(corpus, files=whole), on_error="stop", tally=Tally()):
+        yield document.text if document.tokens is None else document.tokens
+
+
+def _split_glob(data: Path) -> tuple[Path, str | None]:
+    """The folder before the first wildcard, and the pattern from there on."""
+    if data.exists():
+        return data, None
+    for index, part in enumerate(data.parts):
+        if any(mark in part for mark in "*?["):
+            return Path(*data.parts[:index]), str(Path(*data.parts[index:]))
+    return data, None
+
+
+def _bytes(content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *, whole: bool) -> int:
+    """UTF-8 bytes of the tokens after the first; of all the text when a BOS stands before it."""
+    if isinstance(content, tuple):
+        return int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum())
+    size = len(content.encode())
+    return size if whole or not ids else max(size - int(sizes[ids[0]]), 0)
+
+
+def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text]:
+    """The validation split as training saw it, [bos] text [eos]; the EOS is scored and has no bytes."""
+    split, sizes = open_split(folder, "validation"), tokenizer.token_bytes()
+    for index in range(len(split)):
+        ids: list[int] = split.document(index).tolist()
+        ids = ids[1:] if not bos and ids[:1] == [tokenizer.bos_id] else ids
+        yield Text(ids, int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum()))
+
+
+def notes(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int) -> list[str]:
+    """What the figures depend on, as sentences."""
+    found = []
+    longer = sum(len(text.tokens) > context for text in texts)
+    if longer:
+        count = f"{longer:,} of {len(texts):,} texts are" if len(texts) > 1 else "the text is"
+        found.append(f"{count} longer than the context of {context:,} tokens and scored in half-overlapping windows")
+    if bos and tokenizer.bos_id is None:
+        found.append("the tokenizer has no BOS: the first token of each text is not scored")
+    return found
