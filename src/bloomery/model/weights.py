@@ -21,6 +21,8 @@ from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards
 SHARD_BYTES = 4 * 2**30
 # Buffers that old checkpoints carry although they follow from the config.
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
+LOGIT_DEVIATION = 0.3
 RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -72,14 +74,17 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     """Normal with `initializer_range`, the projections that end a residual branch divided by sqrt(2 layers) (GPT-2).
 
     Each parameter has a random stream of its own, keyed by seed and name and drawn on the CPU in float32: the values
-    depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1.
+    depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1; the last norm's
+    gain at what keeps the first logits below a deviation of LOGIT_DEVIATION.
     """
     config = decoder.config
+    offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
+    last = min(1.0, LOGIT_DEVIATION / (config.initializer_range * config.hidden_size**0.5 or 1.0))
     for name, parameter in decoder.named_parameters():
         if name.endswith(".bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
-            parameter.fill_(0.0 if config.norm == "rms_unit_offset" else 1.0)
+            parameter.fill_((last if name == "model.norm.weight" else 1.0) - offset)
         else:
             std = config.initializer_range
             if name.endswith(RESIDUAL):
