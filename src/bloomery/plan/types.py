@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from bloomery.model.config import ModelConfig
 from bloomery.recipe.schema import Wsd
+from bloomery.units import Duration
 
 Origin = Literal["table", "probe", "measured"]
 
@@ -23,6 +24,14 @@ class Estimate(Part):
     high: float
     origin: Origin
 
+    def scaled(self, factor: float) -> "Estimate":
+        return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor, origin=self.origin)
+
+    def inverse(self, numerator: float = 1.0) -> "Estimate":
+        """numerator / this: a time from a rate and the other way round."""
+        ends = numerator / self.high, numerator / self.low
+        return Estimate(value=numerator / self.value, low=ends[0], high=ends[1], origin=self.origin)
+
 
 class MemoryEstimate(Part):
     """Bytes on one device at the peak of a training step, by what holds them."""
@@ -36,6 +45,26 @@ class MemoryEstimate(Part):
     @property
     def total(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.limit
+
+
+class CorpusFacts(Part):
+    """What the prepared text is like, as far as a plan needs it. Ids are those of the tokenizer, None when absent.
+
+    `rows_per_epoch`: rows of the layout in one epoch of the training split. `spread`: the relative half-width of an
+    estimate from the size of files that are not tokenised yet; 0 once they are.
+    """
+
+    rows_per_epoch: int
+    tokens: int
+    vocab_size: int
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    spread: float = 0.0
 
 
 class Decision(Part):
@@ -109,10 +138,7 @@ class TrainPlan(Part):
 
 
 class CheckpointPlan(Part):
-    """`every_steps` was `every_share` of the steps where the recipe gives a percentage; recomputed when a wall-time length is fixed."""
-
     every_steps: int
-    every_share: float | None = None
     keep: int
     asynchronous: bool
 
@@ -121,7 +147,6 @@ class EvalPlan(Part):
     """`rows`: how many rows of the validation split an evaluation reads at most; None: all of them."""
 
     every_steps: int
-    every_share: float | None = None
     rows: int | None = None
     prompts: tuple[str, ...]
     max_tokens: int
@@ -135,6 +160,18 @@ class MonitorPlan(Part):
     every_steps: int
     sinks: tuple[str, ...]
     commands: tuple[str, ...]
+
+
+class Lengths(Part):
+    """The recipe's own lengths, kept because shares of a run wait for its number of steps (`plan.lengths.complete`)."""
+
+    train: Duration
+    warmup: Duration
+    decay: Duration | None  # of wsd
+    checkpoint: Duration
+    evaluation: Duration
+    monitor: Duration
+    rows_per_epoch: int | None
 
 
 class Plan(Part):
@@ -154,3 +191,21 @@ class Plan(Part):
     contradictions: tuple[str, ...]
     claims: tuple[Verdict, ...]
     remedies: tuple[Remedy, ...]
+    lengths: Lengths | None = None
+    environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
+    disk: dict[str, float] = {}  # bytes: shards, checkpoints
+    energy_kwh: float | None = None  # None: the board's power is unknown
+
+    @property
+    def seconds(self) -> Estimate | None:
+        """How long the whole run trains; None when the device or the length is unknown."""
+        if self.train.seconds is not None:
+            known = self.train.seconds
+            return Estimate(value=known, low=known, high=known, origin="table")
+        if self.step_seconds is None or self.train.steps is None:
+            return None
+        return self.step_seconds.scaled(self.train.steps)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits

@@ -1,0 +1,98 @@
+"""AMD GPUs as the kernel's compute driver lists them. Standard library only: set-up runs before anything is installed.
+
+Facts of the format: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (`node_show`, `mem_show`). The kernel writes these files,
+so HSA_OVERRIDE_GFX_VERSION does not reach them: they are the truth about the chip.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+AMD_VENDOR = 0x1002
+TOPOLOGY = "class/kfd/kfd/topology/nodes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KfdNode:
+    """One GPU of the topology. `compute_units` counts those of this die (a GCD of an MI250X has 110)."""
+
+    node: int
+    arch: str
+    device_id: int
+    revision: int
+    render_minor: int
+    compute_units: int
+    wave_size: int
+    lds_kib: int
+    memory_bytes: int
+    memory_used_bytes: int
+    integrated: bool
+    pci_address: str
+
+
+def gfx_name(version: int) -> str:
+    """100301 -> gfx1031, 90010 -> gfx90a: decimal major, then minor and stepping as one hexadecimal digit each."""
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def read_kfd(root: Path = Path("/sys")) -> tuple[KfdNode, ...]:
+    """Every AMD GPU below `root` in the order of the topology; those that the container masks are absent."""
+    folder = root / TOPOLOGY
+    if not folder.is_dir():
+        return ()
+    numbered = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    nodes = (_read_node(root, folder / str(number), number) for number in numbered)
+    return tuple(node for node in nodes if node is not None)
+
+
+def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
+    facts = _properties(folder / "properties")
+    if facts.get("gfx_target_version", 0) == 0 or facts.get("vendor_id") != AMD_VENDOR:
+        return None
+    minor = facts.get("drm_render_minor", 0)
+    device = root / f"class/drm/renderD{minor}/device"
+    return KfdNode(
+        node=number,
+        arch=gfx_name(facts["gfx_target_version"]),
+        device_id=facts.get("device_id", 0),
+        revision=_integer(device / "revision"),
+        render_minor=minor,
+        compute_units=facts.get("simd_count", 0) // max(1, facts.get("simd_per_cu", 1)),
+        wave_size=facts.get("wave_front_size", 0),
+        lds_kib=facts.get("lds_size_in_kb", 0),
+        memory_bytes=_integer(device / "mem_info_vram_total") or _local_memory(folder / "mem_banks"),
+        memory_used_bytes=_integer(device / "mem_info_vram_used"),
+        integrated=facts.get("cpu_cores_count", 0) > 0 or facts["gfx_target_version"] in INTEGRATED,
+        pci_address=_pci_address(facts.get("domain", 0), facts.get("location_id", 0)),
+    )
+
+
+# Chips that only exist beside a processor; Linux lists them as a node of their own.
+INTEGRATED = frozenset((90012, 100303, 100305, 100306, 100307, 110003, 110500, 110501, 110502, 110503))
+
+
+def _properties(path: Path) -> dict[str, int]:
+    """`key value` lines. A device that the control group hides answers EPERM: it is not ours to use."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    return {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
+
+
+def _local_memory(banks: Path) -> int:
+    """Bytes of the banks that are not system memory (heap_type 0); `local_mem_size` is always 0."""
+    facts = [_properties(bank / "properties") for bank in sorted(banks.glob("[0-9]*"))]
+    return sum(bank.get("size_in_bytes", 0) for bank in facts if bank.get("heap_type", 0) != 0)
+
+
+def _pci_address(domain: int, location: int) -> str:
+    return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
+
+
+def _integer(path: Path) -> int:
+    """A number in decimal or 0x form; 0 where the file cannot be read."""
+    try:
+        return int(path.read_text().strip() or "0", 0)
+    except (OSError, ValueError):
+        return 0

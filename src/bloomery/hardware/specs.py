@@ -1,0 +1,194 @@
+"""The table of accelerators and processors. Whoever is not in it stays unknown: no default, no neighbour's number."""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from pydantic import BaseModel
+
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Accelerator, Host
+from bloomery.units import GIB, MIB
+
+
+class Spec(BaseModel, frozen=True, extra="forbid"):
+    """A row of gpus.toml: an unknown key is a typing error."""
+
+
+class ArchSpec(Spec):
+    """What every device of an instruction set shares.
+
+    `efficiency`: the low, typical and high share of the peak that a whole training step reaches.
+    """
+
+    names: tuple[str, ...]
+    vendor: Literal["amd", "nvidia"]
+    family: str
+    wave_size: int
+    lds_kib: int
+    bf16: Literal["full", "half", "none"]
+    fp8: Literal["fnuz", "ocp", "none"] = "none"
+    matrix_units: str  # empty: none
+    fused_attention: Literal["yes", "experimental", "none"]
+    compile: bool
+    compile_because: str
+    efficiency: tuple[float, float, float] | None = None
+    efficiency_source: str = "nobody published a figure"
+    context_mib: int
+
+    @property
+    def bf16_matmul(self) -> bool:
+        return self.bf16 != "none"
+
+    @property
+    def context_name(self) -> str:
+        return "HIP context" if self.vendor == "amd" else "CUDA context"
+
+
+class GpuSpec(Spec):
+    """One product. `visible_mib` is what the driver shows of the nominal memory, where that is known."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    arch: str
+    memory_gib: tuple[int, ...]  # its variants; empty: shared with the processor
+    visible_mib: int | None = None
+    bandwidth_gbs: float
+    peak_tflops: dict[str, float]
+    achievable_tflops: dict[str, float] = {}
+    board_watts: float | None = None
+    link: str
+    source: str
+
+    def memory_bytes(self) -> int:
+        """Of the smallest variant, as the driver shows it. 0 where it is shared with the processor."""
+        return (self.visible_mib or 0) * MIB or (self.memory_gib[0] * GIB if self.memory_gib else 0)
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense FLOP/s in `dtype` (float32, float16, bfloat16, float8); None where the hardware has no such rate."""
+        tera = self.peak_tflops.get(dtype)
+        return None if tera is None else tera * 1e12
+
+
+class CpuSpec(Spec):
+    """Matrix products per core that PyTorch reaches with an instruction set, in GFLOP/s by precision."""
+
+    flag: str
+    name: str
+    bf16: bool
+    gflops: dict[str, float]
+    source: str
+
+
+class CpuEfficiency(Spec):
+    """Share of the products' rate that a training step reaches, for models up to a width."""
+
+    up_to_width: int
+    bfloat16: tuple[float, float, float]
+    float32: tuple[float, float, float]
+
+
+class Table(Spec):
+    arch: tuple[ArchSpec, ...]
+    cpu: tuple[CpuSpec, ...]
+    cpu_efficiency: tuple[CpuEfficiency, ...]
+    gpu: tuple[GpuSpec, ...]
+
+
+@cache
+def table() -> Table:
+    """gpus.toml, checked."""
+    text = (resources.files("bloomery.hardware") / "gpus.toml").read_text(encoding="utf-8")
+    return Table.model_validate(tomllib.loads(text))
+
+
+def arch_spec(arch: str) -> ArchSpec | None:
+    """Facts of an instruction set such as gfx90a or sm_90; None when it is not in the table."""
+    return next((spec for spec in table().arch if arch in spec.names), None)
+
+
+def cpu_spec(host: Host) -> CpuSpec | None:
+    """The strongest instruction set of the table that this processor has."""
+    return next((spec for spec in table().cpu if spec.flag in host.cpu_flags), None)
+
+
+def cpu_efficiency(width: int, dtype: str) -> tuple[float, float, float]:
+    """(low, typical, high) for a model of that hidden size; `dtype` is float32 or bfloat16."""
+    row = next(row for row in table().cpu_efficiency if width <= row.up_to_width)
+    return row.bfloat16 if dtype == "bfloat16" else row.float32
+
+
+def gpu_spec(device: Accelerator) -> GpuSpec | None:
+    """The product that a detected device is, by arch, name and, where that covers several, memory; None when in doubt."""
+    named = [spec for spec in table().gpu if spec.arch == device.arch and _names(spec, device.name)]
+    if len(named) > 1:
+        size = round(device.memory_bytes / GIB)
+        named = [spec for spec in named if size in spec.memory_gib]
+    return named[0] if len(named) == 1 else None
+
+
+def find_gpu(text: str) -> Accelerator:
+    """The device that a person means by "RX 6700 XT", "MI50 32GB" or "h100 sxm", as if it were installed here.
+
+    Raises UserError for a name that the table does not hold or that stands for several devices.
+    """
+    wanted, size = _split_memory(text)
+    found = [spec for spec in table().gpu if _key(wanted) in _keys(spec)] or _by_arch(wanted)
+    if not found:  # a memory size can be part of the product's name: A100 80GB
+        found, size = [spec for spec in table().gpu if _key(text) in _keys(spec)], None
+    if not found:
+        raise UserError(f"{text!r} is not in the table of GPUs", where="--gpu", remedy=_nearest(text))
+    if len(found) > 1:
+        names = ", ".join(spec.name for spec in found)
+        raise UserError(f"{text!r} can be {names}", where="--gpu", remedy="name one of them")
+    return _installed(found[0], size, text)
+
+
+def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
+    sizes, facts = spec.memory_gib, arch_spec(spec.arch)
+    assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
+    if not sizes:
+        raise UserError(
+            f"{spec.name} shares the processor's memory", where="--gpu", remedy="plan on the machine that has it"
+        )
+    if size not in sizes and (size is not None or len(sizes) > 1):
+        variants = " or ".join(f"{spec.name} {gib}GB" for gib in sizes)
+        raise UserError(f"{text!r} leaves open how much memory it has", where="--gpu", remedy=f"write {variants}")
+    memory = size * GIB if size is not None and len(sizes) > 1 else spec.memory_bytes()
+    return Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
+
+
+def _split_memory(text: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"\s*(.*?)[\s,]+(\d+)\s*(?:gib|gb|g)\s*", text, re.IGNORECASE)
+    return (match[1], int(match[2])) if match else (text, None)
+
+
+def _key(name: str) -> str:
+    """A product's name without its maker, its line and punctuation: "AMD Radeon RX 6700 XT" -> rx6700xt."""
+    words = re.sub(r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics)\b", " ", name.lower())
+    return re.sub("[^a-z0-9]", "", words)
+
+
+def _keys(spec: GpuSpec) -> set[str]:
+    return {_key(name) for name in (spec.name, *spec.aliases)}
+
+
+def _names(spec: GpuSpec, name: str) -> bool:
+    """Whether a driver's name, which may list several products ("MI60 / MI50"), names this one."""
+    return any(_key(part) in _keys(spec) for part in (name, *name.split("/")) if _key(part))
+
+
+def _by_arch(text: str) -> list[GpuSpec]:
+    return [spec for spec in table().gpu if spec.arch == text.strip().lower()]
+
+
+def _nearest(text: str) -> str:
+    import difflib
+
+    names: Sequence[str] = [spec.name for spec in table().gpu]
+    keys = {_key(name): name for name in names}
+    near = difflib.get_close_matches(_key(text), list(keys), n=3, cutoff=0.5)
+    return "did you mean " + " or ".join(keys[key] for key in near) + "?" if near else "a GPU can be added to gpus.toml"

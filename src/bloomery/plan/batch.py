@@ -1,0 +1,137 @@
+"""How large a step is and how it is cut: tokens, rows, micro-batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bloomery.choice import Choice
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_count
+from bloomery.plan.choices import ASKED
+from bloomery.plan.memory import Occupancy
+from bloomery.plan.types import MemoryEstimate
+from bloomery.recipe.schema import Train
+from bloomery.units import format_count
+
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
+CPU_TOKENS = 8192  # of a micro-batch: more does not fit the caches, and nothing is gained
+SMALL_CHUNK = 1024  # rows of logits: a matrix product is as fast in chunks of this size as in larger ones
+ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
+
+Measure = Callable[[Occupancy], MemoryEstimate]
+
+
+def choose_tokens_per_step(asked: int | str, config: ModelConfig, sequence_length: int) -> Choice[int]:
+    """Depends on the model alone, so that one recipe is one training run on every machine.
+
+    The best batch grows with the compute that is spent: 0.292 C^0.3271 tokens (DeepSeek LLM, arXiv:2401.02954, 3.1).
+    C is taken at 20 tokens a parameter, 6 N 20 N, and the batch rounded to a power of two of rows. Raises UserError.
+    """
+    if asked == "auto":
+        return _fitting_batch(config, sequence_length)
+    assert isinstance(asked, int)
+    if asked % sequence_length:
+        below, above = asked // sequence_length * sequence_length, -(-asked // sequence_length) * sequence_length
+        near = f"{below} or {above}" if below else str(above)
+        raise UserError(
+            f"a step of {asked:,} tokens does not hold whole rows of {sequence_length:,}",
+            where="train.tokens_per_step",
+            remedy=f"set train.tokens_per_step={near}",
+        )
+    return Choice(asked, ASKED)
+
+
+def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
+    count = parameter_count(config)
+    best = 0.2920 * (6 * TOKENS_PER_PARAMETER * count**2) ** 0.3271
+    rows = 1
+    while rows * 2 * sequence_length <= best * 2**0.5:  # the nearest power of two on a logarithmic scale
+        rows *= 2
+    because = (
+        f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each learn best in batches of about"
+        f" {format_count(best)} tokens (arXiv:2401.02954)"
+    )
+    return Choice(rows * sequence_length, because)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a step runs on one device."""
+
+    micro_batch: Choice[int]  # rows
+    checkpointing: Choice[str]
+    score_chunk: Choice[int]
+    load: Occupancy
+    memory: MemoryEstimate
+
+
+def cut_step(train: Train, load: Occupancy, *, rows_per_step: int, measure: Measure) -> Cut:
+    """The largest micro-batch that fits, uncheckpointed where that is possible; `load` is everything but the cut.
+
+    When nothing fits the smallest is planned and the plan says that it does not fit. Raises UserError for a micro-batch
+    that does not divide the step.
+    """
+    sizes = _sizes(train, load, rows_per_step)
+    modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
+    candidates = [(mode, rows) for mode in modes for rows in sizes]
+    for mode, rows in candidates:
+        tried = _with(load, rows, mode, SMALL_CHUNK)
+        if measure(tried).fits:
+            return _finish(train, tried, measure)
+    mode, rows = candidates[-1]
+    return _finish(train, _with(load, rows, mode, SMALL_CHUNK), measure)
+
+
+def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
+    """Micro-batches to try, largest first: powers of two that divide the step."""
+    if train.micro_batch != "auto":
+        if rows_per_step % train.micro_batch:
+            divisors = [str(n) for n in range(1, min(rows_per_step, 1024) + 1) if rows_per_step % n == 0]
+            raise UserError(
+                f"{rows_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
+                where="train.micro_batch",
+                remedy="set train.micro_batch to one of " + ", ".join(divisors),
+            )
+        return [train.micro_batch]
+    most = rows_per_step if load.on_gpu else max(1, CPU_TOKENS // load.sequence_length)
+    sizes = [2**n for n in range(rows_per_step.bit_length()) if rows_per_step % 2**n == 0]
+    return [size for size in reversed(sizes) if size <= most]
+
+
+def _with(load: Occupancy, rows: int, mode: str, chunk: int) -> Occupancy:
+    return replace(load, micro_batch=rows, checkpointing=mode, score_chunk=min(chunk, rows * load.sequence_length))
+
+
+def _finish(train: Train, load: Occupancy, measure: Measure) -> Cut:
+    whole = _with(load, load.micro_batch, load.checkpointing, load.rows)
+    memory = measure(whole)
+    if load.rows <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
+        chunk = Choice(load.rows, "all logits of a micro-batch fit at once")
+        load = whole
+    else:
+        chunk = Choice(
+            load.score_chunk, "all logits at once would take too much memory, and larger chunks are no faster"
+        )
+    return Cut(
+        micro_batch=_micro_batch(train, load),
+        checkpointing=_checkpointing(train, load),
+        score_chunk=chunk,
+        load=load,
+        memory=measure(load),
+    )
+
+
+def _micro_batch(train: Train, load: Occupancy) -> Choice[int]:
+    if train.micro_batch != "auto":
+        return Choice(load.micro_batch, ASKED)
+    because = (
+        "the largest power of two that divides the step and fits" if load.on_gpu else "more would leave the caches"
+    )
+    return Choice(load.micro_batch, because)
+
+
+def _checkpointing(train: Train, load: Occupancy) -> Choice[str]:
+    if train.activation_checkpointing != "auto":
+        return Choice(load.checkpointing, ASKED)
+    because = "activations fit as they are" if load.checkpointing == "none" else "activations do not fit otherwise"
+    return Choice(load.checkpointing, because)

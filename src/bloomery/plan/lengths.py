@@ -1,0 +1,126 @@
+"""Lengths become steps: "3 epochs", "10B tokens", "20%", "8h" in the one unit that the loop counts."""
+
+import math
+from dataclasses import dataclass
+
+from bloomery.errors import UserError
+from bloomery.plan.types import Lengths, Plan
+from bloomery.units import Duration, format_count
+
+MEASURED_STEPS = 10  # a wall-time run times these before it fixes its number of steps, and warms up during them
+UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What one step is, in every unit; None where it is unknown."""
+
+    tokens_per_step: int
+    rows_per_step: int
+    rows_per_epoch: int | None
+    steps: int | None  # of the whole run
+    step_seconds: float | None
+
+
+def total_steps(length: Duration, scale: Scale) -> int | None:
+    """Steps of a run; None for a wall-time length, and for epochs of a corpus that nobody has counted.
+
+    Tokens are rounded up to whole steps; the last partial step of an epoch count is dropped. Raises UserError.
+    """
+    if length.unit == "seconds":
+        return None
+    if length.unit == "percent":
+        raise UserError(
+            f"train.length is {length}: a share of what?",
+            where="train.length",
+            remedy="write steps, tokens, epochs or a time",
+        )
+    if length.unit == "epochs":
+        return _epochs(length.amount, scale)
+    per_unit = scale.tokens_per_step if length.unit == "tokens" else 1
+    return max(1, math.ceil(length.amount / per_unit))
+
+
+def _epochs(amount: float, scale: Scale) -> int | None:
+    if scale.rows_per_epoch is None:
+        return None
+    steps = int(scale.rows_per_epoch * amount) // scale.rows_per_step
+    if steps == 0:
+        rows = format_count(int(scale.rows_per_epoch * amount))
+        raise UserError(
+            f"the text fills {rows} rows in {amount:g} epochs, less than the {scale.rows_per_step} rows of one step",
+            where="train.length",
+            remedy="give it more text, shorter rows (data.sequence_length) or smaller steps (train.tokens_per_step)",
+        )
+    return steps
+
+
+def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
+    """How many steps a part of a run lasts, at least 1 unless the length is 0.
+
+    Raises UserError when the unit cannot be converted: a share of a run, or a time on a device of unknown speed.
+    """
+    if length.amount == 0:
+        return 0
+    amount = length.amount
+    if length.unit == "tokens":
+        amount = length.amount / scale.tokens_per_step
+    elif length.unit == "percent":
+        amount = length.amount / 100 * (scale.steps or UNKNOWN_STEPS)
+    elif length.unit == "epochs":
+        amount = length.amount * _known(scale.rows_per_epoch, key, "the text is not prepared") / scale.rows_per_step
+    elif length.unit == "seconds":
+        amount = length.amount / _known(scale.step_seconds, key, "nothing is known of this device's speed")
+    return max(1, round(amount))
+
+
+def _known(value: float | None, key: str, because: str) -> float:
+    if value is None:
+        raise UserError(f"{key} cannot be turned into steps: {because}", where=key, remedy="write it in steps or in %")
+    return value
+
+
+def provisional_steps(length: Duration, step_seconds: float | None) -> int | None:
+    """About how many steps a wall-time length holds; None when nothing is known."""
+    if length.unit != "seconds" or step_seconds is None:
+        return None
+    return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
+
+
+def warmup_steps(length: Duration, scale: Scale, *, timed: bool) -> int:
+    """At least ten for a wall-time run, whose first ten steps are timed before the number of steps is known."""
+    steps = steps_of(length, scale, key="optimizer.warmup")
+    return max(MEASURED_STEPS, steps) if timed else steps
+
+
+def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
+    """The plan of a wall-time run once its number of steps is measured: shares of the run become steps.
+
+    The warmup keeps its length when it was given in steps, so that the rates already used stay those of the plan.
+    """
+    assert plan.lengths is not None, "a plan without its recipe's lengths cannot be completed"
+    wanted = plan.lengths
+    scale = Scale(
+        tokens_per_step=plan.train.tokens_per_step,
+        rows_per_step=plan.train.tokens_per_step // plan.data.sequence_length,
+        rows_per_epoch=wanted.rows_per_epoch,
+        steps=steps,
+        step_seconds=step_seconds,
+    )
+    return plan.model_copy(update=_completed(plan, wanted, scale, steps))
+
+
+def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[str, object]:
+    warmup = min(steps, warmup_steps(wanted.warmup, scale, timed=True))
+    decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
+    checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
+    evaluation = steps_of(wanted.evaluation, scale, key="eval.every")
+    monitor = steps_of(wanted.monitor, scale, key="monitor.every")
+    return {
+        "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
+        "train": plan.train.model_copy(update={"steps": steps}),
+        "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
+        "eval": plan.eval.model_copy(update={"every_steps": evaluation}),
+        "monitor": plan.monitor.model_copy(update={"every_steps": monitor}),
+        "total_tokens": steps * plan.train.tokens_per_step,
+    }

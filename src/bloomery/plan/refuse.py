@@ -1,0 +1,64 @@
+"""What a recipe may say but this version cannot do yet, and what cannot be right: refused before anything is built."""
+
+from collections.abc import Iterator
+
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.plan.types import CorpusFacts
+from bloomery.recipe.schema import Command, Recipe
+
+SINKS = ("tensorboard",)
+
+
+def refuse_unbuilt(recipe: Recipe) -> None:
+    """Raises one UserError that names every key whose feature is not in this version."""
+    keys = list(_unbuilt(recipe))
+    if keys:
+        plural = "are" if len(keys) > 1 else "is"
+        raise UserError(
+            f"{', '.join(keys)} {plural} not in this version of Bloomery",
+            where="recipe",
+            remedy=f"take {'them' if len(keys) > 1 else 'it'} out of the recipe",
+        )
+
+
+def _unbuilt(recipe: Recipe) -> Iterator[str]:
+    optimizer, parallel, train = recipe.optimizer, recipe.parallel, recipe.train
+    if recipe.objective.kind != "pretrain":
+        yield f"objective.kind={recipe.objective.kind}"
+    if recipe.adapter.kind != "none":
+        yield f"adapter.kind={recipe.adapter.kind}"
+    if recipe.quantize.base != "none":
+        yield f"quantize.base={recipe.quantize.base}"
+    if recipe.model.implementation == "foreign":
+        yield "model.implementation=foreign"
+    if optimizer.states != "float32":
+        yield f"optimizer.states={optimizer.states}"
+    for key in ("paged", "offload", "in_backward", "stochastic_rounding"):
+        if getattr(optimizer, key):
+            yield f"optimizer.{key}"
+    if train.offload_activations:
+        yield "train.offload_activations"
+    for key in ("replicate", "shard", "tensor", "context", "pipeline"):
+        if getattr(parallel, key) not in (1, "auto"):
+            yield f"parallel.{key}={getattr(parallel, key)}"
+    for sink in recipe.monitor.to:
+        if not isinstance(sink, Command) and sink not in SINKS:
+            yield f"monitor.to={sink}"
+
+
+def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:
+    """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions."""
+    length = recipe.data.sequence_length
+    if corpus is not None and corpus.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
+            where="model.vocab_size",
+            remedy=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
+        )
+    if config.positions == "learned" and length > config.max_positions:
+        raise UserError(
+            f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",
+            where="data.sequence_length",
+            remedy=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
+        )

@@ -1,0 +1,354 @@
+"""A recipe and a machine become a plan in which nothing is "auto" any more."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from bloomery.choice import Choice
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import MEMORY_SHARE, Profile, build_profile
+from bloomery.model.config import ModelConfig
+from bloomery.model.presets import build_config
+from bloomery.plan import batch, claims, lengths, refuse, remedies, speed
+from bloomery.plan.choices import (
+    ASKED,
+    choose_attention,
+    choose_compile,
+    choose_deterministic,
+    choose_precision,
+    precision_warning,
+)
+from bloomery.plan.memory import Occupancy, estimate_memory, optimizer_bytes
+from bloomery.plan.types import (
+    CheckpointPlan,
+    CorpusFacts,
+    DataPlan,
+    Decision,
+    Estimate,
+    EvalPlan,
+    Lengths,
+    MemoryEstimate,
+    ModelPlan,
+    MonitorPlan,
+    OptimizerPlan,
+    Plan,
+    TrainPlan,
+)
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Command, Recipe, Wsd
+from bloomery.units import MIB, Duration
+
+Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
+
+
+def resolve(
+    loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, corpus: CorpusFacts | None = None
+) -> Plan:
+    """The plan of a training run on `machine`.
+
+    `prepared`: where the tokenised text is or will be; `corpus`: its facts. Raises UserError for what this version
+    cannot do and for what contradicts itself; that a run does not fit is part of the plan.
+    """
+    recipe = loaded.recipe
+    refuse.refuse_unbuilt(recipe)
+    profile = build_profile(machine)
+    config = model_config(recipe, corpus)
+    refuse.refuse_misfits(recipe, config, corpus)
+    return _Resolution(loaded, machine, profile, config, corpus).plan(prepared or Path("prepared") / loaded.name)
+
+
+def model_config(recipe: Recipe, corpus: CorpusFacts | None) -> ModelConfig:
+    """The recipe's model with the vocabulary of its text or of the tokenizer to be trained. Raises UserError."""
+    if corpus is not None:
+        return build_config(
+            recipe.model,
+            vocab_size=corpus.vocab_size,
+            bos_token_id=corpus.bos_id,
+            eos_token_id=corpus.eos_id,
+            pad_token_id=corpus.pad_id,
+        )
+    trained = recipe.tokenizer.train
+    unset = recipe.model.from_ is None and recipe.model.vocab_size is None and recipe.model.preset is None
+    return build_config(recipe.model, vocab_size=trained.vocab_size if trained is not None and unset else None)
+
+
+@dataclass(frozen=True)
+class _Resolution:
+    """What every part of the plan is decided from."""
+
+    loaded: LoadedRecipe
+    machine: Machine
+    profile: Profile
+    config: ModelConfig
+    corpus: CorpusFacts | None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    def plan(self, prepared: Path) -> Plan:
+        recipe, config = self.recipe, self.config
+        tokens = batch.choose_tokens_per_step(recipe.train.tokens_per_step, config, recipe.data.sequence_length)
+        precision = choose_precision(recipe, self.profile)
+        attention = choose_attention(recipe, config, self.profile)
+        scale = self.scale(tokens.value)
+        compiled = self.compiled(precision.value, scale)
+        load = self.occupancy(precision.value, attention.value, compiled.value)
+        cut = batch.cut_step(recipe.train, load, rows_per_step=scale.rows_per_step, measure=self.measure)
+        seconds = self.step_seconds(tokens.value, precision.value, cut.checkpointing.value, compiled.value)
+        scale = self.timed(scale, seconds)
+        train = self.train(cut, tokens.value, precision.value, compiled.value, scale)
+        plan = Plan(
+            name=self.loaded.name,
+            model=ModelPlan(
+                config=config,
+                source=None if recipe.model.from_ is None else Path(recipe.model.from_),
+                attention=attention.value,
+                score_chunk=cut.score_chunk.value,
+            ),
+            data=self.data(prepared),
+            optimizer=self.optimizer(scale),
+            train=train,
+            checkpoint=self.checkpoint(scale),
+            eval=self.evaluation(scale, cut.micro_batch.value),
+            monitor=self.monitor(scale),
+            torch=self.machine.software.torch or "",
+            memory=cut.memory,
+            step_seconds=seconds,
+            total_tokens=None if train.steps is None else train.steps * tokens.value,
+            decisions=(
+                _decision("train.precision", _worded(precision)),
+                _decision("train.attention", attention),
+                _decision("train.compile", compiled),
+                _decision("train.tokens_per_step", tokens),
+                *self.decisions(cut),
+            ),
+            contradictions=(),
+            claims=(),
+            remedies=(),
+            lengths=self.own_lengths(),
+            environment=self.profile.environment.value,
+        )
+        return self.judged(plan, cut)
+
+    def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
+        environment = self.profile.environment
+        words = " ".join(f"{key}={value}" for key, value in environment.value.items())
+        return (
+            _decision("train.micro_batch", cut.micro_batch),
+            _decision("train.activation_checkpointing", cut.checkpointing),
+            _decision("train.deterministic", choose_deterministic(self.recipe, self.profile)),
+            _decision("train.device", self.profile.device),
+            _decision("train.score_chunk", cut.score_chunk),
+            _decision("data.workers", self.workers()),
+            _decision("data.pin_memory", self.pin_memory()),
+            _decision("data.prefetch", self.prefetch()),
+            _decision("optimizer.fused", self.profile.fused_optimizer),
+            *([_decision("environment", Choice(words, environment.because))] if words else []),
+        )
+
+    def train(self, cut: batch.Cut, tokens: int, precision: str, compiled: bool, scale: lengths.Scale) -> TrainPlan:
+        asked = self.recipe.train
+        timed = asked.length.unit == "seconds"
+        return TrainPlan(
+            steps=None if timed else scale.steps,
+            seconds=asked.length.amount if timed else None,
+            tokens_per_step=tokens,
+            micro_batch=cut.micro_batch.value,
+            accumulation=scale.rows_per_step // cut.micro_batch.value,
+            precision=cast(Precision, precision),
+            compile=compiled,
+            activation_checkpointing=cut.checkpointing.value,
+            clip=asked.clip,
+            seed=asked.seed,
+            deterministic=choose_deterministic(self.recipe, self.profile).value,
+            threads=self.machine.host.cpu_cores,
+            device=self.profile.device.value,
+        )
+
+    def data(self, prepared: Path) -> DataPlan:
+        return DataPlan(
+            prepared=prepared.absolute(),
+            sequence_length=self.recipe.data.sequence_length,
+            layout=self.recipe.data.layout,
+            workers=self.workers().value,
+            pin_memory=self.pin_memory().value,
+            prefetch=self.prefetch().value,
+        )
+
+    def judged(self, plan: Plan, cut: batch.Cut) -> Plan:
+        """The plan with what follows from its figures: disk, energy, claims, contradictions, remedies."""
+        gpu, recipe = self.profile.gpu, self.recipe
+        verdicts = claims.judge(recipe.expect, plan, corpus=self.corpus, need=self.need(cut))
+        found = [precision_warning(recipe, self.profile), *claims.contradictions(recipe.expect, plan, verdicts)]
+        return plan.model_copy(
+            update={
+                "disk": speed.disk_bytes(
+                    self.config,
+                    tokens=self.corpus_tokens(plan),
+                    optimizer_bytes=optimizer_bytes(self.config, recipe.optimizer.kind, cut.load.weight),
+                    keep=recipe.checkpoint.keep,
+                    weight=cut.load.weight,
+                ),
+                "energy_kwh": speed.energy_kwh(gpu.board_watts if gpu else None, plan.seconds),
+                "claims": verdicts,
+                "contradictions": tuple(text for text in found if text),
+                "remedies": remedies.remedies(cut, self.measure, recipe.train),
+            }
+        )
+
+    def need(self, cut: batch.Cut) -> "claims.Need":
+        """Bytes as a function of the micro-batch, everything else as planned."""
+        return lambda rows: self.measure(replace(cut.load, micro_batch=rows)).total
+
+    def corpus_tokens(self, plan: Plan) -> int | None:
+        """Tokens of the text: counted, or what the claimed epochs make of the run's length."""
+        if self.corpus is not None:
+            return self.corpus.tokens
+        epochs = self.recipe.expect.epochs
+        return round(plan.total_tokens / epochs[0]) if plan.total_tokens and epochs and epochs[0] else None
+
+    def scale(self, tokens_per_step: int) -> lengths.Scale:
+        scale = lengths.Scale(
+            tokens_per_step=tokens_per_step,
+            rows_per_step=tokens_per_step // self.recipe.data.sequence_length,
+            rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
+            steps=None,
+            step_seconds=None,
+        )
+        return replace(scale, steps=lengths.total_steps(self.recipe.train.length, scale))
+
+    def timed(self, scale: lengths.Scale, seconds: Estimate | None) -> lengths.Scale:
+        """With the seconds of a step, and for a wall-time length about how many steps it holds."""
+        typical = seconds.value if seconds else None
+        steps = scale.steps or lengths.provisional_steps(self.recipe.train.length, typical)
+        return replace(scale, steps=steps, step_seconds=typical)
+
+    def compiled(self, precision: str, scale: lengths.Scale) -> Choice[bool]:
+        length = self.recipe.train.length
+        if length.unit == "seconds":
+            return choose_compile(self.recipe, self.profile, length.amount)
+        step = self.step_seconds(scale.tokens_per_step, precision, "none", False)
+        seconds = step.value * scale.steps if step is not None and scale.steps is not None else None
+        return choose_compile(self.recipe, self.profile, seconds)
+
+    def occupancy(self, precision: str, attention: str, compiled: bool) -> Occupancy:
+        arch = self.profile.arch
+        return Occupancy(
+            config=self.config,
+            sequence_length=self.recipe.data.sequence_length,
+            micro_batch=1,
+            precision=precision,
+            optimizer=self.recipe.optimizer.kind,
+            attention=attention,
+            checkpointing="none",
+            compiled=compiled,
+            score_chunk=batch.SMALL_CHUNK,
+            context_bytes=arch.context_mib * MIB if arch else 0.0,
+            on_gpu=self.profile.accelerator is not None,
+        )
+
+    def measure(self, load: Occupancy) -> MemoryEstimate:
+        device = self.profile.accelerator
+        limit = MEMORY_SHARE * device.memory_bytes if device else float(self.machine.host.memory_free_bytes)
+        return estimate_memory(load, limit=limit)
+
+    def step_seconds(self, tokens: int, precision: str, checkpointing: str, compiled: bool) -> Estimate | None:
+        rate = speed.device_rate(
+            self.profile, self.machine, precision=precision, width=self.config.hidden_size, compiled=compiled
+        )
+        return speed.step_seconds(
+            self.config,
+            rate,
+            sequence_length=self.recipe.data.sequence_length,
+            tokens_per_step=tokens,
+            checkpointing=checkpointing,
+        )
+
+    def own_lengths(self) -> Lengths:
+        recipe, schedule = self.recipe, self.recipe.optimizer.schedule
+        return Lengths(
+            train=recipe.train.length,
+            warmup=recipe.optimizer.warmup,
+            decay=_decay(schedule),
+            checkpoint=recipe.checkpoint.every,
+            evaluation=recipe.eval.every,
+            monitor=recipe.monitor.every,
+            rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
+        )
+
+    def optimizer(self, scale: lengths.Scale) -> OptimizerPlan:
+        asked, timed = self.recipe.optimizer, self.recipe.train.length.unit == "seconds"
+        decay = _decay(asked.schedule)
+        return OptimizerPlan(
+            kind=asked.kind,
+            learning_rate=asked.learning_rate,
+            matrix_learning_rate=asked.matrix_learning_rate or asked.learning_rate,
+            momentum=asked.momentum,
+            betas=asked.betas,
+            epsilon=asked.epsilon,
+            weight_decay=asked.weight_decay,
+            fused=self.profile.fused_optimizer.value,
+            schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
+            floor=asked.floor,
+            warmup_steps=lengths.warmup_steps(asked.warmup, scale, timed=timed),
+            decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
+        )
+
+    def checkpoint(self, scale: lengths.Scale) -> CheckpointPlan:
+        asked = self.recipe.checkpoint
+        return CheckpointPlan(
+            every_steps=lengths.steps_of(asked.every, scale, key="checkpoint.every"),
+            keep=asked.keep,
+            asynchronous=True if asked.asynchronous == "auto" else asked.asynchronous,
+        )
+
+    def evaluation(self, scale: lengths.Scale, micro_batch: int) -> EvalPlan:
+        asked = self.recipe.eval
+        return EvalPlan(
+            every_steps=lengths.steps_of(asked.every, scale, key="eval.every"),
+            prompts=tuple(asked.prompts),
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            stop_early=None if asked.stop_early == "none" else asked.stop_early,
+            micro_batch=micro_batch,
+        )
+
+    def monitor(self, scale: lengths.Scale) -> MonitorPlan:
+        asked = self.recipe.monitor
+        return MonitorPlan(
+            every_steps=lengths.steps_of(asked.every, scale, key="monitor.every"),
+            sinks=tuple(sink for sink in asked.to if not isinstance(sink, Command)),
+            commands=tuple(sink.command for sink in asked.to if isinstance(sink, Command)),
+        )
+
+    def workers(self) -> Choice[int]:
+        asked = self.recipe.data.workers
+        return self.profile.workers if asked == "auto" else Choice(asked, ASKED)
+
+    def pin_memory(self) -> Choice[bool]:
+        asked = self.recipe.data.pin_memory
+        return self.profile.pin_memory if asked == "auto" else Choice(asked, ASKED)
+
+    def prefetch(self) -> Choice[int]:
+        asked = self.recipe.data.prefetch
+        return self.profile.prefetch if asked == "auto" else Choice(asked, ASKED)
+
+
+def _decay(schedule: str | Wsd) -> Duration | None:
+    if schedule == "wsd":
+        return Wsd().decay
+    return schedule.decay if isinstance(schedule, Wsd) else None
+
+
+def _decision(key: str, choice: Choice[Any]) -> Decision:
+    value = choice.value
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    return Decision(key=key, value=str(value), because=choice.because)
+
+
+def _worded(precision: Choice[str]) -> Choice[str]:
+    """float16 never trains without loss scaling, and the plan says so."""
+    return Choice("float16 + loss scaling", precision.because) if precision.value == "float16" else precision
