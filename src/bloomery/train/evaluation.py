@@ -1,0 +1,114 @@
+"""Looking at a model in the middle of training, without leaving a trace: loss on the validation split, and samples."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bloomery.data.loader import Batch, Loader
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.model.decoder import Decoder
+from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.monitor.events import EvalDone
+from bloomery.plan.types import EvalPlan, Plan
+from bloomery.train.objectives import Objective
+from bloomery.train.step import compute_loss, precision_context, to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss` is nats per scored token; `bytes` are those that the scored tokens stand for."""
+
+    loss: float
+    tokens: int
+    bytes: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Nats to bits, per byte of text: what a compressor would need. None when no byte was scored."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+    def event(self, step: int) -> EvalDone:
+        """What is told of it; a loss that is not finite is None there."""
+        return EvalDone(
+            step=step,
+            loss=_finite(self.loss),
+            perplexity=_finite(self.perplexity),
+            bits_per_byte=_finite(self.bits_per_byte),
+            tokens=self.tokens,
+            seconds=self.seconds,
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+@contextmanager
+def looking(model: Decoder) -> Iterator[None]:
+    """No gradients, no dropout, no random number drawn; the mode of before afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def evaluate(
+    model: Decoder,
+    loader: Loader,
+    objective: Objective,
+    *,
+    plan: EvalPlan,
+    precision: str,
+    token_bytes: np.ndarray,
+    limit: int | None,
+) -> Evaluation | None:
+    """Loss over the rows of `loader`, the validation split, in batches of one shape. None when nothing can be scored.
+
+    `token_bytes`: int32 [vocabulary], how many bytes of text each id stands for. `limit`: rows read at most.
+    """
+    begun = time.perf_counter()
+    device = next(model.parameters()).device
+    nats, tokens, size = 0.0, 0, 0
+    with looking(model):
+        for batch in loader.validation_batches(plan.micro_batch, limit=limit):
+            parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
+            nats += float(parts.total)
+            tokens += round(float(parts.count))
+            size += scored_bytes(batch, token_bytes)
+    return Evaluation(nats / tokens, tokens, size, time.perf_counter() - begun) if tokens else None
+
+
+def scored_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
+    """Bytes of the labels whose weight is not 0."""
+    return int(token_bytes[batch.labels[batch.weights > 0].numpy()].sum())
+
+
+def samples(model: Decoder, tokenizer: Tokenizer, *, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(prompt, text) for each prompt of the plan, drawn from a generator of its own, the same at every step."""
+    sampling = Sampling(
+        max_tokens=plan.eval.max_tokens,
+        temperature=plan.eval.temperature,
+        top_p=plan.eval.top_p,
+        seed=plan.train.seed,
+        stop_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+    )
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    # Every length of a growing text would be compiled anew.
+    eager = torch.compiler.set_stance("force_eager")
+    with looking(model), precision_context(plan.train.precision, plan.train.device), eager:
+        for prompt in plan.eval.prompts:
+            ids = list(sample_tokens(model, start + tokenizer.encode(prompt), sampling))
+            yield prompt, tokenizer.decode(ids)

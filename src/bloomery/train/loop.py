@@ -1,0 +1,285 @@
+"""A run, from its plan to its last checkpoint. The order of everything is on this page; there are no callbacks."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bloomery import __version__
+from bloomery.data.loader import Cursor, Loader, Prefetcher
+from bloomery.data.shards import read_manifest
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.monitor.events import Emit, Phase, Recovered, Resumed, RunStarted, Sampled, StepDone, Warned
+from bloomery.plan.lengths import MEASURED_STEPS, complete
+from bloomery.plan.store import write_plan
+from bloomery.plan.types import Plan
+from bloomery.train.checkpoint import Saver, newest_valid
+from bloomery.train.evaluation import Evaluation, evaluate, samples
+from bloomery.train.length import Costs, steps_within, typical_step
+from bloomery.train.objectives import Objective, pretraining
+from bloomery.train.process import peak_memory_gib, set_up_process
+from bloomery.train.schedules import planned_share
+from bloomery.train.state import TrainState, build_state, go_back
+from bloomery.train.step import StepResult, train_step
+
+Outcome = Literal["done", "stopped"]
+Action = Literal["step", "skip", "rewind"]
+
+# A guess at checkpoints, for the share of a wall-time length that they take: a hash, a copy, a disk.
+WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
+
+
+@dataclass
+class Job:
+    """What the loop holds in its hands. `plan` is replaced once, when a wall-time length becomes a number of steps."""
+
+    plan: Plan
+    run_dir: Path
+    emit: Emit
+    state: TrainState
+    objective: Objective
+    loader: Loader
+    validation: Loader | None
+    tokenizer: Tokenizer
+    saver: Saver
+    began: float  # time.perf_counter() at the start
+    evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
+    saved_step: int = 0
+    step_seconds: list[float] = field(default_factory=list)  # while the length is unknown
+
+    @property
+    def step(self) -> int:
+        return self.state.progress.step
+
+
+def run(plan: Plan, *, run_dir: Path, emit: Emit, stop: Callable[[], bool], resume_from: Path | None = None) -> Outcome:
+    """Trains for the planned length, or until `stop` says so after a step; either way a checkpoint stands afterwards.
+
+    `resume_from`: an undamaged checkpoint; what follows equals the undisturbed run. Raises UserError when the loss
+    stays non-finite after skipping and rewinding, and when the last checkpoint cannot be written.
+    """
+    job = open_job(plan, run_dir, emit, resume_from)
+    while (outcome := train(job, stop)) == "rewind":
+        rewind(job)
+    if outcome == "done":
+        look(job)
+    save(job)
+    job.saver.wait()
+    return outcome
+
+
+def train(job: Job, stop: Callable[[], bool]) -> Outcome | Literal["rewind"]:
+    """Steps until the run is finished, asked to stop, or must go back to its last good checkpoint."""
+    with read_ahead(job) as stream:
+        while not finished(job):
+            if stop():
+                return "stopped"
+            if take_step(job, stream) == "rewind":
+                return "rewind"
+            if job.plan.train.steps is None and len(job.step_seconds) == MEASURED_STEPS:
+                fix_length(job)
+            if job.step % job.plan.eval.every_steps == 0:
+                look(job)
+            if job.step % job.plan.checkpoint.every_steps == 0 and not finished(job):
+                save(job)
+            job.saver.poll()
+    return "done"
+
+
+def take_step(job: Job, stream: Prefetcher) -> Action:
+    """Reads, computes, updates unless the result is not finite, and tells what happened."""
+    plan, state, begun = job.plan.train, job.state, time.perf_counter()
+    batches = [stream.next() for _ in range(plan.accumulation)]
+    waited = time.perf_counter() - begun
+    share = planned_share(job.step, job.plan.optimizer, steps=plan.steps)
+    result = train_step(state.trainee, batches, job.objective, plan=plan, share=share)
+    rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch)
+    state.cursor = Cursor(state.cursor.seed, rows.stop)
+    state.progress.step += 1
+    state.progress.tokens += plan.tokens_per_step
+    seconds = time.perf_counter() - begun
+    if plan.steps is None:
+        job.step_seconds.append(seconds)
+    job.emit(
+        StepDone(
+            step=job.step,
+            loss=result.loss if result.taken else None,
+            learning_rate=job.plan.optimizer.learning_rate * share,
+            grad_norm=result.grad_norm if result.taken else None,
+            tokens=state.progress.tokens,
+            tokens_per_second=plan.tokens_per_step / seconds,
+            samples_per_second=len(rows) / seconds,
+            step_seconds=seconds,
+            data_wait_seconds=waited,
+            memory_gib=peak_memory_gib(plan.device),
+        )
+    )
+    return judge(job, result, rows)
+
+
+def judge(job: Job, result: StepResult, rows: range) -> Action:
+    """What follows from a step; says so when it was not taken."""
+    scale = job.state.trainee.scale
+    if result.overflowed and scale is not None:
+        because = f"step {job.step} overflowed float16 and was skipped; the loss scale is now {scale.value:,.0f}"
+        job.emit(Warned(step=job.step, because=because))
+        return "skip"
+    what = "gradient" if math.isfinite(result.loss) else "loss"
+    action = job.state.policy.judge(result.taken, step=job.step, rows=rows, what=what)
+    if action != "step":
+        where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data"
+        because = f"the {what} of step {job.step} is not a finite number ({where}): the step was not taken"
+        job.emit(Warned(step=job.step, because=because))
+    return action
+
+
+def rewind(job: Job) -> None:
+    """Back to the newest undamaged checkpoint (or the start), and on with the data after the bad rows."""
+    job.saver.drain()
+    folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
+    bad_step, cursor = job.step, job.state.cursor
+    go_back(job.state, job.plan, folder)
+    job.state.cursor = cursor
+    job.saved_step, job.evaluated = job.step, None
+    job.emit(
+        Recovered(
+            step=job.step,
+            because=f"the loss was not a finite number up to step {bad_step}",
+            action=f"back to step {job.step}, and on with row {cursor.consumed:,} of the shuffled data",
+        )
+    )
+
+
+def look(job: Job) -> None:
+    """Evaluates and samples, once a step; the random numbers of training stay where they are."""
+    if job.evaluated is not None and job.evaluated[0] == job.step:
+        return
+    found = evaluate_rows(job, job.plan.eval.rows)
+    if found is not None:
+        job.evaluated = (job.step, found.loss)
+        job.state.progress.note_evaluation(found.loss)
+        job.emit(found.event(job.step))
+    for prompt, text in samples(job.state.trainee.model, job.tokenizer, plan=job.plan):
+        job.emit(Sampled(step=job.step, prompt=prompt, text=text))
+
+
+def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:
+    """None when there is no validation split, or nothing in it to score."""
+    if job.validation is None:
+        return None
+    return evaluate(
+        job.state.trainee.model,
+        job.validation,
+        job.objective,
+        plan=job.plan.eval,
+        precision=job.plan.train.precision,
+        token_bytes=job.tokenizer.token_bytes(),
+        limit=limit,
+    )
+
+
+def save(job: Job) -> None:
+    """A checkpoint of this step, unless it has one; the best so far is marked."""
+    if job.step == job.saved_step:
+        return
+    job.saved_step = job.step
+    loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
+    best = job.state.progress.note_save(loss)
+    job.saver.save(job.step, job.state.parts(), job.plan.model.config, job.state.scalars(), best=best)
+
+
+def finished(job: Job) -> bool:
+    """Whether the length is reached, or so many evaluations brought nothing that the run ends early."""
+    patience = job.plan.eval.stop_early
+    tired = patience is not None and job.state.progress.evaluations_since_best >= patience
+    return tired or (job.plan.train.steps is not None and job.step >= job.plan.train.steps)
+
+
+def fix_length(job: Job) -> None:
+    """Turns a wall-time length into steps, in `plan.json` too: from here on nothing depends on the clock."""
+    seconds = job.plan.train.seconds
+    assert seconds is not None, "a plan without steps has a wall-time length"
+    left = seconds - (time.perf_counter() - job.began)
+    costs = measure_costs(job)
+    steps = job.step + steps_within(left, costs)
+    job.plan = complete(job.plan, steps=steps, step_seconds=costs.step)
+    write_plan(job.plan, job.run_dir / "plan.json")
+    job.emit(Phase(step=job.step, name="length", done=job.step, total=steps))
+
+
+def measure_costs(job: Job) -> Costs:
+    """What the run repeats, timed on small parts of it that leave no trace."""
+    plan = job.plan
+    begun = time.perf_counter()
+    evaluate_rows(job, plan.eval.micro_batch)
+    looked = time.perf_counter()
+    few = plan.eval.model_copy(update={"prompts": plan.eval.prompts[:1], "max_tokens": 8})
+    list(samples(job.state.trainee.model, job.tokenizer, plan=plan.model_copy(update={"eval": few})))
+    token_seconds = (time.perf_counter() - looked) / few.max_tokens
+    rows = 0 if job.validation is None else min(plan.eval.rows or job.validation.rows, job.validation.rows)
+    written = sum(tensor.nbytes for part in job.state.parts().values() for tensor in part.values())
+    return Costs(
+        step=typical_step(job.step_seconds),
+        evaluation=-(-rows // plan.eval.micro_batch) * (looked - begun)
+        + len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
+        save=written / (COPIED_PER_SECOND if plan.checkpoint.asynchronous else WRITTEN_PER_SECOND),
+        evaluate_every=plan.eval.every_steps,
+        save_every=plan.checkpoint.every_steps,
+    )
+
+
+def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) -> Job:
+    """Everything that must stand before the first step."""
+    began = time.perf_counter()
+    set_up_process(plan.train)
+    state = build_state(plan, resume_from=resume_from)
+    checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
+    has_validation = bool(read_manifest(prepared).validation.tokens)
+    job = Job(
+        plan=plan,
+        run_dir=run_dir,
+        emit=emit,
+        state=state,
+        objective=pretraining(score_chunk=plan.model.score_chunk),
+        loader=open_loader(plan, "train"),
+        validation=open_loader(plan, "validation") if has_validation else None,
+        tokenizer=load_tokenizer(prepared),
+        saver=Saver(checkpoints, plan.checkpoint.keep, plan.checkpoint.asynchronous, tokenizer=prepared, emit=emit),
+        began=began,
+        saved_step=state.progress.step,
+    )
+    announce(job)
+    if resume_from is not None:
+        emit(Resumed(step=job.step, path=str(resume_from), seconds=time.perf_counter() - began))
+    return job
+
+
+def announce(job: Job) -> None:
+    """What this run is, and why."""
+    plan = job.plan
+    job.emit(
+        RunStarted(
+            step=job.step,
+            version=__version__,
+            parameters=sum(p.numel() for p in job.state.trainee.model.parameters()),
+            steps=plan.train.steps or 0,
+            attention=plan.model.attention,
+            device=plan.train.device,
+            because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
+        )
+    )
+
+
+def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:
+    data = plan.data
+    return Loader(
+        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split
+    )
+
+
+def read_ahead(job: Job) -> Prefetcher:
+    """Micro-batches from where the run stands."""
+    data, rows = job.plan.data, job.plan.train.micro_batch
+    return Prefetcher(job.loader, job.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)

@@ -1,0 +1,139 @@
+"""All that a run must remember: model, optimizer, random numbers, where the data stands, progress."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bloomery.data.loader import Cursor
+from bloomery.errors import UserError
+from bloomery.model.decoder import Decoder
+from bloomery.model.weights import init_weights, read_model
+from bloomery.parallel.apply import apply
+from bloomery.plan.types import Plan
+from bloomery.train.checkpoint import Parts, read_part, read_state
+from bloomery.train.optimizers import build_optimizer
+from bloomery.train.recover import NonFinite
+from bloomery.train.step import LossScale, Trainee, prepare_weights
+
+
+@dataclass
+class Progress:
+    """Counters of a run."""
+
+    step: int = 0  # finished optimizer steps, skipped ones included
+    tokens: int = 0  # positions of the layout
+    best_loss: float | None = None  # the lowest loss of an evaluation so far
+    evaluations_since_best: int = 0
+    best_saved: float | None = None  # the loss that the checkpoint marked best was evaluated at
+
+    def note_evaluation(self, loss: float) -> None:
+        improved = self.best_loss is None or loss < self.best_loss
+        self.best_loss = loss if improved else self.best_loss
+        self.evaluations_since_best = 0 if improved else self.evaluations_since_best + 1
+
+    def note_save(self, loss: float | None) -> bool:
+        """Whether the checkpoint written now is the best so far; `loss` None: this step was not evaluated."""
+        best = loss is not None and (self.best_saved is None or loss < self.best_saved)
+        self.best_saved = loss if best else self.best_saved
+        return best
+
+
+@dataclass
+class TrainState:
+    """`trainee` is what a step changes, `cursor` the next row of data, `policy` judges steps that are not finite."""
+
+    trainee: Trainee
+    cursor: Cursor
+    progress: Progress
+    policy: NonFinite
+
+    def parts(self) -> Parts:
+        """Tensors by part of a checkpoint; the live ones, not copies."""
+        return {
+            "model": dict(self.trainee.model.named_parameters()),
+            "optimizer": self.trainee.optimizer.named_tensors(),
+            "rng": random_states(),
+        }
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything else, for `state.json`."""
+        scale = self.trainee.scale
+        return {
+            "cursor": asdict(self.cursor),
+            "progress": asdict(self.progress),
+            "optimizer": self.trainee.optimizer.scalars(),
+            "loss_scale": None if scale is None else asdict(scale),
+            "policy": self.policy.state(),
+            "torch": torch.__version__,
+        }
+
+
+def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
+    """The state before the first step, or that of a checkpoint: built on the meta device, filled in place.
+
+    The optimizer is built before the first forward. Raises UserError when the checkpoint is of another model.
+    """
+    with torch.device("meta"):
+        model = Decoder(plan.model.config, attention=plan.model.attention)
+    prepare_weights(model, plan.train.precision)
+    model.to_empty(device=torch.device(plan.train.device))
+    model.tie()
+    apply(model, plan.train)
+    scale = LossScale() if plan.train.precision == "float16" else None
+    trainee = Trainee(model, build_optimizer(model, plan.optimizer), scale)
+    state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite())
+    go_back(state, plan, resume_from)
+    if resume_from is not None:
+        state.policy.load(read_state(resume_from)["policy"])
+    return state
+
+
+def go_back(state: TrainState, plan: Plan, folder: Path | None) -> None:
+    """Replaces all but the policy, in place: by what the checkpoint holds, or without one by how the run began."""
+    if folder is not None:
+        _restore(state, folder)
+        return
+    torch.manual_seed(plan.train.seed)
+    if plan.model.source is not None:
+        read_model(state.trainee.model, plan.model.source)
+    else:
+        init_weights(state.trainee.model, plan.train.seed)
+    state.trainee.optimizer.load({}, {})
+    state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
+
+
+def _restore(state: TrainState, folder: Path) -> None:
+    stored = read_state(folder)
+    read_model(state.trainee.model, folder)
+    state.trainee.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
+    set_random_states(read_part(folder, "rng"))
+    if state.trainee.scale is not None and stored["loss_scale"] is not None:
+        state.trainee.scale = LossScale(**stored["loss_scale"])
+    state.cursor = Cursor(**stored["cursor"])
+    state.progress = Progress(**stored["progress"])
+
+
+def random_states() -> dict[str, Tensor]:
+    """The states of torch's default generators, one per device: dropout draws from them, and nothing from any other."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Raises UserError when a state does not fit this torch. Devices that are not here any more are left out."""
+    try:
+        torch.set_rng_state(states["cpu"])
+        for index in range(torch.cuda.device_count()):
+            if f"cuda:{index}" in states:
+                torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    except RuntimeError as error:
+        raise UserError(
+            f"the random state of the checkpoint does not fit PyTorch {torch.__version__} ({error})",
+            remedy="resume with the PyTorch version that wrote the checkpoint",
+        ) from error

@@ -1,0 +1,134 @@
+"""One optimizer step: micro-batches, one division by the count of the whole step, one look at whether it is finite."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.data.loader import Batch
+from bloomery.model.decoder import Decoder
+from bloomery.plan.types import TrainPlan
+from bloomery.train.objectives import LossParts, Objective
+from bloomery.train.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss` is nats per learned token, `grad_norm` the norm before clipping; both as computed, finite or not."""
+
+    loss: float
+    grad_norm: float
+    overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
+
+    @property
+    def taken(self) -> bool:
+        """Whether the weights moved."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass
+class LossScale:
+    """The factor that lifts float16 gradients out of underflow; the rules and numbers of torch.amp.GradScaler."""
+
+    value: float = 2.0**16
+    clean_steps: int = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Halves after an overflow, doubles after 2,000 clean steps in a row; never below 1."""
+        self.clean_steps = self.clean_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.clean_steps == 2000:
+            self.value, self.clean_steps = self.value * 2, 0
+
+
+@dataclass
+class Trainee:
+    """What a step changes."""
+
+    model: Decoder
+    optimizer: Optimizer
+    scale: LossScale | None  # float16 alone
+
+
+def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
+    """Matrix products in half precision over float32 weights. `bfloat16-pure` needs none: its weights are bfloat16."""
+    if precision not in ("bfloat16", "float16"):
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float16)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch there; from pinned memory the copy runs beside the computation."""
+    if device.type == "cpu":
+        return batch
+    tensors = batch.tokens, batch.labels, batch.weights, batch.positions, batch.documents
+    return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+
+def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precision: str) -> LossParts:
+    """Forward of one micro-batch on the model's device. Documents are kept apart unless the kernel is plain `sdpa`."""
+    isolated = model.model.backend != "sdpa"
+    with precision_context(precision, batch.tokens.device.type):
+        output = model(
+            batch.tokens,
+            positions_BT=batch.positions,
+            documents_BT=batch.documents if isolated else None,
+            head=objective.head(batch),
+        )
+    return objective.loss(output, batch)
+
+
+def train_step(
+    trainee: Trainee, batches: Sequence[Batch], objective: Objective, *, plan: TrainPlan, share: float
+) -> StepResult:
+    """Takes one step with `share` of the peak learning rate; a step that is not finite leaves weights and states alone.
+
+    The count of learned tokens is that of all micro-batches together, known before the first backward, so that
+    accumulation gives the gradient of one large batch. The host waits for the device once: loss and norm decide whether
+    the step is taken, and what the optimizer then does runs while the host goes on.
+    """
+    device = next(trainee.model.parameters()).device
+    count = max(1.0, sum(float(batch.weights.sum()) for batch in batches))
+    factor = trainee.scale.value if trainee.scale is not None else 1.0
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for batch in batches:
+        parts = compute_loss(trainee.model, to_device(batch, device), objective, precision=plan.precision)
+        (parts.total * (factor / count)).backward()  # type: ignore[no-untyped-call]
+        total += parts.total.detach()
+    gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
+    loss, norm = torch.stack([total / count, global_norm(gradients) / factor]).tolist()
+    result = StepResult(loss, norm, overflowed=factor > 1 and math.isfinite(loss) and not math.isfinite(norm))
+    if result.taken:
+        scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
+        trainee.optimizer.step(share)
+    if trainee.scale is not None and math.isfinite(loss):
+        trainee.scale.update(finite=result.taken)
+    trainee.optimizer.zero_grad()
+    return result
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits."""
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clip_factor(norm: float, clip: float | None) -> float:
+    """torch.nn.utils.clip_grad_norm_'s factor."""
+    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """In place; a pass over memory is spared when nothing changes."""
+    if factor != 1.0:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def prepare_weights(model: nn.Module, precision: str) -> None:
+    """`bfloat16-pure` trains bfloat16 weights, every other precision float32 ones."""
+    model.to(torch.bfloat16 if precision == "bfloat16-pure" else torch.float32)

@@ -1,0 +1,184 @@
+import math
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+
+from bloomery.data.loader import Batch
+from bloomery.parallel.apply import apply
+from bloomery.train.objectives import LossParts, Objective, pretraining
+from bloomery.train.state import build_state
+from bloomery.train.step import LossScale, Trainee, clip_factor, global_norm, train_step
+
+OBJECTIVE = pretraining(score_chunk=64)
+
+
+def batch(rows: int, seed: int = 0) -> Batch:
+    """Random tokens in two documents a row; about a third of the labels are not learned."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 97, (rows, 33), generator=generator)
+    documents = (torch.arange(32) >= 20).long().expand(rows, -1)
+    positions = torch.where(documents == 1, torch.arange(32) - 20, torch.arange(32))
+    weights = (torch.rand(rows, 32, generator=generator) > 0.3).float()
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, positions, documents)
+
+
+def halves(whole: Batch) -> list[Batch]:
+    """Two rows and the rest: micro-batches with different numbers of learned labels."""
+    parts = [t.split([2, len(t) - 2]) for t in (whole.tokens, whole.labels, whole.weights, whole.positions, whole.documents)]
+    return [Batch(*(part[i] for part in parts)) for i in range(2)]
+
+
+def trainee(config=None, **sections) -> tuple[Trainee, object]:
+    plan = tiny_plan(config=config, **sections)
+    return build_state(plan).trainee, plan.train
+
+
+def weights(who: Trainee) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in who.model.parameters()]
+
+
+def poisoned(value: float) -> Objective:
+    """The loss becomes `value` times itself."""
+    return Objective(OBJECTIVE.head, lambda out, b: LossParts(OBJECTIVE.loss(out, b).total * value, b.weights.sum()))
+
+
+def test_accumulation_takes_the_step_of_one_large_batch():
+    one, plan = trainee()
+    two, _ = trainee()
+    whole = batch(5)
+    a = train_step(one, [whole], OBJECTIVE, plan=plan, share=1.0)
+    b = train_step(two, halves(whole), OBJECTIVE, plan=plan, share=1.0)
+    assert a.loss == pytest.approx(b.loss, rel=1e-6)
+    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    for p, q in zip(weights(one), weights(two), strict=True):
+        torch.testing.assert_close(p, q, atol=2e-5, rtol=0)
+
+
+def test_loss_is_the_mean_over_learned_labels():
+    who, plan = trainee()
+    whole = batch(3)
+    with torch.no_grad():
+        logits = who.model(whole.tokens, positions_BT=whole.positions, documents_BT=whole.documents)
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), whole.labels, reduction="none")
+    expected = (each * whole.weights).sum() / whole.weights.sum()
+    assert train_step(who, [whole], OBJECTIVE, plan=plan, share=1.0).loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_clipping_is_torchs():
+    parameters = [torch.nn.Parameter(torch.zeros(7)), torch.nn.Parameter(torch.zeros(3, 2))]
+    for i, parameter in enumerate(parameters):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 3
+    ours = [p.grad.clone() for p in parameters]
+    norm = global_norm(ours)
+    theirs = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    torch.testing.assert_close(norm, theirs)
+    for gradient, parameter in zip(ours, parameters, strict=True):
+        torch.testing.assert_close(gradient * clip_factor(norm.item(), 1.0), parameter.grad)
+    assert clip_factor(0.5, 1.0) == clip_factor(9.0, None) == 1.0
+
+
+def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
+    assert global_norm([torch.full((3,), 1.0, dtype=torch.bfloat16)]).item() == pytest.approx(math.sqrt(3), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
+def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
+    who, plan = trainee(train={"precision": precision})
+    train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    before, states = weights(who), {k: v.clone() for k, v in who.optimizer.named_tensors().items()}
+    scalars = who.optimizer.scalars()
+    result = train_step(who, [batch(2, 1), batch(2, 2)], poisoned(value), plan=plan, share=1.0)
+    assert not result.taken
+    assert not math.isfinite(result.loss)
+    assert all(torch.equal(a, b) for a, b in zip(weights(who), before, strict=True))
+    assert all(torch.equal(value, states[name]) for name, value in who.optimizer.named_tensors().items())
+    assert who.optimizer.scalars() == scalars
+    assert all(p.grad is None for p in who.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
+def test_every_precision_learns_a_batch_by_heart(precision, kind):
+    who, plan = trainee(train={"precision": precision}, optimizer={"kind": kind, "learning_rate": 0.02})
+    results = [train_step(who, [batch(4)], OBJECTIVE, plan=plan, share=1.0) for _ in range(25)]
+    assert results[0].loss == pytest.approx(math.log(97), abs=0.5)
+    assert results[-1].loss < results[0].loss - 0.5
+    kept = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
+    assert {p.dtype for p in who.model.parameters()} == {kept}
+
+
+def test_float16_overflow_is_skipped_and_halves_the_scale():
+    who, plan = trainee(train={"precision": "float16"})
+    who.scale.value = 2.0**40
+    before = weights(who)
+    result = train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    assert result.overflowed
+    assert math.isfinite(result.loss)
+    assert who.scale.value == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(weights(who), before, strict=True))
+
+
+def test_float16_gradients_do_not_depend_on_the_scale():
+    norms = []
+    for scale in (1.0, 2.0**10):
+        who, plan = trainee(train={"precision": "float16"})
+        who.scale.value = scale
+        norms.append(train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def test_loss_scale_follows_torchs_grad_scaler():
+    ours = LossScale()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(torch.zeros(()))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    for step in range(4100):
+        finite = step not in (3, 4, 3000)
+        optimizer.param_groups[0]["params"][0].grad = torch.tensor([1.0 if finite else math.inf])
+        theirs.unscale_(optimizer)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(finite=finite)
+        assert ours.value == theirs.get_scale(), step
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "every-2"])
+def test_activation_checkpointing_changes_no_bit(mode):
+    config = tiny_config(residual_dropout=0.2)
+    plain, plan = trainee(config)
+    saving, _ = trainee(config, train={"activation_checkpointing": mode})
+    assert [n for n, _ in plain.model.named_parameters()] == [n for n, _ in saving.model.named_parameters()]
+    losses = []
+    for who in (plain, saving):
+        torch.manual_seed(1)
+        losses.append([train_step(who, [batch(2, i)], OBJECTIVE, plan=plan, share=1.0).loss for i in range(3)])
+    assert losses[0] == losses[1]
+    for p, q in zip(weights(plain), weights(saving), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_full_checkpointing_keeps_fewer_activations():
+    sizes = {}
+    for mode in ("none", "selective", "full"):
+        who, plan = trainee(tiny_config(num_layers=6), train={"activation_checkpointing": mode})
+        kept = 0
+
+        def note(tensor):
+            nonlocal kept
+            kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            train_step(who, [batch(4)], OBJECTIVE, plan=plan, share=1.0)
+        sizes[mode] = kept
+    assert sizes["full"] < sizes["selective"] < sizes["none"] or sizes["full"] < sizes["none"] / 3
+
+
+def test_compiled_blocks_are_asked_for_one_by_one(monkeypatch):
+    who, plan = trainee(tiny_config(num_layers=3))
+    asked = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append((type(self).__name__, how)))
+    apply(who.model, plan.model_copy(update={"compile": True}))
+    assert asked == [("Block", {"dynamic": False})] * 3
