@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.model.blockwise import Options, blockwise, reach_of
+from bloomery.model.fused_attention import document_offsets, flex, varlen
 from bloomery.model.per_document import per_document
 from bloomery.model.precision import working_dtype
 
@@ -24,6 +25,7 @@ class Layout:
     first_BT: Tensor | None = None  # where the document of each token starts in its row, int64
     mask_B1TS: Tensor | None = None  # sdpa, mask and math: True where the query may see the key
     reach: Tensor | None = None  # blockwise: `reach_of`
+    offsets: Tensor | None = None  # varlen: `document_offsets`
 
 
 def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
@@ -34,6 +36,8 @@ def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
     first_BT = document_starts(documents_BT)
     if backend in ("mask", "math"):
         return Layout(first_BT, _document_mask(first_BT))
+    if backend == "varlen":
+        return Layout(first_BT, offsets=document_offsets(first_BT))
     return Layout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
 
 
@@ -127,6 +131,17 @@ def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout
     return per_document(q_BHTE, k_BKTE, v_BKTE, first_BT, _seed(options.dropout), options)
 
 
+def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    return flex(q_BHTE, k_BKTE, v_BKTE, layout.first_BT, options)
+
+
+def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    batch, _, length, _ = q_BHTE.shape
+    rows = range(0, batch * length + 1, length)
+    offsets = torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device) if layout.offsets is None else layout.offsets
+    return varlen(q_BHTE, k_BKTE, v_BKTE, offsets, options)
+
+
 def _seed(dropout: float) -> Tensor | None:
     """A draw of torch's default generator on the CPU: restoring its state repeats every mask."""
     return torch.randint(2**62, ()) if dropout else None
@@ -136,6 +151,8 @@ _BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]
     "sdpa": _sdpa,
     "mask": _sdpa,
     "per_document": _per_document,
+    "varlen": _varlen,
+    "flex": _flex,
     "blockwise": _blockwise,
     "math": _math,
 }
