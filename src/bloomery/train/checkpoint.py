@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig
+from bloomery.model.weights import write_model
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.train.sealed import (
     best_step,
@@ -102,8 +103,9 @@ class Saver:
     def poll(self) -> None:
         """Emit what the writing thread has to tell; raise what only a bug can have caused."""
         events, self._events = self._events, []
-        for event in events if self._emit is not None else ():
-            self._emit(event)
+        if self._emit is not None:
+            for event in events:
+                self._emit(event)
         if self._crash is not None:
             crash, self._crash = self._crash, None
             raise crash
@@ -185,8 +187,6 @@ class Saver:
         for name, tensors in staged.parts.items():
             with _system_errors():
                 if name == "model":
-                    from bloomery.model.weights import write_model
-
                     write_model(tensors, staged.config, draft)
                 else:
                     save_file(dict(tensors), draft / f"{name}.safetensors")

@@ -1,0 +1,30 @@
+"""`bloomery resume`: a run goes on where it stopped."""
+
+import click
+
+from bloomery.cli.common import find_run, overrides_argument
+
+
+@click.command()
+@click.argument("run")
+@overrides_argument
+@click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Go back to this step's checkpoint.")
+@click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu.")
+def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None) -> int:
+    """Go on with RUN (a path, a name under runs/, or `last`) where it stopped, whatever stopped it.
+
+    Only train.length, eval.*, checkpoint.* and monitor.* may be changed.
+
+    Example: bloomery resume last train.length="4 epochs"
+    """
+    from bloomery.cli.crash import traceback_file
+    from bloomery.cli.train import conclude
+    from bloomery.launch.local import resume
+
+    folder = find_run(run)
+    traceback_file.set(folder / "log.txt")
+    outcome = resume(folder, step=step, overrides=overrides, devices=devices)
+    if outcome.again:
+        click.echo(f'This run is done. `bloomery resume {outcome.name} train.length="..."` makes it longer.')
+        return 0
+    return conclude(outcome)

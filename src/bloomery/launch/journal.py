@@ -1,0 +1,88 @@
+"""What the parent process writes down of a run and shows of it. No torch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import final
+
+from rich.console import Console
+
+from bloomery.launch.run_folder import RunFolder
+from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
+from bloomery.monitor.progress import showing
+from bloomery.monitor.sinks import LogFile, Sink, open_sinks
+from bloomery.monitor.tally import RunFacts, tally_of
+from bloomery.plan.types import Plan
+
+
+@final
+class Journal:
+    """`emit` writes an event of the parent's own and shows it; `tell` shows one that a child has written."""
+
+    def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool) -> None:
+        self._folder, self._write, self._quiet = folder, write, quiet
+        self._sinks: list[Sink] = []
+        self._log = LogFile(folder.log)
+        self.ended = False  # whether RunEnded is written
+
+    def emit(self, event: Event) -> None:
+        self.ended = self.ended or isinstance(event, RunEnded)
+        self._write(event)
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        for sink in self._sinks:
+            sink.write(event)
+
+    def line(self, text: str) -> None:
+        """One line that a child printed: kept in log.txt."""
+        self._log.text(text)
+
+    @contextmanager
+    def shown(self, plan: Plan | None, name: str) -> Iterator[None]:
+        """Inside the block events go to the terminal and, once there is a plan, to the sinks of `monitor.to`."""
+        with ExitStack() as stack:
+            if not self._quiet:
+                every = plan.monitor.every_steps if plan is not None else 1
+                steps = plan.train.steps if plan is not None else None
+                facts = RunFacts(name=name, every_steps=every, steps=steps)
+                tally = tally_of(read_events(self._folder.events)) if plan is not None else None
+                self._sinks.append(stack.enter_context(showing(facts, Console(), tally)))
+            self._sinks += self._opened(plan, stack)
+            try:
+                yield
+            finally:
+                self._sinks = []
+
+    def _opened(self, plan: Plan | None, stack: ExitStack) -> list[Sink]:
+        if plan is None:
+            return []
+        sinks = open_sinks(
+            self._folder.path,
+            plan.monitor.sinks,
+            plan.monitor.commands,
+            every_steps=plan.monitor.every_steps,
+            folder=self._folder.path,
+            warn=lambda because: self.emit(Warned(because=because)),
+        )
+        for sink in sinks:
+            stack.callback(sink.close)
+        return sinks
+
+    def close(self) -> None:
+        self._log.close()
+
+
+@contextmanager
+def journal(folder: RunFolder, *, quiet: bool) -> Iterator[Journal]:
+    """Opens events.jsonl and log.txt of a run."""
+    with EventLog(folder.events) as write:
+        book = Journal(folder, write, quiet=quiet)
+        try:
+            yield book
+        finally:
+            book.close()
+
+
+def last_step(folder: RunFolder) -> int:
+    """The last step that the events tell of."""
+    return tally_of(read_events(folder.events)).step

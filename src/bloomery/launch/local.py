@@ -1,0 +1,274 @@
+"""A run on this machine: prepare, plan, train in a child, end in a sentence. `start` and `resume` are all there is.
+
+This process never imports torch: it stays quick to answer Ctrl+C, and survives whatever a driver does to its child.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from bloomery.data.packing import part_rows
+from bloomery.data.prepare import prepared_folder
+from bloomery.data.shards import read_manifest
+from bloomery.errors import UserError
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import build_profile
+from bloomery.launch.journal import Journal, journal, last_step
+from bloomery.launch.replan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
+from bloomery.launch.run_folder import RunFolder, locked, new_run, propose_folder
+from bloomery.launch.signals import StopRequests, stop_requests
+from bloomery.launch.supervise import Ending, Stage, existing, failure, run_stage
+from bloomery.launch.worker import DONE, STOPPED
+from bloomery.monitor.events import RunEnded, Warned, read_events
+from bloomery.monitor.sinks import write_metrics
+from bloomery.plan.resolve import resolve
+from bloomery.plan.store import read_plan, write_plan
+from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.recipe.schema import Data
+from bloomery.train.sealed import damage, saved_steps, step_folder, write_durably
+
+INTERRUPTED = 130
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """How a run ended: `code` is 0 when it is done, 75 when it stopped and can be resumed, 130 after a second Ctrl+C.
+
+    `again`: it was done before, and nothing was left to do.
+    """
+
+    folder: Path
+    code: int
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        """What `bloomery resume` and the other verbs call it."""
+        return RunFolder(self.folder).name
+
+
+class _Stopped(Exception):
+    """Somebody asked to stop, and everything worth keeping is kept."""
+
+
+@final
+@dataclass(frozen=True)
+class _Flow:
+    """What every stage needs."""
+
+    folder: RunFolder
+    lock: int
+    book: Journal
+    requests: StopRequests
+    name: str
+
+    def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: Plan | None) -> Ending:
+        """One child from start to end. What follows training is told while its view still stands."""
+        self.check()
+        with self.book.shown(plan, self.name):
+            ending = run_stage(
+                stage,
+                self.folder,
+                words=words,
+                environment=os.environ | environment,
+                inherited=(self.lock,) if stage == "train" else (),  # preparing forks workers, which would keep it
+                requests=self.requests,
+                on_event=self.book.tell,
+                on_line=self.book.line,
+            )
+            if stage == "train" and ending.code in (DONE, STOPPED):
+                self.end("done" if ending.code == DONE else "stopped")
+            return ending
+
+    def check(self) -> None:
+        if self.requests.asked:
+            raise _Stopped
+
+    def end(self, why: str) -> None:
+        """Write RunEnded, once, and metrics.json."""
+        if not self.book.ended:
+            self.book.emit(RunEnded(step=last_step(self.folder), why=why))
+            write_metrics(self.folder.path)
+
+
+def start(loaded: LoadedRecipe, *, run_dir: Path | None = None, devices: str | None = None, quiet: bool = False) -> Run:
+    """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails."""
+    path = propose_folder(loaded.name) if run_dir is None else run_dir
+    with (
+        stop_requests() as requests,
+        new_run(loaded, path) as (folder, lock),
+        journal(folder, quiet=quiet) as book,
+    ):
+        flow = _Flow(folder, lock, book, requests, loaded.name)
+        return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
+
+
+def resume(
+    path: Path,
+    *,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    devices: str | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Go on with the run in `path` from its newest undamaged checkpoint, or from that of `step`.
+
+    `overrides` may name train.length, eval.*, checkpoint.* and monitor.*. Raises UserError.
+    """
+    refuse_overrides(overrides)
+    folder = existing(path)
+    with stop_requests() as requests, locked(folder) as lock:
+        loaded = load_recipe(folder.recipe, overrides)
+        if step is None and not overrides and _is_done(folder):
+            return Run(folder.path, DONE, again=True)
+        with journal(folder, quiet=quiet) as book:
+            flow = _Flow(folder, lock, book, requests, loaded.name)
+            return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
+
+
+def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
+    """Every way out ends in RunEnded."""
+    try:
+        code = work()
+    except _Stopped:
+        code = STOPPED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except UserError as error:
+        flow.end(f"failed: {error.problem}")
+        raise
+    flow.end("stopped")
+    return Run(flow.folder.path, code)
+
+
+def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
+    data = prepared_folder(loaded, _workshop(flow.folder))
+    if not (data / "manifest.json").exists():
+        _prepare(flow, data)
+    flow.check()
+    machine = narrowed(detect(), devices)
+    plan = _resolved(loaded, machine, data)
+    write_durably(flow.folder.machine, machine.model_dump_json(indent=1))
+    write_plan(plan, flow.folder.plan)
+    return _train(flow, plan, machine, resumed=resumed)
+
+
+def _workshop(folder: RunFolder) -> Path:
+    """Where `prepared/` lies: beside `runs/`; for a run that lies elsewhere, in the working folder."""
+    return folder.path.parent.parent if folder.path.parent.name == "runs" else Path.cwd()
+
+
+def _prepare(flow: _Flow, data: Path) -> None:
+    ending = flow.stage("prepare", ("--data", str(data)), {}, None)
+    flow.check()
+    if ending.code != DONE:
+        raise failure(ending, flow.folder, step=0)
+
+
+def _resolved(loaded: LoadedRecipe, machine: Machine, data: Path) -> Plan:
+    return resolve(loaded, machine, prepared=data, corpus=_corpus(data, loaded.recipe.data))
+
+
+def _corpus(folder: Path, data: Data) -> CorpusFacts:
+    manifest = read_manifest(folder)
+    length, layout = data.sequence_length, data.layout
+    rows = [
+        part.weight * part_rows(part.tokens, part.documents, sequence_length=length, layout=layout)
+        for part in manifest.train.parts
+    ]
+    return CorpusFacts(
+        rows_per_epoch=sum(map(round, rows)),
+        tokens=manifest.train.tokens,
+        vocab_size=manifest.vocab_size,
+        bos_id=manifest.bos_id,
+        eos_id=manifest.eos_id,
+        pad_id=manifest.pad_id,
+    )
+
+
+def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
+    folder = flow.folder
+    if step is not None:
+        _go_back(flow, step)
+    if overrides:
+        write_durably(folder.recipe, dump_recipe(loaded))
+    if not folder.plan.exists() or not folder.machine.exists():
+        return _from_the_beginning(flow, loaded, devices, resumed=True)
+    plan = read_plan(folder.plan)
+    before = Machine.model_validate_json(folder.machine.read_bytes())
+    machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
+    changes = differences(before, machine)
+    if changes or overrides:
+        fresh = _resolved(loaded, machine, plan.data.prepared)
+        if changes:
+            plan, told = moved(plan, fresh)
+            for because in (*changes, *told):
+                flow.book.emit(Warned(step=last_step(folder), because=because))
+        plan = prolonged(plan, fresh, overrides) if overrides else plan
+        _refuse_shorter(flow, plan)
+        write_plan(plan, folder.plan)
+        write_durably(folder.machine, machine.model_dump_json(indent=1))
+    return _train(flow, plan, machine, resumed=True)
+
+
+def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
+    steps = saved_steps(flow.folder.checkpoints)
+    if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
+        raise UserError(
+            f"train.length means {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
+            where="train.length",
+            remedy="give a longer one, or go back first with --from STEP",
+        )
+
+
+def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
+    ending = flow.stage("train", ("--resumed",) if resumed else (), _environment(plan, machine), plan)
+    if ending.code in (DONE, STOPPED):
+        return ending.code
+    if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen, so there was nothing to save
+        raise _Stopped
+    raise failure(ending, flow.folder, step=last_step(flow.folder))
+
+
+def _environment(plan: Plan, machine: Machine) -> dict[str, str]:
+    """What must be set before torch is imported; what the user has set stays."""
+    wanted = build_profile(machine).environment.value | {"OMP_NUM_THREADS": str(plan.train.threads)}
+    if plan.train.deterministic and plan.train.device == "cuda":
+        wanted |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
+    if plan.train.device == "cuda" and len(machine.accelerators) == 1:
+        vendor = machine.accelerators[0].vendor
+        name = "HIP_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+        wanted[name] = str(machine.accelerators[0].index)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _is_done(folder: RunFolder) -> bool:
+    ends = [event for event in read_events(folder.events) if isinstance(event, RunEnded)]
+    return bool(ends) and ends[-1].why == "done"
+
+
+def _go_back(flow: _Flow, step: int) -> None:
+    """Newer checkpoints move into a folder of their own, so that the run cannot fall into its former future."""
+    folder = flow.folder.checkpoints
+    steps = saved_steps(folder)
+    wrong = damage(step_folder(folder, step)) if step in steps else "there is none"
+    if wrong is not None:
+        kept = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"the checkpoint of step {step} cannot be used: {wrong}", where=str(folder), remedy=f"checkpoints: {kept}"
+        )
+    newer = [later for later in steps if later > step]
+    if newer:
+        aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+        aside.mkdir()
+        for later in newer:
+            step_folder(folder, later).rename(step_folder(aside, later))
+        (folder / "best.json").unlink(missing_ok=True)
+        flow.book.emit(Warned(step=step, because=f"the checkpoints after step {step} were moved to {aside}"))

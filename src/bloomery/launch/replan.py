@@ -1,0 +1,117 @@
+"""What a resumed run may change of its plan: what the user names, and what another machine forces. No torch."""
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Machine
+from bloomery.plan.types import Plan
+
+ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
+MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
+    "model": ("attention", "score_chunk"),
+    "data": ("workers", "pin_memory", "prefetch"),
+    "optimizer": ("fused",),
+    "train": (
+        "micro_batch", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic", "threads",
+        "device",
+    ),
+    "checkpoint": ("asynchronous",),
+    "eval": ("micro_batch",),
+}  # fmt: skip
+BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
+
+
+def refuse_overrides(words: Sequence[str]) -> None:
+    """Raises UserError (code 2) for the first override that would make the resumed run another run."""
+    for word in words:
+        key = word.partition("=")[0]
+        if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
+            raise UserError(
+                f"{key} cannot be changed in a run that has begun",
+                where="bloomery resume",
+                remedy="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
+                code=2,
+            )
+
+
+def narrowed(machine: Machine, devices: str | None) -> Machine:
+    """The machine with only the asked-for device: "cpu", or a number as `bloomery doctor` counts. Raises UserError."""
+    if devices is None:
+        return machine
+    if devices == "cpu":
+        return machine.model_copy(update={"accelerators": ()})
+    if "," in devices:
+        raise UserError(
+            f"this version trains on one device, not on {len(devices.split(','))}", where="--devices", code=2,
+            remedy="name one of them, for example --devices " + devices.partition(",")[0],
+        )  # fmt: skip
+    chosen = tuple(device for device in machine.accelerators if str(device.index) == devices)
+    if not chosen:
+        here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
+        remedy = f"devices here: {here}; or cpu"
+        raise UserError(f"there is no device {devices!r}", where="--devices", remedy=remedy, code=2)
+    return machine.model_copy(update={"accelerators": chosen})
+
+
+def same_devices(machine: Machine, before: Machine) -> Machine:
+    """The machine with only those devices that the run knew, where they are still here: `--devices` outlives a stop."""
+    known = {(device.index, device.arch) for device in before.accelerators}
+    kept = tuple(device for device in machine.accelerators if (device.index, device.arch) in known)
+    narrow = kept or not before.accelerators
+    return machine.model_copy(update={"accelerators": kept}) if narrow else machine
+
+
+def differences(before: Machine, now: Machine) -> list[str]:
+    """What of the machine is no longer as it was and can change a result, each as a short text."""
+    pairs = (
+        ("devices", _devices(before), _devices(now)),
+        ("processor", before.host.cpu_name, now.host.cpu_name),
+        ("processor cores", before.host.cpu_cores, now.host.cpu_cores),
+        ("C++ compiler", before.host.compiler or "none", now.host.compiler or "none"),
+        ("PyTorch", before.software.torch, now.software.torch),
+        ("PyTorch build", before.software.build, now.software.build),
+    )
+    return [f"{what}: {new} instead of {old}" for what, old, new in pairs if old != new]
+
+
+def _devices(machine: Machine) -> str:
+    return ", ".join(f"{device.name} ({device.arch})" for device in machine.accelerators) or "no GPU"
+
+
+def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
+    """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
+    sections: dict[str, BaseModel] = {}
+    told: list[str] = []
+    reasons = {decision.key: decision.because for decision in fresh.decisions}
+    exact = True
+    for section, fields in MACHINE_DEPENDENT.items():
+        old, new = getattr(stored, section), getattr(fresh, section)
+        changed = {field: getattr(new, field) for field in fields if getattr(old, field) != getattr(new, field)}
+        sections[section] = old.model_copy(update=changed)
+        for field, value in changed.items():
+            key = f"{section}.{field}"
+            because = f": {reasons[key]}" if key in reasons else ""
+            told.append(f"{key} is {value} here instead of {getattr(old, field)}{because}")
+        exact = exact and not (changed and section in BITWISE)
+    if not exact:
+        told.append("from here on the run equals the undisturbed one up to rounding, no longer to the last bit")
+    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "decisions")}
+    return stored.model_copy(update=sections | facts), told
+
+
+def prolonged(stored: Plan, fresh: Plan, words: Sequence[str]) -> Plan:
+    """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, monitor."""
+    named = {word.partition("=")[0].partition(".")[0] for word in words}
+    update: dict[str, object] = {
+        section: getattr(fresh, section) for section in ("eval", "checkpoint", "monitor") if section in named
+    }
+    if "train" in named:
+        length = {"steps": fresh.train.steps, "seconds": fresh.train.seconds}
+        update["train"] = stored.train.model_copy(update=length)
+        update["optimizer"] = stored.optimizer.model_copy(update={"decay_steps": fresh.optimizer.decay_steps})
+        update |= {"total_tokens": fresh.total_tokens, "claims": fresh.claims}
+    if fresh.lengths is not None:
+        update["lengths"] = fresh.lengths
+    return stored.model_copy(update=update)

@@ -1,0 +1,214 @@
+"""The folder of a run: how it is made, and who may write in it. No torch."""
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from typing import Any, final
+
+from bloomery.errors import UserError
+from bloomery.launch.processes import host_name, start_mark
+from bloomery.recipe.load import LoadedRecipe, dump_recipe
+from bloomery.train.sealed import write_durably
+
+BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
+DEAD_SECONDS = 120.0  # a lock of another host that has been silent for so long is taken over
+PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
+
+
+@final
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of a run lies."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def machine(self) -> Path:
+        return self.path / "machine.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def name(self) -> str:
+        """What `bloomery resume` needs to find it: its name under runs/, else its path."""
+        return self.path.name if self.path.parent == Path("runs").absolute() else str(self.path)
+
+
+def propose_folder(recipe_name: str) -> Path:
+    """`runs/<recipe>-<date>-<time>` below the working folder, made unique by a number when it is taken."""
+    name = re.sub(r"[^\w.-]+", "-", recipe_name)[:80].strip("-.") or "run"
+    base = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = (base.with_name(f"{base.name}-{number}") if number else base for number in range(1000))
+    return next(folder for folder in tries if not folder.exists())
+
+
+@contextmanager
+def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, int]]:
+    """Makes the folder with its lock and its recipe; yields it and the lock's descriptor, held inside the block.
+
+    Raises UserError when the folder holds a run or anything else, is in use, or cannot be made.
+    """
+    folder = RunFolder(path.expanduser().absolute())
+    with _explained(folder.path):
+        _refuse_occupied(folder)
+        folder.path.mkdir(parents=True, exist_ok=True)
+    with locked(folder) as descriptor:
+        with _explained(folder.path):
+            _refuse_occupied(folder)  # somebody else may have been as quick
+            write_durably(folder.recipe, dump_recipe(loaded))
+        yield folder, descriptor
+
+
+def _refuse_occupied(folder: RunFolder) -> None:
+    if folder.recipe.exists():
+        raise UserError(
+            "this folder already holds a run, and nothing of it is overwritten",
+            where=str(folder.path),
+            remedy=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
+        )
+    if folder.path.is_dir() and any(entry.name != folder.lock.name for entry in folder.path.iterdir()):
+        raise UserError(
+            "the run folder is not empty, and nothing in it is overwritten",
+            where=str(folder.path),
+            remedy="name a folder that does not exist yet with --run-dir",
+        )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the run folder cannot be written: {error.strerror}",
+            where=str(error.filename or path),
+            remedy="choose another place with --run-dir, or mend the permissions or the disk",
+        ) from error
+
+
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[int]:
+    """Only one process at a time trains in a folder; yields the lock's descriptor, which ranks inherit.
+
+    The kernel's lock dies with its holders. The text beside it (process, start time, host) tells people who they are,
+    and guards against other hosts where file locks do not reach them: a lock whose process is dead is taken over, one
+    of another host when it has been silent for two minutes. Raises UserError when the run is in use.
+    """
+    with _explained(folder.path):
+        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _acquire(folder, descriptor)
+        try:
+            with _beating(folder.lock):
+                yield descriptor
+        finally:
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(folder: RunFolder, descriptor: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not _try_kernel_lock(descriptor):
+        holder = _holder(folder.lock)
+        if _alive(holder) or time.monotonic() > deadline:
+            raise _in_use(folder, holder)
+        time.sleep(0.1)
+    holder = _holder(folder.lock)
+    if holder and (_alive(holder) if holder["host"] == host_name() else _silence(folder.lock) < DEAD_SECONDS):
+        raise _in_use(folder, holder)
+    text = json.dumps({"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()})
+    with _explained(folder.path):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+        os.fsync(descriptor)
+
+
+def _try_kernel_lock(descriptor: int) -> bool:
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks (Lustre without -o flock): the text in the file has to do
+    return True
+
+
+def _holder(lock: Path) -> dict[str, Any]:
+    """Who wrote the lock; empty when nobody holds it or the text was cut short."""
+    try:
+        entry: Any = json.loads(lock.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return {}
+    return entry if isinstance(entry, dict) and {"pid", "started", "host"} <= entry.keys() else {}
+
+
+def _alive(holder: dict[str, Any]) -> bool:
+    return bool(holder) and holder["host"] == host_name() and start_mark(int(holder["pid"])) == holder["started"]
+
+
+def _silence(lock: Path) -> float:
+    """Seconds since the holder's last beat, by the file server's clock."""
+    probe = lock.with_name(f".tmp-clock-{os.getpid()}")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime - lock.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
+    who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    stop = f"`kill {holder['pid']}` stops that one, saved" if holder else "wait until that one has ended"
+    return UserError(
+        f"this run is in use: {who} is working on it",
+        where=str(folder.path),
+        remedy=f"{stop}; or train into another --run-dir",
+    )
+
+
+@contextmanager
+def _beating(lock: Path) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            if lock.exists():
+                os.utime(lock)
+
+    thread = threading.Thread(target=beat, name="lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,163 @@
+"""One child process of a run: started, watched through the events it writes, and explained when it dies. No torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, final
+
+from bloomery.errors import UserError
+from bloomery.launch.run_folder import RunFolder
+from bloomery.launch.signals import StopRequests
+from bloomery.monitor.events import Event, follow
+
+Stage = Literal["prepare", "train"]
+TAIL_LINES = 200  # of what a child said last
+KILL_WAIT_SECONDS = 10.0
+
+
+@final
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended: its exit code (negative: the signal), what it reported, and its last lines."""
+
+    stage: Stage
+    code: int
+    report: dict[str, Any] | None
+    tail: tuple[str, ...]
+
+
+def run_stage(
+    stage: Stage,
+    folder: RunFolder,
+    *,
+    words: Sequence[str] = (),
+    environment: Mapping[str, str],
+    inherited: Sequence[int],
+    requests: StopRequests,
+    on_event: Callable[[Event], None],
+    on_line: Callable[[str], None],
+) -> Ending:
+    """Run `stage` in a child until it ends; `on_event` gets each event it writes, `on_line` each line it prints.
+
+    The first stop request reaches the child as SIGTERM (training saves and leaves) or ends it at once (preparing, which
+    loses nothing). The child is gone when this returns or raises.
+    """
+    seen = folder.events.stat().st_size if folder.events.exists() else 0
+    with _child(stage, folder, words, environment, inherited) as (process, report_end):
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        assert process.stdout is not None
+        pump = threading.Thread(target=_pump, args=(process.stdout, tail, on_line), name=f"{stage} output")
+        pump.start()
+        stop = process.terminate if stage == "train" else lambda: _kill_group(process)
+        with requests.heard_by(stop):
+            for event in follow(folder.events, lambda: process.poll() is not None, start=seen):
+                on_event(event)
+        pump.join(KILL_WAIT_SECONDS)
+        return Ending(stage, process.wait(), _read_report(report_end), tuple(tail))
+
+
+@contextmanager
+def _child(
+    stage: Stage, folder: RunFolder, words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
+) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """A session of its own: Ctrl+C reaches it through us alone, and its group can be killed as a whole."""
+    report_end, child_end = os.pipe()
+    parent = os.getpid()
+    command = [sys.executable, "-X", "faulthandler", "-m", "bloomery.launch.worker", stage]
+    try:
+        with subprocess.Popen(
+            [*command, str(folder.path), "--parent", str(parent), "--report", str(child_end), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=dict(environment),
+            pass_fds=(child_end, *inherited),
+            start_new_session=True,
+        ) as process:
+            os.close(child_end)
+            try:
+                yield process, report_end
+            finally:
+                _kill_group(process)
+    finally:
+        os.close(report_end)
+
+
+def _kill_group(process: "subprocess.Popen[str]") -> None:
+    """The child and its own children; harmless when they are gone."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _pump(pipe: IO[str], tail: deque[str], on_line: Callable[[str], None]) -> None:
+    for line in pipe:
+        tail.append(line.rstrip("\n"))
+        on_line(line.rstrip("\n"))
+
+
+def _read_report(descriptor: int) -> dict[str, Any] | None:
+    """What the child said of its end; nothing when it was killed."""
+    os.set_blocking(descriptor, False)
+    try:
+        told = os.read(descriptor, 2**16)
+    except BlockingIOError:
+        return None
+    return dict(json.loads(told)) if told else None
+
+
+def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
+    """One sentence for a child that did not end well. `step`: the last one it finished."""
+    if ending.report is not None:
+        return UserError(**ending.report)
+    name = "preparing the data" if ending.stage == "prepare" else "training"
+    after = f" after step {step}" if step else ""
+    again = f"`bloomery resume {folder.name}` goes on from what was saved"
+    if ending.code == -signal.SIGKILL:
+        return UserError(
+            f"the process that was {name} was killed from outside{after} (SIGKILL)",
+            where=str(folder.log),
+            remedy=f"the system does this when memory runs out (see `dmesg`): train.micro_batch=1 needs least; {again}",
+        )
+    if ending.code < 0:
+        return UserError(
+            f"the process that was {name} died{after} of {_signal_name(-ending.code)}, inside a library or a driver",
+            where=f"its last words are in {folder.log}",
+            remedy=again,
+        )
+    return UserError(
+        f"{name} failed{after}: {_last_words(ending.tail)}",
+        where=f"the whole traceback is in {folder.log}",
+        remedy=again,
+    )
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _last_words(tail: Sequence[str]) -> str:
+    """The exception's line of a traceback, else the last line."""
+    lines = [line for line in tail if line.strip()]
+    raised = [line for line in lines if line.partition(":")[0].isidentifier() or "Error:" in line.partition(" ")[0]]
+    return (raised or lines or ["nothing was said"])[-1].strip()[:300]
+
+
+def existing(folder: Path) -> RunFolder:
+    """The run in `folder`. Raises UserError when there is none."""
+    run = RunFolder(folder.expanduser().absolute())
+    if not run.recipe.is_file():
+        raise UserError("this folder holds no run", where=str(run.path), remedy="`bloomery runs` lists the runs here")
+    return run

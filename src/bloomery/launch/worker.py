@@ -1,0 +1,121 @@
+"""The child process of a run: `python -m bloomery.launch.worker prepare|train RUN_DIR --parent PID --report FD [...]`.
+
+Torch is imported only after the signal handlers stand, so that a request to stop is heard from the first moment on.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import final
+
+from bloomery.errors import UserError
+from bloomery.launch.processes import die_with_parent
+from bloomery.launch.run_folder import RunFolder
+from bloomery.launch.signals import STOP_SIGNALS
+from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
+
+DONE, FAILED, STOPPED = 0, 1, 75
+
+
+@final
+@dataclass
+class StopFlag:
+    """Set by a stop signal. Before the first step of this process there is nothing to save: it ends at once."""
+
+    asked: bool = False
+    stepped: bool = False
+
+    def install(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.asked = True
+        if not self.stepped:
+            os._exit(STOPPED)
+
+    def watching(self, emit: Emit) -> Emit:
+        """`emit`, noting that steps have begun."""
+
+        def told(event: Event) -> None:
+            self.stepped = self.stepped or isinstance(event, StepDone)
+            emit(event)
+
+        return told
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 done, 75 stopped and saved, 1 failed with its reason sent to the parent."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stage", choices=("prepare", "train"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--report", type=int, required=True)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--resumed", action="store_true")
+    words = parser.parse_args(arguments)
+    flag = StopFlag()
+    if words.stage == "train":
+        flag.install()
+    die_with_parent(words.parent)
+    folder = RunFolder(words.folder)
+    try:
+        with EventLog(folder.events) as emit:
+            if words.stage == "prepare":
+                return _prepare(folder, words.data, emit)
+            return _train(folder, emit, flag, resumed=words.resumed)
+    except UserError as error:
+        report = {"problem": error.problem, "where": error.where, "remedy": error.remedy, "code": error.code}
+        os.write(words.report, json.dumps(report).encode())
+        return FAILED
+
+
+@contextmanager
+def _memory_explained(micro_batch: int) -> Iterator[None]:
+    from torch import OutOfMemoryError
+
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise UserError(
+            f"the device's memory is full: {str(error).partition('.')[0]}",
+            where=f"train.micro_batch={micro_batch}",
+            remedy="a smaller train.micro_batch trains the same; train.activation_checkpointing=full needs least",
+        ) from error
+
+
+def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
+    from bloomery.data.prepare import prepare
+    from bloomery.recipe.load import load_recipe
+
+    loaded = load_recipe(folder.recipe)
+    prepare(loaded, data, report=lambda name, done, total: emit(Phase(name=name, done=done, total=total)))
+    return DONE
+
+
+def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
+    from bloomery.plan.store import read_plan
+    from bloomery.train.checkpoint import newest_valid
+    from bloomery.train.loop import run
+
+    plan = read_plan(folder.plan)
+    checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(because=told)))
+    if resumed and checkpoint is None:
+        emit(Resumed(path=""))
+    with _memory_explained(plan.train.micro_batch):
+        outcome = run(
+            plan, run_dir=folder.path, emit=flag.watching(emit), stop=lambda: flag.asked, resume_from=checkpoint
+        )
+    return DONE if outcome == "done" else STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
