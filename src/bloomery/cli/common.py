@@ -63,6 +63,15 @@ def find_run(name: str) -> Path:
     raise UserError(f"there is no run {name!r}", where=where, remedy="runs near that name: " + ", ".join(near), code=2)
 
 
+def model_path(name: str) -> Path:
+    """The folder that MODEL means: one in Hugging Face's layout, or a run. Raises UserError (code 2)."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    known = is_run(Path("runs") / name) or name == "last"
+    return folder if folder.is_dir() and not known else find_run(name)
+
+
 def print_json(value: object) -> None:
     """One JSON document on stdout. Numbers that JSON lacks (NaN, infinity) become null."""
     click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))

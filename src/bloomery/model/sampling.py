@@ -1,0 +1,93 @@
+"""Drawing tokens from a decoder, one at a time, with the past kept."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bloomery.model.cache import Cache
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import LastLogits
+
+__all__ = ["Cache", "Sampling", "next_distribution", "sample_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 takes the likeliest; filters run in the order in which they stand here.
+
+    `repetition_penalty` divides positive logits of tokens that occurred, and multiplies negative ones (Keskar et al.
+    2019); `top_k` keeps the k likeliest; `top_p` the fewest whose probabilities add up to p; `min_p` those at least p
+    times as likely as the likeliest. `stop_ids` end the text and are not part of it.
+    """
+
+    max_tokens: int = 200
+    repetition_penalty: float = 1.0
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.temperature >= 0 and self.repetition_penalty > 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1
+
+
+def sample_tokens(decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    """New tokens after `prompt_ids`, until a stop token, `max_tokens`, or the end of the decoder's positions.
+
+    The decoder should be in evaluation mode. The random stream is the sampling's own and lives on the CPU, so that the
+    same logits give the same text on every device.
+    """
+    assert prompt_ids, "a decoder needs at least one token to start from"
+    room = min(sampling.max_tokens, decoder.config.max_positions - len(prompt_ids))
+    cache = Cache(decoder.config, len(prompt_ids) + max(room, 0))
+    random = torch.Generator().manual_seed(sampling.seed)
+    seen, fed = list(prompt_ids), list(prompt_ids)
+    for _ in range(room):
+        logits = _last_logits(decoder, fed, cache)
+        token = _draw(logits, seen, sampling, random)
+        if token in sampling.stop_ids:
+            return
+        yield token
+        seen.append(token)
+        fed = [token]
+
+
+@torch.no_grad()
+def _last_logits(decoder: Decoder, ids: list[int], cache: Cache) -> Tensor:
+    """Float32 [V], on the CPU."""
+    device = decoder.model.embed_tokens.weight.device
+    logits: Tensor = decoder(torch.tensor([ids], device=device), head=LastLogits(), cache=cache)
+    return logits[0].float().cpu()
+
+
+def _draw(logits: Tensor, seen: Sequence[int], sampling: Sampling, random: torch.Generator) -> int:
+    if sampling.repetition_penalty != 1.0:
+        logits = _penalised(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(next_distribution(logits, sampling), 1, generator=random))
+
+
+def _penalised(logits: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
+    ids = torch.tensor(sorted(set(seen)))
+    old = logits[ids]
+    return logits.index_copy(0, ids, torch.where(old > 0, old / penalty, old * penalty))
+
+
+def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [V] after temperature, top-k, top-p and min-p; at least one token stays."""
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
+    if sampling.top_p < 1.0:
+        shares, order = logits.softmax(-1).sort(descending=True)
+        before = shares.cumsum(-1) - shares  # a token stays when those likelier than it do not reach p yet
+        logits = logits.index_fill(0, order[before >= sampling.top_p], float("-inf"))
+    shares = logits.softmax(-1)
+    if sampling.min_p > 0.0:
+        shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
+    return shares / shares.sum()

@@ -1,0 +1,58 @@
+"""Which folder of weights a MODEL means: a checkpoint of a run, or a folder in Hugging Face's layout. No torch."""
+
+import sys
+from pathlib import Path
+
+from bloomery.errors import UserError
+from bloomery.train.sealed import best_step, damage, newest_valid, saved_steps, step_folder
+
+
+def model_folder(run_or_folder: Path, step: str = "best") -> Path:
+    """The folder that holds config.json. `step`: a number, "last", or "best" (the last where no evaluation was noted).
+
+    A damaged newest checkpoint is passed over with a line on stderr; a damaged one that was asked for by its number is
+    refused. Raises UserError when there is nothing to take.
+    """
+    if not run_or_folder.is_dir():
+        raise UserError("there is no such folder", where=str(run_or_folder), remedy="name a run or a model's folder")
+    checkpoints = run_or_folder / "checkpoints"
+    if (run_or_folder / "config.json").is_file():
+        if step not in ("best", "last"):
+            raise UserError(f"this is one model, it has no step {step}", where=str(run_or_folder), code=2)
+        return run_or_folder
+    steps = saved_steps(checkpoints)
+    if not steps and not (run_or_folder / "recipe.yaml").is_file():
+        raise UserError(
+            "the folder holds neither a model nor a run", where=str(run_or_folder),
+            remedy="name a run, or a folder with config.json and model.safetensors",
+        )  # fmt: skip
+    if not steps:
+        raise UserError(
+            "this run has no checkpoint yet", where=str(checkpoints),
+            remedy="wait until it saves one, or let `bloomery resume` go on with it",
+        )  # fmt: skip
+    if step in ("best", "last"):
+        return _newest(checkpoints, best_step(checkpoints) if step == "best" else None)
+    return _numbered(checkpoints, step, steps)
+
+
+def _numbered(checkpoints: Path, step: str, steps: list[int]) -> Path:
+    kept = ", ".join(str(number) for number in steps)
+    if not step.isdecimal() or int(step) not in steps:
+        raise UserError(
+            f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), remedy=f"choose best, last or one of {kept}",
+            code=2,
+        )  # fmt: skip
+    folder = step_folder(checkpoints, int(step))
+    if wrong := damage(folder):
+        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), remedy=f"choose another of {kept}")
+    return folder
+
+
+def _newest(checkpoints: Path, best: int | None) -> Path:
+    if best is not None and damage(step_folder(checkpoints, best)) is None:
+        return step_folder(checkpoints, best)
+    newest = newest_valid(checkpoints, on_damage=lambda told: print(f"warning: {told}", file=sys.stderr))
+    if newest is None:
+        raise UserError("every checkpoint of this run is damaged", where=str(checkpoints))
+    return newest
