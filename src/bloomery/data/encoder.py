@@ -1,0 +1,179 @@
+"""Documents to ids on all cores: child processes that read texts from a pipe and write ids to another.
+
+Pipes of plain bytes and not multiprocessing: nothing is pickled, no `__main__` runs twice, and the children end with
+their parent.
+"""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar, final
+
+import numpy as np
+
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
+
+_FAILED = 2**32 - 1
+_Tag = TypeVar("_Tag")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Ids of documents one after the other, and how many each has."""
+
+    ids: np.ndarray[Any, np.dtype[Any]]
+    lengths: np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Encoder(Protocol):
+    def encode(self, texts: list[str]) -> Encoded: ...
+
+
+@final
+class Inline:
+    """Encodes in this process: [bos] + ids + [eos] a document, eos left out where it is the bos."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        ends = tokenizer.eos_id if tokenizer.eos_id != tokenizer.bos_id else None
+        self._bos, self._eos = (
+            b"" if i is None else np.array([i], tokenizer.dtype).tobytes() for i in (tokenizer.bos_id, ends)
+        )
+
+    def encode(self, texts: list[str]) -> Encoded:
+        documents = [self._bos + self._tokenizer.encode_array(text).tobytes() + self._eos for text in texts]
+        size = np.dtype(self._tokenizer.dtype).itemsize
+        lengths = np.array([len(document) // size for document in documents], np.uint64)
+        return Encoded(np.frombuffer(b"".join(documents), self._tokenizer.dtype), lengths)
+
+
+@final
+class _Child:
+    """One process and the parent's ends of its pipes."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        command = [sys.executable, "-m", "bloomery.data.encoder", str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=2**20)
+        self._dtype = dtype
+
+    def encode(self, texts: list[str]) -> Encoded:
+        assert self._process.stdin and self._process.stdout
+        try:
+            _write(self._process.stdin, [text.encode() for text in texts])
+            lengths, content = _read(self._process.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            code = self._process.wait()
+            raise UserError(f"a process that made tokens died (code {code})", where="prepare",
+                            remedy="if memory ran out, set data.workers to a smaller number") from error  # fmt: skip
+        return Encoded(np.frombuffer(content, self._dtype), lengths)
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:  # what was not yet sent goes nowhere
+            return
+
+
+def _write(stream: BinaryIO | Any, parts: list[bytes], lengths: list[int] | None = None) -> None:
+    sizes = [len(part) for part in parts] if lengths is None else lengths
+    total = sum(len(part) for part in parts)
+    stream.write(struct.pack(f"<IQ{len(sizes)}Q", len(sizes), total, *sizes))
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+def _read(stream: BinaryIO | Any) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], bytes]:
+    count, total = struct.unpack("<IQ", _exactly(stream, 12))
+    if count == _FAILED:
+        raise UserError(_exactly(stream, total).decode(), where="prepare")
+    lengths = np.frombuffer(_exactly(stream, 8 * count), np.uint64)
+    return lengths, _exactly(stream, total)
+
+
+def _exactly(stream: BinaryIO | Any, count: int) -> bytes:
+    content: bytes = stream.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content
+
+
+@contextmanager
+def encoders(folder: Path, tokenizer: Tokenizer, workers: int) -> Iterator[list[Encoder]]:
+    """`workers` processes that encode with the tokenizer in `folder`, or this process alone for 0 and 1."""
+    if workers <= 1:
+        yield [Inline(tokenizer)]
+        return
+    with ExitStack() as stack:
+        children = [_Child(folder, tokenizer.dtype) for _ in range(workers)]
+        for child in children:
+            stack.callback(child.close)
+        yield list(children)
+
+
+def encode_in_order(jobs: Iterable[tuple[_Tag, list[str]]], using: list[Encoder]) -> Iterator[tuple[_Tag, Encoded]]:
+    """Every job's ids in the order of the jobs, whoever finishes first. At most two jobs an encoder are in flight."""
+    if len(using) == 1:
+        yield from ((tag, using[0].encode(texts)) for tag, texts in jobs)
+        return
+    waiting: list[tuple[_Tag, Future[Encoded]]] = []
+    with ExitStack() as stack:
+        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in using]
+        stack.callback(lambda: [future.cancel() for _, future in waiting])
+        for number, (tag, texts) in enumerate(jobs):
+            turn = number % len(using)
+            waiting.append((tag, threads[turn].submit(using[turn].encode, texts)))
+            if len(waiting) >= 2 * len(using):
+                first, future = waiting.pop(0)
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.pop(0)
+            yield first, future.result()
+
+
+def count_workers(asked: int | str, bytes_of_text: int) -> int:
+    """Processes for so much text: starting one costs as much as encoding some 10 MB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return asked if isinstance(asked, int) else max(1, min(cores, bytes_of_text // 10_000_000))
+
+
+def main() -> None:
+    """A child: frames of texts on stdin, frames of ids on stdout, until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole group; the parent decides
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    encoder = Inline(load_tokenizer(Path(sys.argv[1])))
+    try:
+        while True:
+            sizes, content = _read(source)
+            ends = np.cumsum(sizes).tolist()
+            texts = [content[end - int(size) : end].decode() for size, end in zip(sizes, ends, strict=True)]
+            _answer(sink, encoder, texts)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the parent is gone or done: no flush of a pipe that nobody reads
+
+
+def _answer(sink: BinaryIO, encoder: Inline, texts: list[str]) -> None:
+    try:
+        encoded = encoder.encode(texts)
+    except UserError as error:
+        message = error.problem.encode()
+        sink.write(struct.pack("<IQ", _FAILED, len(message)) + message)
+        sink.flush()
+        return
+    _write(sink, [encoded.ids.tobytes()], [int(length) for length in encoded.lengths])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Which files a source means, in an order that no file system decides, and what format each has."""
+
+import fnmatch
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.data.streams import COMPRESSED
+from bloomery.errors import UserError
+from bloomery.recipe.schema import Source
+
+DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}  # data or configuration: it depends on what lies beside them
+TEXT = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text"}
+CODE_SUFFIXES = """
+asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h hip hpp hs html java jl js jsx kt
+lisp lua m
+ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
+"""
+CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
+_CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source. `name` is what messages call it: its path below the source's own."""
+
+    path: Path
+    name: str
+    format: str
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that tells the format, without a compression's."""
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+
+
+def list_files(source: Source) -> list[SourceFile]:
+    """Sorted by name. Raises UserError when there are none, naming what lies there instead."""
+    if source.format in _CHAT:
+        raise UserError(
+            f"documents of format {source.format} are not read by pretraining",
+            where="data.format",
+            remedy="use text, code, jsonl, ...",
+        )
+    root = Path(source.path)
+    if not root.exists():
+        raise UserError("there is no such file or folder", where=f"data.path: {source.path}", remedy="mend the path")
+    if root.is_file():
+        return [SourceFile(root, root.name, _format(root, source.format))]
+    if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
+        return _saved_dataset(root)
+    found = sorted(_walk(root, source.glob))
+    chosen = found if source.glob else _recognised(found)
+    if not chosen:
+        raise _nothing(root, source.glob, found)
+    return [SourceFile(root / name, name, _format(root / name, source.format)) for name in chosen]
+
+
+def _walk(root: Path, glob: str | None) -> Iterator[str]:
+    """Names below `root`. Links are followed, each real folder is entered once, hidden ones never."""
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        for name in files:
+            below = os.path.relpath(Path(folder, name), root)
+            matches = glob is None or fnmatch.fnmatch(below if "/" in glob else name, glob.removeprefix("**/"))
+            if matches and not name.startswith(".") and Path(folder, name).is_file():
+                yield below
+
+
+def _recognised(names: list[str]) -> list[str]:
+    """Of a folder without a glob: its data files; without any, its texts and code; without any, its tables."""
+    suffixes = {name: suffix_of(Path(name)) for name in names}
+    data = [name for name in names if suffixes[name] in DATA]
+    if data:
+        return data
+    return [n for n in names if suffixes[n] in TEXT or suffixes[n] in CODE] or [
+        n for n in names if suffixes[n] in TABLES
+    ]
+
+
+def _format(path: Path, asked: str) -> str:
+    if asked == "tokens":
+        return _format(path, "auto")
+    if asked != "auto":
+        return asked
+    suffix = suffix_of(path)
+    known = DATA.get(suffix) or TABLES.get(suffix) or TEXT.get(suffix) or "code"
+    if path.suffix in COMPRESSED and known in ("parquet", "arrow"):
+        raise UserError(
+            f"a {known} file inside {path.suffix} is not read",
+            where=str(path),
+            remedy="decompress it: it is compressed inside",
+        )
+    return known
+
+
+def _nothing(root: Path, glob: str | None, found: list[str]) -> UserError:
+    if glob:
+        return UserError(f"no file matches {glob!r}", where=f"data.path: {root}", remedy="mend data.glob")
+    if not found:
+        return UserError("the folder is empty", where=f"data.path: {root}", remedy="put text there, or mend the path")
+    kinds = ", ".join(
+        f"{count} {suffix or 'without a suffix'}"
+        for suffix, count in Counter(suffix_of(Path(n)) for n in found).most_common(3)
+    )
+    return UserError(
+        f"no file of a known format lies here; most are {kinds}",
+        where=f"data.path: {root}",
+        remedy='name them: data.glob="*.xyz"',
+    )
+
+
+def _saved_dataset(root: Path) -> list[SourceFile]:
+    """A folder that datasets' save_to_disk wrote; of a dictionary of splits, the one called train."""
+    import json
+
+    if (root / "dataset_dict.json").is_file():
+        splits = json.loads((root / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        if "train" not in splits:
+            raise UserError(
+                f"none of its splits is called train: {', '.join(splits)}",
+                where=str(root),
+                remedy=f"set data.path to {root}/<split>",
+            )
+        return _saved_dataset(root / "train")
+    try:
+        state = json.loads((root / "state.json").read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "is no folder of datasets' save_to_disk, or a damaged one", where=str(root / "state.json")
+        ) from error
+    missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
+    if missing:
+        raise UserError(f"{missing[0]} is missing", where=str(root), remedy="save the dataset again")
+    return [SourceFile(root / name, name, "arrow") for name in names]

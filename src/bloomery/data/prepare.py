@@ -1,0 +1,152 @@
+"""Text to shards: resumable after a kill at any moment, and equal to the undisturbed result byte for byte."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bloomery.data import builtin, snapshot
+from bloomery.data.preparing import Limits, Report, Work, streams
+from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
+from bloomery.data.tokenizer_source import tokenizer_spec
+from bloomery.errors import UserError
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Data
+from bloomery.units import format_bytes
+
+DEFAULT = Limits()
+_NOT_TOKENS = {
+    "sequence_length",
+    "layout",
+    "chat",
+    "prepared",
+    "workers",
+    "pin_memory",
+    "prefetch",
+}  # data keys that change no token
+
+
+def identity(loaded: LoadedRecipe) -> str:
+    """sha256 of what decides the tokens: sources, split and tokenizer; not how they are later cut into rows."""
+    recipe = loaded.recipe
+    parts: dict[str, Any] = {
+        "format": FORMAT,
+        "data": recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS),
+        "tokenizer": tokenizer_spec(recipe),
+    }
+    if recipe.data.builtin:
+        parts["python"] = builtin.identity()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def prepared_folder(loaded: LoadedRecipe, root: Path) -> Path:
+    """data.prepared, else `prepared/<recipe>-<hash8>` below `root`."""
+    said = loaded.recipe.data.prepared
+    return Path(said) if said else root / "prepared" / f"{loaded.name}-{identity(loaded)[:8]}"
+
+
+def silent(phase: str, done: float, total: float) -> None:
+    """A report that nobody reads."""
+
+
+def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Manifest:
+    """Make `folder` hold the recipe's text as tokens; what is there already is checked and kept.
+
+    Raises UserError for text that cannot be read, a folder that holds something else, a second `prepare` in it, a
+    full disk.
+    """
+    manifest = finished(loaded, folder)
+    if manifest is None:
+        with writing(folder), locked(folder):
+            manifest = (
+                finished(loaded, folder)
+                or Work(loaded.recipe, loaded.name, identity(loaded), folder, report, limits).run()
+            )
+    check_rows(manifest, loaded.recipe.data)
+    return manifest
+
+
+def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
+    """The manifest when `folder` is ready for this recipe, None when it is not begun or not done. Raises UserError
+    when it is another's or stale.
+
+    Sources that are gone altogether are not missed: tokens may travel without their text.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(folder)
+    if manifest.identity != identity(loaded):
+        raise UserError(
+            f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})",
+            where=str(folder),
+            remedy="set data.prepared to another folder, or delete this one",
+        )
+    if not _gone(loaded.recipe.data):
+        changed = snapshot.stale(folder, streams(loaded.recipe.data))
+        if changed is not None:
+            raise UserError(
+                f"was prepared from text that has changed since: {changed}",
+                where=str(folder),
+                remedy=f"delete it and prepare again: rm -r {folder}",
+            )
+    return manifest
+
+
+def _gone(data: Data) -> bool:
+    paths = [data.path] if data.path else [source.path for source in data.sources]
+    return bool(paths) and not any(Path(path).exists() for path in paths)
+
+
+def check_rows(manifest: Manifest, data: Data) -> None:
+    """Raises UserError when no source fills one sequence."""
+    train, length = manifest.train, data.sequence_length
+    if data.layout == "padded" or max((part.tokens for part in train.parts), default=0) > length:
+        return
+    raise UserError(
+        f"all text together is {train.tokens:,} tokens, less than one sequence of {length:,}",
+        where="data.sequence_length",
+        remedy=f"set it below {max(part.tokens for part in train.parts):,}, or add text",
+    )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Makes the folder; a full disk or a forbidden folder becomes a UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(folder).free if folder.exists() else 0
+            raise UserError(
+                f"the disk is full ({format_bytes(free)} are free)",
+                where=str(folder),
+                remedy="free some space and run the same command again: it goes on where it stopped",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(
+                f"cannot be written: {error.strerror}",
+                where=str(error.filename or folder),
+                remedy="set data.prepared to a folder that you may write",
+            ) from error
+        raise
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One `prepare` a folder; the lock ends with its process, however that ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "another process is preparing it right now",
+                where=str(folder),
+                remedy="wait for that one, then run again",
+            ) from error
+        yield

@@ -1,0 +1,323 @@
+"""The work of `prepare`, from where its journal stands to the manifest.
+
+Order of the folder's life: preparing.json (the journal: whose folder this is, and how far it is), the tokenizer,
+shards that grow,
+sources.jsonl, manifest.json. Where the manifest is, all is there.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from bloomery.data import snapshot
+from bloomery.data.documents import Corpus, Document, Tally, open_corpora, read_documents
+from bloomery.data.encoder import Encoded, count_workers, encode_in_order, encoders
+from bloomery.data.shard_writer import Lost, Progress, SplitWriter
+from bloomery.data.shards import MANIFEST, Manifest, Name
+from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpus
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, write_file
+from bloomery.data.tokenizer_source import find_tokenizer
+from bloomery.errors import UserError
+from bloomery.recipe.schema import Data, Recipe
+from bloomery.units import MIB
+
+JOURNAL = "preparing.json"
+SPLITS: tuple[Name, Name] = ("train", "validation")
+Report = Callable[[str, float, float], None]  # phase, done, total (0: unknown)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that tests make small."""
+
+    shard_tokens: int = 100_000_000
+    batch_bytes: int = MIB
+    tokenizer_bytes: int = 2_000_000_000
+    journal_seconds: float = 5.0
+
+
+class Journal(BaseModel):
+    """How far an unfinished `prepare` is: `read` documents of source `source` went into the splits."""
+
+    identity: str
+    sources: str
+    source: int = 0
+    read: int = 0
+    empty: int = 0
+    held_back: int = 0
+    train: Progress = Progress()
+    validation: Progress = Progress()
+
+
+def streams(data: Data) -> list[Corpus]:
+    """The sources, and the one of validation where it has its own."""
+    held = validation_corpus(data)
+    return open_corpora(data) + ([held] if held else [])
+
+
+@dataclass
+class Job:
+    """A batch on its way to the shards, and the journal's counters behind it."""
+
+    documents: list[tuple[Name, Document]]
+    source: int
+    read: int
+    empty: int
+    held_back: int
+
+    def texts(self) -> list[str]:
+        return [document.text for _, document in self.documents if document.tokens is None]
+
+
+@final
+class Work:
+    """One `prepare` from where the journal stands to the manifest."""
+
+    def __init__(self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits) -> None:
+        self._recipe, self._name, self._identity = recipe, name, identity
+        self._folder, self._report, self._limits = folder, report, limits
+        self._data = recipe.data
+        self._corpora = streams(self._data)
+        self._num_train = len(self._corpora) - (validation_corpus(self._data) is not None)
+        self._seen = snapshot.look(self._corpora)
+        self._journal = self._open_journal()
+        self._tally = Tally()
+        self._bytes = sum(entry.bytes for entry in self._seen)
+
+    def run(self) -> Manifest:
+        splitter = make_splitter(self._corpora[: self._num_train], self._data)
+        tokenizer = self._tokenizer(splitter)
+        writers = self._writers(tokenizer)
+        try:
+            with encoders(self._folder, tokenizer, count_workers(self._data.workers, self._bytes)) as using:
+                self._write_all(
+                    encode_in_order(((job, job.texts()) for job in self._jobs(splitter)), using), writers, tokenizer
+                )
+            return self._finish(writers, tokenizer)
+        except BaseException:
+            for name, writer in writers.items():  # nothing half-written stays; what the journal vouches for does
+                writer.cut_back(getattr(self._journal, name))
+            raise
+
+    def _open_journal(self) -> Journal:
+        """The journal that stands there when it is about the same recipe and files, else a fresh one in a cleared
+        folder.
+        """
+        fresh = Journal(identity=self._identity, sources=snapshot.digest(self._seen))
+        path = self._folder / JOURNAL
+        if path.is_file():
+            try:
+                found = Journal.model_validate_json(path.read_bytes())
+            except ValidationError:
+                found = None
+            if found and (found.identity, found.sources) == (fresh.identity, fresh.sources):
+                return found
+            self._clear()
+        foreign = sorted(entry.name for entry in self._folder.iterdir() if not entry.name.startswith("."))
+        if foreign:
+            raise UserError(
+                f"holds files that no `prepare` wrote, such as {foreign[0]}",
+                where=str(self._folder),
+                remedy="set data.prepared to an empty or a new folder",
+            )
+        write_file(path, fresh.model_dump_json().encode())
+        return fresh
+
+    def _clear(self) -> None:
+        """Removes an unfinished attempt; the journal goes last, as it says whose files these are."""
+        patterns = [
+            *(f"{name}-*.bin" for name in SPLITS),
+            "tokenizer*",
+            snapshot.SNAPSHOT,
+            "special_tokens_map.json",
+            JOURNAL,
+        ]
+        for path in [path for pattern in patterns for path in sorted(self._folder.glob(pattern))]:
+            path.unlink()
+
+    def _tokenizer(self, splitter: Splitter) -> Tokenizer:
+        """The one that is there; else the recipe's own; else one trained on the train documents."""
+        if any((self._folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            return load_tokenizer(self._folder)
+        found = find_tokenizer(self._recipe)
+        if isinstance(found, Tokenizer):
+            found.save(self._folder)
+            return found
+        self._report("tokenizer", 0, 0)
+        return train_tokenizer(self._train_texts(splitter), found, self._folder)
+
+    def _train_texts(self, splitter: Splitter) -> Iterator[str]:
+        """Texts of the train split, up to a sample that no vocabulary outgrows."""
+        taken, any_document = 0, False
+        limit = min(self._limits.tokenizer_bytes, self._bytes)
+        for corpus in self._corpora[: self._num_train]:
+            for document in read_documents(corpus, on_error=self._data.on_error, tally=Tally()):
+                any_document = True
+                key = content_key(document)
+                if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
+                    continue
+                taken += len(document.text.encode())
+                if taken > self._limits.tokenizer_bytes:
+                    return
+                yield document.text
+                self._report("tokenizer", taken, max(limit, taken))
+        if not taken:
+            raise self._no_text() if any_document else self._empty()
+
+    def _no_text(self) -> UserError:
+        return UserError(
+            "the text is token ids already, and no tokenizer is named",
+            where="tokenizer.from",
+            remedy="set it to the folder of the tokenizer that made them",
+        )
+
+    def _empty(self) -> UserError:
+        skipped = (
+            f"; {self._tally.skipped} rows were skipped, the first: {self._tally.first_skipped}"
+            if self._tally.skipped
+            else ""
+        )
+        return UserError(
+            f"there is no text in it{skipped}",
+            where=f"data: {', '.join(corpus.path for corpus in self._corpora)}",
+            remedy="put text there, or mend data.path and data.glob",
+        )
+
+    def _writers(self, tokenizer: Tokenizer) -> dict[Name, SplitWriter]:
+        def opened() -> dict[Name, SplitWriter]:
+            return {
+                name: SplitWriter(
+                    self._folder, name, tokenizer.dtype, self._limits.shard_tokens, getattr(self._journal, name)
+                )
+                for name in SPLITS
+            }
+
+        try:
+            return opened()
+        except Lost:  # the disk forgot what was written: begin the shards again
+            self._journal = Journal(identity=self._journal.identity, sources=self._journal.sources)
+            return opened()
+
+    def _jobs(self, splitter: Splitter) -> Iterator[Job]:
+        """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
+        are read and passed over.
+        """
+        start = self._journal
+        empty, held_back = start.empty, start.held_back
+        for source in range(len(self._corpora)):
+            batch, size, read = list[tuple[Name, Document]](), 0, 0
+            passed = start.read if source == start.source else 0
+            for document in read_documents(self._corpora[source], on_error=self._data.on_error, tally=self._tally):
+                read += 1
+                if source < start.source or read <= passed:
+                    continue
+                name = self._split_of(source, document, splitter)
+                empty, held_back = empty + (name == "empty"), held_back + (name == "held")
+                if name in SPLITS:
+                    batch.append((name, document))
+                    size += len(document.text) + 4 * len(document.tokens or ())
+                if size >= self._limits.batch_bytes:
+                    yield Job(batch, source, read, empty, held_back)
+                    batch, size = [], 0
+            if source >= start.source:
+                yield Job(batch, source, read, empty, held_back)
+
+    def _split_of(self, source: int, document: Document, splitter: Splitter) -> str:
+        if not document.text and not document.tokens:
+            return "empty"
+        if source >= self._num_train:
+            return "validation"
+        key = content_key(document)
+        if key in splitter.held:
+            return "held"
+        return "validation" if splitter.keeps(key) else "train"
+
+    def _write_all(
+        self, encoded: Iterator[tuple[Job, Encoded]], writers: dict[Name, SplitWriter], tokenizer: Tokenizer
+    ) -> None:
+        written, begun = time.monotonic(), len(self._journal.train.parts)
+        for job, ids in encoded:
+            self._last = job
+            while begun <= job.source:
+                for writer in writers.values():
+                    writer.begin_part()
+                begun += 1
+            _add(job, ids, writers, tokenizer)
+            text_bytes = sum(writer.progress.bytes for writer in writers.values())
+            self._report("tokens", min(max(text_bytes, self._tally.bytes_read), self._bytes), self._bytes)
+            if time.monotonic() - written >= self._limits.journal_seconds:
+                self._commit(job, writers)
+                written = time.monotonic()
+
+    def _commit(self, job: Job, writers: dict[Name, SplitWriter]) -> None:
+        counters: dict[str, Any] = {name: writer.sync() for name, writer in writers.items()}
+        counters |= {"source": job.source, "read": job.read, "empty": job.empty, "held_back": job.held_back}
+        self._journal = self._journal.model_copy(update=counters)
+        write_file(self._folder / JOURNAL, self._journal.model_dump_json().encode())
+
+    def _finish(self, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> Manifest:
+        """Checksums, sources.jsonl, the manifest; then the journal is not needed."""
+        if not any(writer.progress.documents for writer in writers.values()):
+            raise self._empty()
+        self._commit(self._last, writers)
+        weights = [corpus.weight for corpus in self._corpora]
+        splits = {name: writer.finish(weights) for name, writer in writers.items()}
+        sources = snapshot.record(
+            self._corpora, self._seen, self._folder, lambda done, total: self._report("checksums", done, total)
+        )
+        manifest = Manifest(
+            recipe=self._name,
+            identity=self._identity,
+            tokenizer_hash=tokenizer.hash,
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            unk_id=tokenizer.unk_id,
+            dtype=tokenizer.dtype,
+            shard_tokens=self._limits.shard_tokens,
+            train=splits["train"],
+            validation=splits["validation"],
+            sources=sources,
+            skipped=self._tally.skipped,
+            first_skipped=self._tally.first_skipped,
+            empty=self._last.empty,
+            held_back=self._last.held_back,
+        )
+        write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
+        (self._folder / JOURNAL).unlink()
+        return manifest
+
+
+def _add(job: Job, encoded: Encoded, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> None:
+    """Each document of a batch into its split, in order."""
+    ends, text = np.cumsum(encoded.lengths).tolist(), 0
+    ids: dict[Name, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in SPLITS}
+    sizes: dict[Name, int] = dict.fromkeys(SPLITS, 0)
+    for name, document in job.documents:
+        if document.tokens is None:
+            ids[name].append(encoded.ids[ends[text] - int(encoded.lengths[text]) : ends[text]])
+            sizes[name] += len(document.text.encode())
+            text += 1
+        else:
+            ids[name].append(_checked(document, tokenizer))
+    for name, parts in ids.items():
+        if parts:
+            lengths = np.array([len(part) for part in parts], np.uint64)
+            writers[name].add(np.concatenate(parts), lengths, sizes[name])
+
+
+def _checked(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[Any]]:
+    tokens = np.array(document.tokens, np.uint32)
+    if int(tokens.max()) >= tokenizer.vocab_size:
+        raise UserError(
+            f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}",
+            where=document.source,
+            remedy="name the tokenizer that made these tokens: tokenizer.from",
+        )
+    return tokens

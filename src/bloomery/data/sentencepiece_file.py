@@ -1,0 +1,66 @@
+"""SentencePiece .model files, through SentencePiece itself: its ids and no others."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, final
+
+from bloomery.errors import UserError
+
+
+@final
+class SentencePiece:
+    """Backend of a .model file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise UserError(
+                "a SentencePiece .model needs its library",
+                where=str(path),
+                remedy="pip install 'bloomery[sentencepiece]'",
+            ) from error
+        self.description: dict[str, Any] = {}
+        self._content = path.read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content)
+            size = int(self._processor.get_piece_size())
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                "is no SentencePiece model, or a damaged one", where=str(path), remedy="copy or download it again"
+            ) from error
+        self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
+        if len(self._ids) != size:
+            raise UserError("holds a piece twice", where=str(path))
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        """`special` changes nothing: SentencePiece never reads control tokens out of a text."""
+        del special
+        ids: list[list[int]] = self._processor.encode(texts)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._processor.decode(ids)
+        return text
+
+    def token_bytes(self) -> list[int]:
+        processor, sizes = self._processor, []
+        for piece, index in self._ids.items():
+            silent = processor.is_control(index) or processor.is_unknown(index) or processor.is_unused(index)
+            sizes.append(0 if silent else 1 if processor.is_byte(index) else len(piece.replace("▁", " ").encode()))
+        return sizes
+
+    def id_of(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def roles(self) -> dict[str, str]:
+        """The tokens that the model itself names."""
+        ids = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id(),
+               "pad_token": self._processor.pad_id(), "unk_token": self._processor.unk_id()}  # fmt: skip
+        return {role: self._processor.id_to_piece(index) for role, index in ids.items() if index >= 0}
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._content).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.model": self._content}

@@ -1,0 +1,175 @@
+"""Tokens on disk: a manifest, and memory-mapped files of ids that read as one array."""
+
+from bisect import bisect_right
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+Name = Literal["train", "validation"]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Record(BaseModel, frozen=True, extra="forbid"):
+    """Part of a manifest."""
+
+
+class FileRecord(Record):
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Part(Record):
+    """What one source gave to a split; parts follow each other in the order of the recipe's sources."""
+
+    tokens: int
+    documents: int
+    weight: float = 1.0
+
+
+class SplitRecord(Record):
+    """`bytes` counts the text (UTF-8); pre-tokenised documents have none."""
+
+    tokens: int
+    documents: int
+    bytes: int
+    shards: tuple[FileRecord, ...]
+    bounds: FileRecord
+    parts: tuple[Part, ...]
+
+
+class SourceRecord(Record):
+    """A source as it was read: `sha256` covers names, sizes and contents of its files."""
+
+    path: str
+    files: int
+    bytes: int
+    sha256: str
+
+
+class Manifest(Record):
+    """What `prepare` made, written last. `identity` is the hash of the recipe's part that decides the tokens."""
+
+    format: int = FORMAT
+    recipe: str
+    identity: str
+    tokenizer_hash: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    unk_id: int | None
+    dtype: Literal["uint16", "uint32"]
+    shard_tokens: int
+    train: SplitRecord
+    validation: SplitRecord
+    sources: tuple[SourceRecord, ...]
+    skipped: int = 0
+    first_skipped: str = ""
+    empty: int = 0
+    held_back: int = 0  # train documents left out because the validation source holds them too
+
+    def split(self, name: Name) -> SplitRecord:
+        return self.train if name == "train" else self.validation
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises UserError when the folder is not prepared, its files are missing or short, or its tokenizer is not the
+    shards' own.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError("holds no prepared text", where=str(folder), remedy="run: bloomery prepare RECIPE")
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UserError(
+            "is damaged, or was written by another version",
+            where=str(path),
+            remedy=f"delete {folder} and prepare again",
+        ) from error
+    for split in (manifest.train, manifest.validation):
+        for record in (*split.shards, split.bounds):
+            _check_file(folder, record)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.hash != manifest.tokenizer_hash:
+        raise UserError("the tokenizer beside the shards is not the one that made them", where=str(folder),
+                        remedy=f"put the right one back, or delete {folder} and prepare again")  # fmt: skip
+    return manifest
+
+
+def _check_file(folder: Path, record: FileRecord) -> None:
+    path = folder / record.name
+    size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
+    if size != record.bytes:
+        problem = "is missing" if size < 0 else f"has {size:,} bytes where the manifest says {record.bytes:,}"
+        raise UserError(problem, where=str(path), remedy=f"delete {folder} and prepare again")
+
+
+@final
+class Tokens:
+    """The ids of a split as one array, read by slice; nothing but the slice is held in memory."""
+
+    def __init__(self, files: list[Path], dtype: str, shard_tokens: int, length: int) -> None:
+        self._maps = [np.memmap(path, dtype=dtype, mode="r") for path in files]
+        self._shard_tokens, self._length = shard_tokens, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: slice) -> Ids:
+        """int64 [stop - start]."""
+        start, stop, step = place.indices(self._length)
+        assert step == 1, "tokens are read in order"
+        parts = []
+        while start < stop:
+            shard, offset = divmod(start, self._shard_tokens)
+            count = min(stop - start, self._shard_tokens - offset)
+            parts.append(self._maps[shard][offset : offset + count])
+            start += count
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+@final
+class Split:
+    """Documents of a split. `bounds` is uint64 [documents + 1]: where each begins, and where the last ends."""
+
+    def __init__(self, folder: Path, manifest: Manifest, name: Name) -> None:
+        record = manifest.split(name)
+        self.record = record
+        self.tokens = Tokens(
+            [folder / shard.name for shard in record.shards], manifest.dtype, manifest.shard_tokens, record.tokens
+        )
+        self.bounds = np.memmap(folder / record.bounds.name, dtype=np.uint64, mode="r")
+
+    def __len__(self) -> int:
+        return self.record.documents
+
+    @cached_property
+    def part_starts(self) -> list[tuple[int, int]]:
+        """(first token, first document) of each source, and one pair past the last."""
+        starts = [(0, 0)]
+        for part in self.record.parts:
+            starts.append((starts[-1][0] + part.tokens, starts[-1][1] + part.documents))
+        return starts
+
+    def document(self, index: int) -> Ids:
+        """int64 ids of one document."""
+        return self.tokens[int(self.bounds[index]) : int(self.bounds[index + 1])]
+
+    def part_of(self, document: int) -> int:
+        """Which source a document came from."""
+        return bisect_right([first for _, first in self.part_starts], document) - 1
+
+
+def open_split(folder: Path, name: Name, manifest: Manifest | None = None) -> Split:
+    """Raises UserError as `read_manifest` does."""
+    return Split(folder, manifest or read_manifest(folder), name)

@@ -1,0 +1,279 @@
+"""Text to token ids and back, whoever made the tokenizer."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+import numpy as np
+
+from bloomery.data import tokenizer_file, words
+from bloomery.data.sentencepiece_file import SentencePiece
+from bloomery.data.tokenizer_file import Json
+from bloomery.errors import UserError
+from bloomery.recipe.schema import TrainTokenizer
+
+SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
+CONFIG = "tokenizer_config.json"
+_Result = TypeVar("_Result")
+
+
+class Backend(Protocol):
+    """What encodes. `description` is what tokenizer.json says, empty for other kinds of file."""
+
+    description: Json
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def token_bytes(self) -> list[int]: ...
+    def id_of(self, token: str) -> int | None: ...
+    def fingerprint(self) -> str: ...
+    def files(self) -> dict[str, bytes]: ...
+
+
+def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
+    """Runs a call into the tokenizers library. It raises plain Exception, and PanicException, which derives from
+    BaseException alone.
+    """
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UserError):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise UserError(f"{problem}: {reason}", where=where, remedy="use another tokenizer file") from error
+
+
+@final
+class JsonBackend:
+    """A tokenizer.json in the tokenizers library."""
+
+    def __init__(self, description: Json, where: str, control: set[str]) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # whole batches go to processes instead
+        from tokenizers import Tokenizer as Library
+
+        tokenizer_file.check_ids(description, where)
+        self.description, self._where = description, where
+        load = Library.from_str
+        self._library = guarded(
+            lambda: load(tokenizer_file.canonical(description)), "is no tokenizer that can be read", where
+        )
+        plain = {
+            **description,
+            "added_tokens": [_demoted(entry, control) for entry in description.get("added_tokens") or []],
+        }
+        self._plain = guarded(lambda: load(tokenizer_file.canonical(plain)), "is no tokenizer that can be read", where)
+        self._plain.encode_special_tokens = True
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        library = self._library if special else self._plain
+        call = getattr(library, "encode_batch_fast", library.encode_batch)
+        encodings = guarded(
+            lambda: call(texts, add_special_tokens=False), "the tokenizer failed on a text", self._where
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = guarded(
+            lambda: self._library.decode(ids, skip_special_tokens=False), "the tokenizer cannot decode", self._where
+        )
+        return text
+
+    def token_bytes(self) -> list[int]:
+        vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
+        byte_level = '"ByteLevel"' in json.dumps(
+            [self.description.get("pre_tokenizer"), self.description.get("decoder")]
+        )
+        sizes = [0] * (max(vocab.values()) + 1)
+        for token, index in vocab.items():
+            entry = added.get(index)
+            if entry is None:
+                sizes[index] = len(token) if byte_level else _metaspace_bytes(token)
+            elif not entry.get("special"):
+                sizes[index] = len(token.encode())
+        return sizes
+
+    def id_of(self, token: str) -> int | None:
+        index: int | None = self._library.token_to_id(token)
+        return index
+
+    def fingerprint(self) -> str:
+        return tokenizer_file.fingerprint(self.description)
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": (tokenizer_file.canonical(self.description) + "\n").encode("utf-8", "surrogatepass")}
+
+
+def _demoted(entry: Json, control: set[str]) -> Json:
+    """Begin, end, padding and unknown are never read out of a text; every other added token is, special or not."""
+    return {**entry, "special": entry["content"] in control}
+
+
+def _metaspace_bytes(token: str) -> int:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return 1
+    return len(token.replace("▁", " ").encode())
+
+
+@final
+class Tokenizer:
+    """Ids from text without adding any, and text from ids without losing any."""
+
+    def __init__(self, backend: Backend, config: Json) -> None:
+        self._backend, self._config = backend, config
+        names = tokenizer_file.roles(backend.description, config)
+        ids = {role: backend.id_of(name) if name else None for role, name in names.items()}
+        self.bos_id, self.eos_id = ids["bos_token"], ids["eos_token"]
+        self.pad_id, self.unk_id = ids["pad_token"], ids["unk_token"]
+        self.config: Json = {**config, **{role: name for role, name in names.items() if ids[role] is not None}}
+        self._token_bytes = np.array(backend.token_bytes(), dtype=np.int32)
+        self.hash = backend.fingerprint()
+        self._fast: words.WordEncoder | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return len(self._token_bytes)
+
+    @property
+    def dtype(self) -> str:
+        """What a shard stores an id in."""
+        return "uint16" if self.vocab_size <= 2**16 else "uint32"
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of a text. A text that spells "<s>" or "</s>" holds letters, no control tokens, unless `special`; other
+        added tokens always count.
+        """
+        return self._backend.encode_batch([text], special=special)[0]
+
+    def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
+        return self._backend.encode_batch(texts, special=special)
+
+    def encode_array(self, text: str) -> words.Ids:
+        """The ids of `encode` as `dtype`, several times as fast where byte-level BPE allows it."""
+        self._fast = self._fast or self._word_encoder()
+        if self._fast is not None:
+            return self._fast.encode(text)
+        return np.array(self._backend.encode_batch([text], special=False)[0], dtype=self.dtype)
+
+    def _word_encoder(self) -> words.WordEncoder | None:
+        description = self._backend.description
+        pattern = words.word_pattern(description) if description else None
+        if pattern is None or not words.plain_added(description):
+            return None
+        control = set(tokenizer_file.roles(description, self._config).values())
+        added = [entry["content"] for entry in description.get("added_tokens") or [] if entry["content"] not in control]
+        try:
+            return words.WordEncoder(
+                pattern, added, lambda texts: self._backend.encode_batch(texts, special=False), self.dtype
+            )
+        except ValueError:  # the pattern has no ASCII form
+            return None
+
+    def decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids)
+
+    def token_bytes(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """int32 [vocab_size]: how many bytes of text each id stands for; 0 for special tokens."""
+        return self._token_bytes
+
+    def save(self, folder: Path) -> None:
+        """Files that transformers' AutoTokenizer opens. The tokenizer itself appears last and by rename: where it is,
+        all of it is.
+        """
+        config = {"clean_up_tokenization_spaces": False, **self.config, "tokenizer_class": "PreTrainedTokenizerFast"}
+        config.pop("auto_map", None)  # names remote code
+        files = {CONFIG: (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(), **self._backend.files()}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_file(folder / name, content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """The whole file or none of it, also after a crash."""
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when there is none, or none that
+    can be trusted.
+    """
+    if path.is_dir():
+        files = [
+            path / name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if (path / name).is_file()
+        ]
+        files = files or sorted(path.glob("*.model"))
+        if not files:
+            raise UserError(
+                "holds neither tokenizer.json nor a SentencePiece .model",
+                where=str(path),
+                remedy="name the file or another folder",
+            )
+        path = files[0]
+    config = tokenizer_file.configuration(path.parent)
+    if path.suffix == ".model":
+        backend = SentencePiece(path)
+        return Tokenizer(backend, {**backend.roles(), **config})
+    description = tokenizer_file.read_json(path)
+    control = {name for name in tokenizer_file.roles(description, config).values() if name}
+    return Tokenizer(JsonBackend(description, str(path), control), config)
+
+
+def train_tokenizer(texts: Iterator[str], spec: TrainTokenizer, folder: Path) -> Tokenizer:
+    """Trains on `texts`, which are read once, and commits the result to `folder`. Ids 0 to 3 are SPECIAL, then the
+    recipe's own tokens.
+    """
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Library
+
+    # Both kinds work on bytes written as 256 letters: nothing is unknown and nothing, not even a space, is lost.
+    library = Library(models.BPE() if spec.kind == "bpe" else models.Unigram())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    own = [
+        AddedToken(token, special=False, normalized=False)
+        for token in dict.fromkeys(spec.special_tokens)
+        if token not in SPECIAL
+    ]
+    every = [AddedToken(token, special=True, normalized=False) for token in SPECIAL] + own
+    smallest = len(every) + 256
+    if spec.vocab_size < smallest:
+        raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
+                        where="tokenizer.train.vocab_size", remedy=f"set it to {smallest} or more")  # fmt: skip
+    options: Json = {
+        "vocab_size": spec.vocab_size,
+        "special_tokens": every,
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "show_progress": False,
+    }
+    trainer = (
+        trainers.BpeTrainer(**options)
+        if spec.kind == "bpe"
+        else trainers.UnigramTrainer(**options, unk_token=SPECIAL[0])
+    )
+    guarded(
+        lambda: library.train_from_iterator(texts, trainer), "the tokenizer could not be trained", "tokenizer.train"
+    )
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+    }
+    tokenizer = Tokenizer(JsonBackend(json.loads(library.to_str()), "the trained tokenizer", set(SPECIAL)), config)
+    tokenizer.save(folder)
+    return tokenizer

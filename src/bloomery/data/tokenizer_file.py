@@ -1,0 +1,100 @@
+"""tokenizer.json as others write it, made safe before the library sees it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from bloomery.errors import UserError
+from bloomery.units import MIB
+
+_MAX_FILE = 512 * MIB
+_ROLES = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
+    "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>"),
+    "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
+    "unk_token": ("<unk>", "[UNK]"),
+}
+Json = dict[str, Any]
+
+
+def read_json(path: Path) -> Json:
+    """An object from a file that somebody else wrote. Raises UserError when it is none."""
+    try:
+        if path.stat().st_size > _MAX_FILE:
+            raise UserError("is larger than any tokenizer", where=str(path))
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError("is not JSON, or is cut short", where=str(path), remedy="copy or download it again") from error
+    if not isinstance(value, dict):
+        raise UserError("holds no JSON object", where=str(path))
+    return value
+
+
+def canonical(description: Json) -> str:
+    """One spelling for one tokenizer, without padding and truncation, which are a user's wish and not the
+    tokenizer's.
+    """
+    kept = {key: value for key, value in description.items() if key not in ("padding", "truncation")}
+    return json.dumps({**kept, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
+
+
+def fingerprint(description: Json) -> str:
+    return hashlib.sha256(canonical(description).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def check_ids(description: Json, where: str) -> None:
+    """Ids and tokens must be one to one and dense enough for an embedding. Raises UserError."""
+    model = description.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise UserError("describes no tokenizer: model.vocab is missing", where=where)
+    vocab = model["vocab"]
+    try:
+        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+        added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
+    except (TypeError, KeyError, IndexError) as error:
+        raise UserError("describes no tokenizer: the vocabulary is malformed", where=where) from error
+    if isinstance(vocab, list) and len(ids) != len(vocab):
+        raise UserError("the vocabulary holds a token twice", where=where)
+    for token, index in added.items():
+        if ids.setdefault(token, index) != index:
+            raise UserError(f"token {token!r} has two ids, {ids[token]} and {index}", where=where)
+    _check_range(ids, where)
+
+
+def _check_range(ids: Json, where: str) -> None:
+    owners: dict[int, str] = {}
+    for token, index in ids.items():
+        if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
+            raise UserError(f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens", where=where)
+        if owners.setdefault(index, token) is not token:
+            raise UserError(f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}", where=where)
+
+
+def roles(description: Json, config: Json) -> dict[str, str | None]:
+    """Which tokens begin and end a document, pad and stand for the unknown: what the configuration says, else the
+    usual names.
+    """
+    present = {str(entry["content"]) for entry in description.get("added_tokens") or []}
+    found: dict[str, str | None] = {}
+    for role, usual in _ROLES.items():
+        said = config.get(role)
+        said = said.get("content") if isinstance(said, dict) else said
+        if role in config:
+            found[role] = said if isinstance(said, str) else None
+        else:
+            found[role] = next((name for name in usual if name in present), None)
+    return found
+
+
+def configuration(folder: Path) -> Json:
+    """tokenizer_config.json with what older folders keep in special_tokens_map.json; empty without either."""
+    merged: Json = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            merged |= {
+                key: value for key, value in read_json(folder / name).items() if value is not None or key in _ROLES
+            }
+    return merged

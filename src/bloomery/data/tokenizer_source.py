@@ -1,0 +1,63 @@
+"""Which tokenizer a recipe means."""
+
+from pathlib import Path
+from typing import Any
+
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
+from bloomery.recipe.schema import Recipe, TrainTokenizer
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+
+
+def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
+    """What decides the tokenizer: a name to load from, or how to train one (the default where there is no model to
+    take it from).
+    """
+    said = recipe.tokenizer
+    if said.from_ and said.train:
+        raise UserError(
+            "the recipe both names a tokenizer and trains one",
+            where="tokenizer",
+            remedy="remove tokenizer.from or tokenizer.train",
+        )
+    name = said.from_ or (None if said.train else "same" if recipe.model.from_ else None)
+    if name == "same":
+        if not recipe.model.from_:
+            raise UserError(
+                "there is no model to take the tokenizer from",
+                where="tokenizer.from",
+                remedy="set model.from, or tokenizer.train",
+            )
+        name = recipe.model.from_
+    if name:
+        return {"from": name}
+    train = said.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
+    return {"train": train.model_dump(mode="json")}
+
+
+def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
+    """The tokenizer that the recipe names, from disk or the Hub, or how to train one. Raises UserError."""
+    spec = tokenizer_spec(recipe)
+    if "train" in spec:
+        return TrainTokenizer.model_validate(spec["train"])
+    name = spec["from"]
+    return load_tokenizer(Path(name)) if Path(name).exists() else load_tokenizer(_download(name))
+
+
+def _download(name: str) -> Path:
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UserError(
+            "there is no such file or folder",
+            where=f"tokenizer.from: {name}",
+            remedy="mend the path, or name a model on the Hub",
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise UserError(f"its tokenizer could not be fetched: {reason}", where=f"tokenizer.from: {name}",
+                        remedy="check the name and the network, or name a local folder") from error  # fmt: skip
