@@ -78,7 +78,7 @@ class _Flow:
                 self.folder,
                 words=words,
                 environment=os.environ | environment,
-                inherited=(self.lock,) if stage == "train" else (),  # preparing forks workers, which would keep it
+                inherited=(self.lock,),
                 requests=self.requests,
                 on_event=self.book.tell,
                 on_line=self.book.line,

@@ -1,0 +1,191 @@
+"""Run folders: made once, used by one at a time, never overwritten."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bloomery.errors import UserError
+from bloomery.launch import run_folder
+from bloomery.launch.processes import start_mark
+from bloomery.launch.run_folder import RunFolder, locked, new_run, propose_folder
+from bloomery.recipe.load import load_recipe
+
+RECIPE = """
+model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2}
+tokenizer: {train: {kind: bpe, vocab_size: 300}}
+data: {path: text}
+"""
+HOLD = """
+import sys, time
+from pathlib import Path
+from bloomery.launch.run_folder import RunFolder, locked
+with locked(RunFolder(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def loaded(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return load_recipe(tmp_path / "mine.yaml")
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    """Another process that holds the lock of `run`."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield folder, process
+        process.kill()
+
+
+def test_the_recipe_stands_from_the_first_moment_and_loads_again(tmp_path: Path, loaded) -> None:
+    with new_run(loaded, tmp_path / "a/b/run") as (folder, _):
+        assert load_recipe(folder.recipe).recipe == loaded.recipe
+        assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
+    assert folder.lock.read_text() == ""
+
+
+def test_names_hold_recipe_date_and_time_and_are_never_taken_twice(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = propose_folder("go coder/125m ")
+    assert re.fullmatch(r"go-coder-125m-\d{8}-\d{6}", first.name)
+    assert first.parent == tmp_path / "runs"
+    monkeypatch.setattr(time, "strftime", lambda shape: "20260102-030405")
+    propose_folder("x").mkdir(parents=True)
+    assert propose_folder("x").name == "x-20260102-030405-1"
+    assert propose_folder("../..").name == "run-20260102-030405"
+
+
+def test_a_folder_that_holds_a_run_is_refused_naming_resume(tmp_path: Path, loaded) -> None:
+    with new_run(loaded, tmp_path / "run"):
+        pass
+    before = (tmp_path / "run/recipe.yaml").read_text()
+    with pytest.raises(UserError, match="already holds a run") as caught, new_run(loaded, tmp_path / "run"):
+        pass
+    assert "bloomery resume" in caught.value.remedy
+    assert (tmp_path / "run/recipe.yaml").read_text() == before
+
+
+def test_a_folder_with_other_things_is_refused_and_left_alone(tmp_path: Path, loaded) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/letter.txt").touch()
+    with pytest.raises(UserError, match="not empty"), new_run(loaded, tmp_path / "home"):
+        pass
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path, loaded) -> None:
+    (tmp_path / "run").mkdir()
+    with new_run(loaded, tmp_path / "run") as (folder, _):
+        assert folder.recipe.exists()
+
+
+@pytest.mark.parametrize("name", ["mit Leerzeichen", "ünïcode-名前", "a" * 200, "-d", "'quotes\"", "new\nline"])
+def test_any_name_that_the_file_system_takes_will_do(tmp_path: Path, loaded, name: str) -> None:
+    with new_run(loaded, tmp_path / name) as (folder, _):
+        assert folder.recipe.exists()
+
+
+@pytest.mark.parametrize("place", ["file/run", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, loaded, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written") as caught, new_run(loaded, tmp_path / place):
+        pass
+    assert "--run-dir" in caught.value.remedy
+
+
+def test_a_read_only_place_is_one_sentence(tmp_path: Path, loaded, monkeypatch) -> None:
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system", str(tmp_path / "run"))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # permissions do not bind root
+    with pytest.raises(UserError, match="Read-only file system"), new_run(loaded, tmp_path / "run"):
+        pass
+
+
+def test_two_runs_in_one_folder_are_refused(holder) -> None:
+    folder, process = holder
+    with pytest.raises(UserError, match=f"process {process.pid} ") as caught, locked(folder):
+        pass
+    assert f"kill {process.pid}" in caught.value.remedy
+
+
+def test_a_lock_in_this_very_process_holds_too(tmp_path: Path) -> None:
+    with locked(RunFolder(tmp_path)), pytest.raises(UserError, match="in use"), locked(RunFolder(tmp_path)):
+        pass
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(holder) -> None:
+    folder, process = holder
+    process.kill()
+    process.wait()
+    assert json.loads(folder.lock.read_text())["pid"] == process.pid
+    with locked(folder):
+        assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
+
+
+def test_a_process_with_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    text = {"pid": os.getpid(), "started": "another boot 17", "host": run_folder.host_name()}
+    folder.lock.write_text(json.dumps(text))
+    with locked(folder):
+        pass
+
+
+def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatch) -> None:
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(run_folder, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    parent = os.getppid()
+    text = {"pid": parent, "started": start_mark(parent), "host": run_folder.host_name()}
+    folder.lock.write_text(json.dumps(text))
+    with pytest.raises(UserError, match=f"process {parent}"), locked(folder):
+        pass
+
+
+def test_another_host_counts_as_alive_while_it_beats(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock.write_text(json.dumps({"pid": 1, "started": "x", "host": "node17"}))
+    with pytest.raises(UserError, match="process 1 on node17"), locked(folder):
+        pass
+    silent = time.time() - 200
+    os.utime(folder.lock, (silent, silent))
+    with locked(folder):
+        pass
+
+
+def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock.write_text('{"pid": 17, "sta')
+    with locked(folder):
+        pass
+
+
+def test_the_beat_shows_that_the_holder_lives(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.02)
+    folder = RunFolder(tmp_path)
+    with locked(folder):
+        os.utime(folder.lock, (0, 0))
+        time.sleep(0.3)
+        assert folder.lock.stat().st_mtime > time.time() - 10
+
+
+def test_start_marks_tell_processes_apart() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        mark = start_mark(child.pid)
+        assert mark is not None
+        assert mark != start_mark(os.getpid())
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        assert start_mark(child.pid) is None
