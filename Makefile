@@ -1,0 +1,37 @@
+# Everything runs in .venv, which `make setup` makes once. PYTHON=python3.12 or TORCH=2.9.1 choose another.
+PYTHON ?= python3
+JOBS ?= 2
+PY := .venv/bin/python
+
+.PHONY: setup demo test check soak bench clean clean-venv
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+demo: setup
+	@$(PY) -m bloomery demo
+
+test:
+	@$(PYTHON) scripts/setup.py test
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+
+check:
+	@$(PYTHON) scripts/setup.py check
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+
+soak:
+	@$(PYTHON) scripts/setup.py test
+	@$(PY) -m pytest -m soak --timeout=7200
+
+bench:
+	@$(PYTHON) scripts/setup.py test
+	@$(PY) benchmarks/pretrain_cpu.py
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+clean-venv:
+	rm -rf .venv

@@ -1,0 +1,328 @@
+"""Makes .venv once: the PyTorch build that fits this machine, Bloomery, and what the tests need when asked for it.
+
+    python3 scripts/setup.py [test] [check]
+
+Standard library only. TORCH=2.9.1 or TORCH="any words for pip install" chooses another PyTorch. The build that was
+chosen is pinned in .venv/pip.conf, so that no later `pip install` in that environment replaces it.
+"""
+
+from __future__ import annotations  # an older Python must get as far as the sentence that says what is needed
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP, LOG, PIN = VENV / "set-up.json", VENV / "set-up.log", VENV / "torch-pin.txt"
+PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
+EXTRAS = {"test": "what the tests need", "check": "ruff, mypy and import-linter"}
+SUPPORTED = ((3, 11), (3, 14))
+WIDTH = 100
+
+
+class SetUpError(Exception):
+    """What went wrong, and what to do about it."""
+
+
+def main() -> int:
+    """Exit code 0 when .venv is ready, 1 with a sentence when it cannot be made."""
+    wanted = [word for word in sys.argv[1:] if word in EXTRAS]
+    unknown = [word for word in sys.argv[1:] if word not in EXTRAS]
+    if unknown:
+        print(f"error: {unknown[0]!r} is no part of the set-up; there are: {', '.join(EXTRAS)}", file=sys.stderr)
+        return 2
+    try:
+        _suitable_python()
+        _set_up(wanted)
+    except SetUpError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _suitable_python() -> None:
+    """Continue in a newer Python of this machine when `python3` is too old, or not yet supported."""
+    low, high = SUPPORTED
+    if low <= sys.version_info[:2] <= high:
+        return
+    for minor in range(high[1], low[1] - 1, -1):
+        other = shutil.which(f"python3.{minor}")
+        if other and subprocess.run([other, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+            os.execv(other, [other, *sys.argv])
+    version = ".".join(map(str, sys.version_info[:3]))
+    needed = f"Bloomery needs Python 3.{low[1]} to 3.{high[1]}, and this is {version}"
+    raise SetUpError(f"{needed}\nmend:  install one of them, or make setup PYTHON=/path/to/python3.12")
+
+
+def _set_up(wanted: list[str]) -> None:
+    stamp = _stamp()
+    done = _done(stamp)
+    if done is not None and set(wanted) <= set(done):
+        return
+    if done is None:
+        with _line(_announcement()) as line:
+            _make_environment()
+            _install_torch(line)
+            _install([], line)
+            STAMP.write_text(json.dumps({**stamp, "extras": []}))
+        done = []
+    missing = sorted(set(wanted) - set(done))
+    if missing:
+        with _line(" and ".join(EXTRAS[name] for name in missing) + " joins .venv, once") as line:
+            _install(missing, line)
+    STAMP.write_text(json.dumps({**stamp, "extras": sorted({*done, *wanted})}))
+
+
+# What is there already
+
+
+def _stamp() -> dict[str, object]:
+    """What an environment depends on: change any of it, and set-up runs again."""
+    import tomllib  # not before the version of Python is known to be new enough
+
+    digest = hashlib.sha256()
+    digest.update(json.dumps(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]).encode())
+    for name in ("constraints.txt", "scripts/setup.py", "src/bloomery/hardware/wheels.py"):
+        digest.update((ROOT / name).read_bytes())
+    python = ".".join(map(str, sys.version_info[:2]))
+    place = {"place": str(VENV), "python": python, "gpu": _gpu_hint()}
+    return {"inputs": digest.hexdigest(), "torch": _asked_torch(), **place}
+
+
+@cache
+def _asked_torch() -> str:
+    """What TORCH says now; when it says nothing, what it said when .venv was made."""
+    return os.environ.get("TORCH", "").strip() or str(_made().get("torch", ""))
+
+
+def _made() -> dict[str, object]:
+    """The stamp that the last set-up left, empty when it did not finish."""
+    try:
+        made = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    return made if isinstance(made, dict) else {}
+
+
+def _done(stamp: dict[str, object]) -> list[str] | None:
+    """The extras that are installed, or None when the environment is missing, unfinished or of another kind."""
+    made = _made()
+    extras = made.pop("extras", [])
+    return list(extras) if isinstance(extras, list) and made == stamp and PYTHON.exists() else None
+
+
+def _gpu_hint() -> str:
+    """Cheap enough for every call: the AMD chips, and whether NVIDIA's driver is loaded."""
+    nvidia = "nvidia" if Path("/proc/driver/nvidia/version").exists() else ""
+    return " ".join(filter(None, [*_amd_chips(), nvidia]))
+
+
+def _amd_chips() -> list[str]:
+    from bloomery.hardware.kfd import read_kfd
+
+    nodes = read_kfd()
+    return [node.arch for node in nodes if not node.integrated] or [node.arch for node in nodes]
+
+
+@cache
+def _gpu() -> tuple[str | None, int | None]:
+    """(gfx1031 or sm_86 or None, NVIDIA's driver). A discrete AMD card comes before an NVIDIA one."""
+    chips = _amd_chips()
+    if chips:
+        return chips[0], None
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None, None
+    query = [program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None, None
+    found = re.match(r"\s*(\d+)\.(\d+), *(\d+)", answer)
+    return (f"sm_{found[1]}{found[2]}", int(found[3])) if found else (None, None)
+
+
+# Making it
+
+
+@dataclass(frozen=True)
+class Torch:
+    """Which PyTorch: `words` for pip, none of them when the interpreter's own stays; what to say about it."""
+
+    says: str
+    words: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@cache
+def _torch() -> Torch:
+    from bloomery.hardware.wheels import DEFAULT_TORCH, torch_builds
+
+    asked = _asked_torch()
+    if asked and not re.fullmatch(r"\d+(\.\d+)+", asked):
+        return Torch(f"TORCH asks for {asked}, which", tuple(shlex.split(asked)))
+    arch, driver = _gpu()
+    own = "" if asked else _own_torch(arch)
+    if own:
+        return Torch(f"this interpreter's PyTorch {own} stays; the rest")
+    build = torch_builds(
+        arch,
+        python=(sys.version_info[0], sys.version_info[1]),
+        system=platform.system(),
+        processor=platform.machine(),
+        torch=asked or DEFAULT_TORCH,
+        driver=driver,
+    )[0]
+    notes = [] if arch is None else [build.because, *(f"never {rule}" for rule in build.never)]
+    notes += [f"put {name}={value} into the environment of every run" for name, value in build.environment]
+    words = build.arguments
+    if build.cpu and build.index and not _answers(build.index):
+        notes.append(f"{build.index} does not answer: your own package index serves")
+        words = [build.requirement]
+    return Torch(_named(build.requirement) + (" for the CPU" if build.cpu else ""), tuple(words), tuple(notes))
+
+
+def _named(requirement: str) -> str:
+    name, _, version = requirement.partition("==")
+    return f"PyTorch {version}" + (f" as {name}" if name != "torch" else "")
+
+
+def _announcement() -> str:
+    arch, _ = _gpu()
+    gpu = f"{arch} found" if arch else "no GPU found"
+    return f"Python {platform.python_version()}, {gpu}: {_torch().says} goes into .venv, once"
+
+
+def _own_torch(arch: str | None) -> str:
+    """The version of the PyTorch that this interpreter brings (a container, a module of an HPC site), if it fits."""
+    from bloomery.hardware.wheels import fits
+
+    script = (
+        "import json, torch; t = torch.version; "
+        "print(json.dumps([torch.__version__, t.hip, t.cuda, torch.cuda.get_arch_list()]))"
+    )
+    if importlib.util.find_spec("torch") is None:
+        return ""
+    try:
+        answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
+        version, hip, cuda, kernels = json.loads(answer.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError):
+        return ""  # one that cannot be imported
+    return "" if fits(arch, torch=version, hip=hip, cuda=cuda, kernels=kernels) else str(version)
+
+
+def _answers(index: str) -> bool:
+    """Whether a package index can be reached within three seconds."""
+    try:
+        with urllib.request.urlopen(index + "/torch/", timeout=3) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+class _line:
+    """One line of the terminal: what is being done, and at its end how long it took."""
+
+    def __init__(self, text: str) -> None:
+        self.text = f"set-up     {text} "
+
+    def __enter__(self) -> _line:
+        self.began = time.monotonic()
+        print(self.text, end="", flush=True)
+        return self
+
+    def note(self, text: str) -> None:
+        """A line of its own below the one that is being written."""
+        print(f"\n           {text}", end="", flush=True)
+        self.text = f"           {text} "
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            seconds = f" {time.monotonic() - self.began:.0f} s"
+            print("." * max(3, WIDTH - len(self.text) - len(seconds)) + seconds, flush=True)
+
+
+def _make_environment() -> None:
+    """Make .venv, or bring an unfinished one up to date; one of another Python is cleared."""
+    if not (VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}").is_dir() or not PYTHON.exists():
+        shutil.rmtree(VENV, ignore_errors=True)
+    shared = [] if _torch().words else ["--system-site-packages"]
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", *shared, str(VENV)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        said = made.stdout + made.stderr
+        hint = f"sudo apt install python3.{sys.version_info[1]}-venv" if "ensurepip" in said else "see the lines above"
+        raise SetUpError(f".venv cannot be made\n{said.strip()}\nmend:  {hint}")
+    LOG.write_text("")
+
+
+def _install_torch(line: _line) -> None:
+    """Install the chosen build, then pin whatever is there now."""
+    PIN.write_text("")
+    (VENV / "pip.conf").write_text(f"[install]\nconstraint = {PIN.as_uri()}\n")
+    for note in _torch().notes:
+        line.note(note)
+    if _torch().words:
+        _pip([*_torch().words])
+    _write_pin()
+
+
+def _write_pin() -> None:
+    script = (
+        "from importlib import metadata as m\n"
+        f"for name in {PINNED!r}:\n"
+        "    try: print(f'{name}=={m.version(name)}')\n"
+        "    except m.PackageNotFoundError: pass\n"
+    )
+    found = subprocess.run([str(PYTHON), "-c", script], capture_output=True, text=True, check=True).stdout
+    if "torch==" not in found:
+        raise SetUpError(f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nmend:  make clean-venv setup")
+    PIN.write_text("# Chosen by scripts/setup.py for the GPU of this machine; pip refuses to replace it.\n" + found)
+
+
+def _install(extras: list[str], line: _line) -> None:
+    """Bloomery, editable, at the versions that the tests passed with."""
+    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    pinned = ["-c", (ROOT / "constraints.txt").as_uri()]
+    try:
+        _pip([*pinned, "-e", target])
+    except SetUpError as error:
+        if not re.search("No matching distribution|ResolutionImpossible|conflicting dependencies", str(error)):
+            raise
+        line.note("constraints.txt does not suit this Python or package index: newer versions instead")
+        _pip(["-e", target])
+
+
+def _pip(words: list[str]) -> None:
+    command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--no-compile", "--disable-pip-version-check", *words]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    with LOG.open("a") as log:
+        log.write("$ " + shlex.join(command) + "\n" + done.stdout + done.stderr)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+        mend = "read the lines above; the same command goes on where it stopped"
+        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nmend:  {mend}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "src"))
+    sys.exit(main())

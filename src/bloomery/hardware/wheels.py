@@ -1,0 +1,187 @@
+"""Which build of PyTorch fits a machine. Standard library only: set-up asks before anything is installed.
+
+Sources: PyTorch's release matrix and .ci/docker/manywheel/build.sh (what each index holds), TheRock's RELEASES.md and
+SUPPORTED_GPUS.md (AMD's own wheels), pytorch/pytorch#190385 (CUDA 12.6 ends with 2.14, CUDA 13 begins at Turing),
+ROCm/legacy-rocm-build#4625 (no gfx906 matrix library from ROCm 6.4 on).
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+
+DEFAULT_TORCH = "2.13.0"
+OLDEST_TORCH = (2, 9)
+PYTORCH_INDEX = "https://download.pytorch.org/whl/"
+AMD_INDEX = "https://stable.repo.amd.com/rocm/whl-next/"
+
+_ROCM_6 = "gfx900 gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100 gfx1101 gfx1102 gfx1200 gfx1201"
+_ROCM_71 = _ROCM_6 + " gfx950"
+_ROCM_72 = _ROCM_71 + " gfx1150 gfx1151"
+_ROCM_714 = (
+    "gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1103 gfx1150 gfx1151 gfx1200 gfx1201"  # no gfx906
+)
+# torch -> (index at download.pytorch.org, GPUs that its wheels bring kernels for)
+PYTORCH_ROCM: dict[tuple[int, int], tuple[str, str]] = {
+    (2, 9): ("rocm6.4", _ROCM_6),
+    (2, 10): ("rocm7.1", _ROCM_71),
+    (2, 11): ("rocm7.2", _ROCM_72),
+    (2, 12): ("rocm7.2", _ROCM_72),
+    (2, 13): ("rocm7.2", _ROCM_72),
+    (2, 14): ("rocm7.14", _ROCM_714),
+    (2, 15): ("rocm7.14", _ROCM_714),
+}
+# torch -> the local version of AMD's wheels with one package of kernels per GPU
+AMD_WHEELS = {
+    "2.11.0": "rocm10.0.0",
+    "2.12.0": "rocm10.0.0",
+    "2.13.0": "rocm10.0.0",
+    "2.14.0": "rocm10.1.0",
+}
+AMD_DEVICES = (
+    "gfx950 gfx942 gfx90a gfx908 gfx906 gfx900 gfx1201 gfx1200 gfx1153 gfx1152 gfx1151 gfx1150 gfx1103 gfx1102 gfx1101 "
+    "gfx1100 gfx1030 gfx1031 gfx1032 gfx1033 gfx1034 gfx1035 gfx1036 gfx1010 gfx1011 gfx1012"
+)
+# In PyTorch's list, yet not to be used: the wheels lack the matrix library, or crash.
+_NOT_FROM_PYTORCH = {
+    "gfx900": "PyTorch's ROCm wheels carry no matrix library for it",
+    "gfx906": "from ROCm 6.4 on no matrix library for gfx906 is shipped, and from 7.14 on no kernels",
+    "gfx1150": "PyTorch's ROCm 7 wheels crash on it; AMD's ROCm 10 wheels do not",
+    "gfx1151": "PyTorch's ROCm 7 wheels crash on it; AMD's ROCm 10 wheels do not",
+}
+_OVERRIDE = "set HSA_OVERRIDE_GFX_VERSION"
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What to hand to `pip install`, why, and what must not be done on this machine."""
+
+    requirement: str
+    index: str | None
+    because: str
+    never: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()  # variables that this build needs
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it leaves every GPU idle."""
+        return self.index == PYTORCH_INDEX + "cpu"
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words after `pip install`."""
+        return [*(["--index-url", self.index] if self.index else []), self.requirement]
+
+    @property
+    def command(self) -> str:
+        return "pip install " + shlex.join(self.arguments)
+
+
+def torch_builds(
+    arch: str | None,
+    *,
+    python: tuple[int, int],
+    system: str = "Linux",
+    processor: str = "x86_64",
+    torch: str = DEFAULT_TORCH,
+    driver: int | None = None,
+) -> list[TorchBuild]:
+    """The builds that fit, the best first; never empty. `arch`: gfx1031, sm_86, None; `driver`: NVIDIA's, major.
+
+    >>> torch_builds("gfx1031", python=(3, 12))[0].requirement
+    'torch[device-gfx1031]==2.13.0+rocm10.0.0'
+    """
+    if arch is None or system == "Darwin":
+        return [_cpu(torch, system, "no GPU was found" if arch is None else "macOS has no wheels for this GPU")]
+    if arch.startswith("sm_"):
+        return [_cuda(arch, torch, driver)]
+    if not (3, 10) <= python <= (3, 14):
+        return [_cpu(torch, system, f"no ROCm wheel exists for Python {python[0]}.{python[1]}")]
+    builds = list(_rocm(arch, torch, system, processor))
+    return builds or [
+        _cpu(torch, system, f"no wheel of PyTorch {torch} brings kernels for {arch} on {system} {processor}")
+    ]
+
+
+def _rocm(arch: str, torch: str, system: str, processor: str) -> list[TorchBuild]:
+    found = []
+    if system == "Linux" and processor == "x86_64":
+        found += _from_pytorch(arch, torch)
+    if processor in ("x86_64", "AMD64"):
+        found += _from_amd(arch, torch)
+    if system == "Linux" and processor == "x86_64":
+        found += _borrowed(arch, torch)
+    return found
+
+
+def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
+    if arch == "gfx906":
+        because = "the last index whose wheels bring kernels and the matrix library of gfx906; it ends with torch 2.9.1"
+        never = ("install torch from rocm6.4 or newer: " + _NOT_FROM_PYTORCH[arch],)
+        pinned = torch if _series(torch) == (2, 9) else "2.9.1"
+        return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, never)]
+    index, archs = PYTORCH_ROCM.get(_series(torch), ("", ""))
+    if arch in _NOT_FROM_PYTORCH or arch not in archs.split():
+        return []
+    never = (f"{_OVERRIDE}: {arch} has kernels of its own in this wheel",)
+    return [TorchBuild(f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it brings {arch}'s own kernels", never)]
+
+
+def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
+    if torch not in AMD_WHEELS or arch not in AMD_DEVICES.split() or arch == "gfx900":
+        return []
+    because = f"AMD's wheels bring {arch}'s own kernels"
+    if arch in ("gfx906", "gfx908", "gfx90a", "gfx950"):
+        because += "; AMD calls them built, not tested, for this GPU"
+    never = (f"{_OVERRIDE}: the card would ask for kernels that this wheel does not bring",)
+    return [TorchBuild(f"torch[device-{arch}]=={torch}+{AMD_WHEELS[torch]}", AMD_INDEX, because, never)]
+
+
+def _borrowed(arch: str, torch: str) -> list[TorchBuild]:
+    """gfx1031 to gfx1036 run gfx1030's kernels when they claim to be it; no other family does so safely."""
+    index, _ = PYTORCH_ROCM.get(_series(torch), ("", ""))
+    if not re.fullmatch("gfx103[1-6]", arch) or not index:
+        return []
+    return [
+        TorchBuild(
+            f"torch=={torch}+{index}",
+            PYTORCH_INDEX + index,
+            f"{arch} can run the kernels of gfx1030 when it claims to be one",
+            ("set the override with AMD's own wheels, or beside a second GPU of another family",),
+            (("HSA_OVERRIDE_GFX_VERSION", "10.3.0"),),
+        )
+    ]
+
+
+def _cuda(arch: str, torch: str, driver: int | None) -> TorchBuild:
+    capability = int(arch.removeprefix("sm_"))
+    old_driver = driver is not None and driver < 580
+    if (capability < 75 or old_driver) and _series(torch) <= (2, 14):
+        reason = (
+            f"CUDA 13 begins at sm_75 and this is {arch}" if capability < 75 else f"driver {driver} is older than 580"
+        )
+        return TorchBuild(f"torch=={torch}+cu126", PYTORCH_INDEX + "cu126", reason)
+    return TorchBuild(f"torch=={torch}", None, f"the wheel of PyPI is a CUDA build that knows {arch}")
+
+
+def _cpu(torch: str, system: str, because: str) -> TorchBuild:
+    """Linux's wheel on PyPI brings gigabytes of CUDA; PyTorch's own index has a small one."""
+    return TorchBuild(f"torch=={torch}", PYTORCH_INDEX + "cpu" if system != "Darwin" else None, because)
+
+
+def _series(torch: str) -> tuple[int, int]:
+    numbers = re.findall(r"\d+", torch)
+    return int(numbers[0]), int(numbers[1])
+
+
+def fits(arch: str | None, *, torch: str, hip: str | None, cuda: str | None, kernels: list[str]) -> str | None:
+    """None when an installed PyTorch can use this GPU (`kernels`: its `get_arch_list`), else why it cannot."""
+    if _series(torch) < OLDEST_TORCH:
+        return f"PyTorch {torch} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
+    if arch is None:
+        return None
+    if arch.startswith("sm_"):
+        return None if cuda else f"PyTorch {torch} is no CUDA build"
+    if not hip:
+        return f"PyTorch {torch} is no ROCm build and the GPU is AMD's"
+    known = [kernel.split(":")[0] for kernel in kernels]
+    return None if arch in known else f"PyTorch {torch} has no kernels for {arch}"
