@@ -26,8 +26,8 @@ def generate(
 ) -> Iterator[str]:
     """The text after `prompt`, in pieces that are whole characters; it ends before the first of the `stop` texts.
 
-    The prompt begins as a training document does: with the BOS token, where the tokenizer has one. Generation also ends
-    at the end-of-text token. Raises UserError when the prompt fills the model's context, or there is nothing to start from.
+    The prompt begins as a training document does: with the BOS token, where the tokenizer has one. It also ends at the
+    end-of-text token. Raises UserError when the prompt fills the model's context, or there is nothing to start from.
     """
     ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
     context = decoder.config.max_positions

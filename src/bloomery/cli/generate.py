@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--prompt", help="The text that the model goes on with.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="A file with a prompt on each line.")
 @click.option("--max-tokens", type=click.IntRange(1), default=200, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0.0), default=0.8, show_default=True, help="0: the likeliest token.")
+@click.option("--temperature", type=click.FloatRange(0.0), default=0.8, show_default=True, help="0: the likeliest.")
 @click.option("--top-k", type=click.IntRange(1), help="Draw from the k likeliest tokens.")
 @click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.95, show_default=True)
 @click.option("--min-p", type=click.FloatRange(0.0, 1.0), default=0.0, show_default=True)

@@ -40,8 +40,8 @@ def _numbered(checkpoints: Path, step: str, steps: list[int]) -> Path:
     kept = ", ".join(str(number) for number in steps)
     if not step.isdecimal() or int(step) not in steps:
         raise UserError(
-            f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), remedy=f"choose best, last or one of {kept}",
-            code=2,
+            f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), code=2,
+            remedy=f"choose best, last or one of {kept}",
         )  # fmt: skip
     folder = step_folder(checkpoints, int(step))
     if wrong := damage(folder):

@@ -1,0 +1,141 @@
+"""A model as a folder that transformers, vLLM and other readers of that layout open."""
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.export.card import model_card, training_of
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
+from bloomery.model.families import config_to_hf
+from bloomery.model.presets import read_config
+from bloomery.model.tensors import Reader, find_tensors
+from bloomery.model.weights import load_decoder
+
+TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`proofs` says what was checked, one sentence each; empty without verification."""
+
+    folder: Path
+    bytes: int
+    proofs: tuple[str, ...]
+
+
+def export(source: Path, out: Path, *, verify: bool = True) -> Exported:
+    """Copies the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
+
+    `out` appears whole or not at all. Verification reads it back, compares every tensor with the source, runs it, and
+    opens it in transformers where that is installed. Raises UserError when `out` exists or the copy does not hold.
+    """
+    config = read_config(source)
+    with _draft(out) as draft:
+        dtype = _copy_weights(source, draft)
+        _write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+        _write_json(draft / "generation_config.json", _generation(source, config))
+        load_tokenizer(source).save(draft)
+        (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
+        proofs = tuple(_proofs(source, draft)) if verify else ()
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
+
+
+@contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name when the block ends well, and disappears when it does not."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError("this place is taken, and nothing is overwritten", where=str(out), remedy="choose another --out")
+    draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.replace(out)
+    except OSError as error:
+        raise UserError(f"the export cannot be written: {error.strerror or error}", where=str(out)) from error
+    finally:
+        if draft.exists():
+            shutil.rmtree(draft)
+
+
+def _copy_weights(source: Path, draft: Path) -> str:
+    """Copies the weight files; answers the dtype of the first tensor."""
+    tensors = find_tensors(source)
+    for path in sorted({stored.path for stored in tensors.values()}):
+        shutil.copyfile(path, draft / path.name)
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        shutil.copyfile(index, draft / index.name)
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _generation(source: Path, config: ModelConfig) -> dict[str, object]:
+    """The settings that came with the model, else its token ids."""
+    stated = source / "generation_config.json"
+    if stated.is_file():
+        try:
+            settings: dict[str, object] = json.loads(stated.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"generation_config.json is not JSON: {error}", where=str(stated)) from error
+        return settings
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
+
+
+def _proofs(source: Path, draft: Path) -> Iterator[str]:
+    yield _same_tensors(source, draft)
+    decoder = load_decoder(draft, dtype=torch.float32)
+    logits = _probe(decoder)
+    if not bool(torch.isfinite(logits).all()):
+        raise UserError("the exported model answers with numbers that are not finite", where=str(source))
+    if importlib.util.find_spec("transformers") is not None:
+        yield _opens_in_transformers(draft, logits, decoder.config)
+
+
+def _same_tensors(source: Path, draft: Path) -> str:
+    ours, theirs = find_tensors(source), find_tensors(draft)
+    with Reader() as reader:
+        for name, stored in ours.items():
+            copies = [reader.read(each, 0, each.shape[0] if each.shape else 1) for each in (stored, theirs[name])]
+            if not torch.equal(copies[0].view(torch.uint8), copies[1].view(torch.uint8)):
+                raise UserError(f"{name} changed while it was copied", where=str(draft), remedy="check the disk")
+    return f"read back: all {len(ours)} tensors are the same"
+
+
+def _probe(decoder: Decoder) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = decoder(_tokens(decoder.config))
+    return logits
+
+
+def _tokens(config: ModelConfig) -> torch.Tensor:
+    length = min(PROBE_TOKENS, config.max_positions)
+    return torch.arange(length)[None] * 7919 % config.vocab_size
+
+
+def _opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
+    transformers = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
+    transformers.AutoTokenizer.from_pretrained(draft)
+    with torch.no_grad():
+        theirs = model.eval()(_tokens(config)).logits
+    error = float((theirs - logits).abs().max())
+    if error > TOLERANCE * max(1.0, float(logits.abs().max())):
+        raise UserError(f"transformers computes other logits (they differ by {error:.2g})", where=str(draft))
+    return f"transformers {transformers.__version__} opens it: logits within {error:.1e}"
