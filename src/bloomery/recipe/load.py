@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-import bloomery
 from bloomery.errors import UserError
 from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
 from bloomery.recipe.schema import Recipe
@@ -52,7 +51,7 @@ class _Found:
 
 def packaged() -> dict[str, Path]:
     """The recipes that come with Bloomery, by name."""
-    folder = Path(bloomery.__file__).parent / "recipes"
+    folder = Path(__file__).parent.parent / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

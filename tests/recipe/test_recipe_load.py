@@ -1,0 +1,254 @@
+"""Recipes: what is read, what is refused, and where each value came from."""
+
+from pathlib import Path
+
+import pytest
+
+from bloomery.errors import UserError
+from bloomery.recipe.load import dump_recipe, json_schema, load_recipe, packaged
+from bloomery.recipe.mistakes import all_keys
+from bloomery.recipe.schema import Recipe
+from bloomery.units import Duration
+
+SMALL = "model: {preset: go-coder-tiny}\ndata: {path: corpus}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refused(source, overrides=()):
+    with pytest.raises(UserError) as caught:
+        load_recipe(source, overrides)
+    assert caught.value.code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", packaged())
+def test_packaged_recipes_load_and_survive_a_dump(name, tmp_path):
+    loaded = load_recipe(name)
+    assert loaded.name == name
+    copy = tmp_path / "recipe.yaml"
+    copy.write_text(dump_recipe(loaded))
+    again = load_recipe(copy)
+    assert again.recipe == loaded.recipe
+    assert again.name == name
+
+
+def test_the_recipe_of_everything_names_every_key():
+    text = packaged()["everything"].read_text()
+    missing = [".".join(path) for path in all_keys() if f"{path[-1]}:" not in text]
+    assert missing == []
+
+
+def test_the_recipe_of_everything_shows_the_defaults():
+    loaded = load_recipe("everything").recipe
+    for section in ("optimizer", "train", "parallel", "checkpoint", "objective", "adapter", "quantize"):
+        default = type(getattr(loaded, section))()
+        assert getattr(loaded, section) == default, section
+
+
+def test_the_go_coder_says_what_its_guide_says():
+    recipe = load_recipe("go-coder-125m").recipe
+    assert recipe.train.length == Duration(195_000, "steps")
+    assert recipe.train.tokens_per_step == 16 * 1024
+    assert recipe.expect.tokens == (10e9, 10e9)
+    assert recipe.expect.memory == (10e9, 11e9)
+    assert recipe.expect.duration == (5 * 86400, 7 * 86400)
+    assert recipe.expect.perplexity[Duration(195_000, "steps")] == (8, 15)
+    assert recipe.tokenizer.train is not None
+    assert recipe.tokenizer.train.special_tokens == ["<PR_TITLE>", "<PR_BODY>"]
+
+
+def test_yaml_is_version_1_2(write):
+    loaded = load_recipe(write(SMALL + "optimizer: {learning_rate: 1e-4}\neval: {prompts: [on, no, 2024-01-01]}\n"))
+    assert loaded.recipe.optimizer.learning_rate == 1e-4
+    assert loaded.recipe.eval.prompts == ["on", "no", "2024-01-01"]
+
+
+@pytest.mark.parametrize("ends", ["\r\n", "\n"])
+def test_byte_order_mark_and_line_ends_do_not_matter(tmp_path, ends):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", ends).encode())
+    assert load_recipe(path).recipe.model.preset == "go-coder-tiny"
+
+
+def test_all_mistakes_at_once_each_with_its_line(write):
+    said = refused(write("model: {preset: x}\ndata: {path: y}\ntrain:\n  lenght: 3\n  clip: -1\noptimizr: {}\n"))
+    assert "3 mistakes" in said
+    assert "line 4: train.lenght: there is no such key; did you mean train.length?" in said
+    assert "line 5: train.clip: must be above 0, not -1" in said
+    assert "line 6: optimizr: there is no such key; did you mean optimizer?" in said
+
+
+def test_a_key_of_another_section_is_found(write):
+    assert "did you mean optimizer.learning_rate?" in refused(write(SMALL + "train: {learning_rate: 1}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {compile: on}", "true or false, not 'on'"),
+        ("train: {precision: bf16}", "not 'bf16'"),
+        ("train: {length: soon}", "'soon' is not a number with a unit"),
+        ("train: {length: 0 steps}", "must be longer than nothing"),
+        ("train: {seed: true}", "a whole number, not true"),
+        ('optimizer: {learning_rate: "5e-4"}', "remove the quotes"),
+        ("optimizer: {learning_rate: .nan}", "not a usable number"),
+        ("optimizer: {learning_rate: 1e400}", "not a usable number"),
+        ("optimizer: {betas: [0.9]}", "a value is missing in this list"),
+        ("optimizer: {betas: [0.9, 0.95, 0.99]}", "a list of 2 values"),
+        ("optimizer: {schedule: {kind: wsd, decy: 10%}}", "did you mean optimizer.schedule.decay?"),
+        ("optimizer: {schedule: cosin}", "did you mean cosine?"),
+        ("adapter: {kind: lorra}", "did you mean lora?"),
+        ("adapter: {rank: 3}", "adapter.kind: must be none, lora, dora or peft"),
+        ("eval: 3", "must be keys with values, not 3"),
+        ("monitor: {to: [tensorbord]}", "did you mean tensorboard?"),
+        ("expect: {tokens: 7 to 5 B}", "write the smaller value first"),
+        ("expect: {duration: 100 steps}", "is not a time"),
+        ("name: ../escape", "letters, digits, dots and dashes"),
+        ("train: {activation_checkpointing: every-0}", "every-N"),
+        ("train: {clip: 1}\ntrain: {clip: 2}", "a second time"),
+        ("train: !!python/object/apply:os.system [ls]", "is not allowed"),
+        ("extends: 3", "must be the name"),
+        ("monitor: {token: abc}", "secrets do not belong"),
+        ("eval: {prompts: [hf_abcdefghijklmnopqrstuvwx]}", "looks like an access token"),
+        ("data: &a [*a]", "grows without end"),
+    ],
+)
+def test_refused(write, text, said):
+    section = text.partition(":")[0]
+    base = SMALL if section != "data" else "model: {preset: x}\n"
+    assert said in refused(write(base + text + "\n"))
+
+
+def test_a_secret_is_not_repeated_in_the_error(write):
+    secret = "hf_abcdefghijklmnopqrstuvwx"
+    assert secret not in refused(write(SMALL + f"monitor: {{token: {secret}}}\n"))
+    assert secret not in refused(write(SMALL), [f"data.path={secret}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model:\n\tpreset: x\n", "line 2"),
+        ("data: {path: x, glob: *.go}\n", "needs quotes"),
+        ("a: b: c\n", "second colon"),
+        ("", "holds no keys"),
+        ("- 1\n", "made of sections"),
+        ("%YAML 1.1\n---\na: 1\n", "YAML 1.2"),
+        ("---\na: 1\n---\nb: 1\n", "one document"),
+        ("a: " + "[" * 3000, "32 levels"),
+        ("a: x" + "y" * 2_000_000, "larger than 1 MB"),
+        ("a: &a 1\nb: [" + ", ".join(["*a"] * 70) + "]\n", "64 aliases"),
+    ],
+)
+def test_what_is_no_recipe_is_one_sentence(write, text, said):
+    assert said in refused(write(text))
+
+
+def test_a_bomb_of_aliases_is_refused_before_it_unfolds(write):
+    rows = ["a0: &a0 [x, x, x, x, x, x, x]"]
+    rows += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 7)}]" for level in range(1, 9)]
+    assert "grows without end" in refused(write("\n".join(rows)))
+
+
+def test_other_encodings_and_missing_files(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("model: {preset: é}".encode("latin-1"))
+    assert "not UTF-8" in refused(path)
+    assert "is a folder" in refused(tmp_path)
+    assert "did you mean go-coder-tiny?" in refused("go-coder-tinny")
+
+
+def test_overrides_are_yaml_and_win(write):
+    path = write(SMALL)
+    overrides = ["train.length=2 epochs", "data.glob=*.go", "optimizer.betas=[0.8, 0.9]", "expect.tokens=10B"]
+    loaded = load_recipe(path, overrides)
+    assert loaded.recipe.train.length == Duration(2, "epochs")
+    assert loaded.recipe.data.glob == "*.go"
+    assert loaded.recipe.optimizer.betas == (0.8, 0.9)
+    assert loaded.provenance["train.length"] == "command line"
+    assert loaded.provenance["train.clip"] == "default"
+    assert loaded.provenance["model.preset"].endswith("mine.yaml line 1")
+
+
+def test_a_wrong_override_is_named(write):
+    assert "train.lenght" in refused(write(SMALL), ["train.lenght=3"])
+    assert "command line" in refused(write(SMALL), ["train.lenght=3"])
+    assert "never closed" in refused(write(SMALL), ['data.path="x']) or "not YAML" in refused(
+        write(SMALL), ['data.path="x']
+    )
+
+
+def test_one_way_to_say_it_replaces_the_other(write):
+    recipe = load_recipe(write(SMALL), ["data.builtin=stdlib-code", "model.from=someone/model"]).recipe
+    assert (recipe.data.path, recipe.data.builtin) == (None, "stdlib-code")
+    assert (recipe.model.preset, recipe.model.from_) == (None, "someone/model")
+    assert "only one of them" in refused(write("model: {preset: x, family: y}\ndata: {path: x}\n"))
+    assert "needs one of path, builtin, sources" in refused(write("model: {preset: x}\n"))
+
+
+def test_extends_a_file_and_a_packaged_recipe(write, tmp_path):
+    write(SMALL + "train: {seed: 1, clip: 2.0}\n", "base.yaml")
+    loaded = load_recipe(write("extends: base.yaml\ntrain: {seed: 7}\n", "child.yaml"))
+    assert (loaded.recipe.train.seed, loaded.recipe.train.clip, loaded.name) == (7, 2.0, "child")
+    assert loaded.provenance["train.clip"].endswith("base.yaml line 3")
+    assert load_recipe(write("extends: go-coder-125m\n")).provenance["train.length"].startswith("packaged recipe")
+    assert load_recipe(write("extends: go-coder-125m\nexpect: {}\n")).recipe.expect.tokens is None
+
+
+def test_circles_and_missing_parents_are_refused(write):
+    write("extends: b.yaml\n", "a.yaml")
+    path = write("extends: a.yaml\n", "b.yaml")
+    assert "in a circle" in refused(path)
+    assert "line 1" in refused(write("extends: nothing.yaml\n"))
+
+
+def test_another_kind_starts_over(write):
+    write(SMALL + "adapter: {kind: lora, rank: 8}\n", "base.yaml")
+    assert load_recipe(write("extends: base.yaml\nadapter: {kind: none}\n")).recipe.adapter.kind == "none"
+
+
+def test_paths_start_where_they_are_written(write, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (tmp_path / "my-model").mkdir()
+    text = "model: {from: my-model}\ntokenizer: {from: same}\ndata: {path: corpus, validation: 5%}\n"
+    recipe = load_recipe(write(text)).recipe
+    assert recipe.data.path == str(tmp_path / "corpus")
+    assert recipe.model.from_ == str(tmp_path / "my-model")
+    assert (recipe.tokenizer.from_, recipe.data.validation) == ("same", "5%")
+    assert load_recipe(write(text), ["data.path=corpus"]).recipe.data.path == str(elsewhere / "corpus")
+    assert load_recipe("go-coder-tiny").recipe.data.path == str(elsewhere / "corpus")
+    assert load_recipe(write(text), ["data.path=~/code"]).recipe.data.path == str(Path.home() / "code")
+    sources = "model: {preset: x}\ndata: {sources: [{path: one}, {path: two}], validation: held-out}\n"
+    data = load_recipe(write(sources)).recipe.data
+    assert [source.path for source in data.sources] == [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert data.validation == str(tmp_path / "held-out")
+
+
+def test_a_model_that_is_no_folder_is_a_name_on_the_hub(write):
+    recipe = load_recipe(write("model: {from: Qwen/Qwen2.5-1.5B}\ndata: {path: x}\n")).recipe
+    assert recipe.model.from_ == "Qwen/Qwen2.5-1.5B"
+
+
+def test_every_leaf_has_a_provenance():
+    loaded = load_recipe("demo")
+    keys = {".".join(path) for path in all_keys()}
+    assert {key for key in loaded.provenance if key not in keys} == set()
+    assert {"train.seed", "optimizer.kind", "adapter.kind", "eval.prompts"} <= set(loaded.provenance)
+
+
+def test_the_schema_knows_the_keys_and_refuses_others():
+    schema = json_schema()
+    assert set(schema["properties"]) == set(Recipe.model_fields)
+    assert schema["additionalProperties"] is False
+    assert "from" in schema["$defs"]["Model"]["properties"]

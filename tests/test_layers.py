@@ -1,0 +1,54 @@
+"""What works before PyTorch is installed imports none of it. (The order of layers is import-linter's to check.)"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bloomery
+
+ROOT = Path(bloomery.__file__).parent
+WITHOUT_TORCH = [
+    "errors.py", "units.py", "choice.py", "recipe", "hardware", "plan", "cli", "model/config.py", "model/families.py",
+    "model/attention_facts.py", "data/documents.py", "data/tokenizer.py", "data/prepare.py", "data/shards.py",
+    "data/packing.py", "data/builtin.py", "monitor/events.py",
+]  # fmt: skip
+
+
+def modules():
+    for name in WITHOUT_TORCH:
+        place = ROOT / name
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place] * place.exists():
+            parts = path.relative_to(ROOT.parent).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_the_layers_below_and_above_the_model_need_no_torch():
+    script = (
+        "import importlib, json, sys\nfound = []\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        found.append(name)\n"
+        "        [sys.modules.pop(m) for m in list(sys.modules) if m.partition('.')[0] == 'torch']\n"
+        "        break\n"
+        "print(json.dumps(found))"
+    )
+    words = [sys.executable, "-c", script, json.dumps(list(modules()))]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_files_and_functions_stay_small():
+    """No source file above 400 lines, no function above 90: what a reader holds in mind."""
+    import ast
+
+    long_files, long_functions = [], []
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        if text.count("\n") > 400:
+            long_files.append(path.name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 90:
+                long_functions.append(f"{path.name}:{node.name}")
+    assert (long_files, long_functions) == ([], [])
