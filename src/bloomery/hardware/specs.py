@@ -122,7 +122,7 @@ def cpu_efficiency(width: int, dtype: str) -> tuple[float, float, float]:
 
 
 def gpu_spec(device: Accelerator) -> GpuSpec | None:
-    """The product that a detected device is, by arch, name and, where that covers several, memory; None when in doubt."""
+    """The product that a detected device is, by arch, name and, where need be, memory; None when in doubt."""
     named = [spec for spec in table().gpu if spec.arch == device.arch and _names(spec, device.name)]
     if len(named) > 1:
         size = round(device.memory_bytes / GIB)

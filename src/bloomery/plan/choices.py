@@ -1,13 +1,14 @@
 """What a device and a recipe decide together: precision, attention, compiling, checkpointing."""
 
 from bloomery.choice import Choice
+from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
+from bloomery.model import attention_facts
 from bloomery.model.config import ModelConfig
 from bloomery.recipe.schema import Recipe
 
 ASKED = "the recipe asks for it"
 PAYS_BACK_SECONDS = 120.0  # compiling blocks on a CPU takes 18 to 20 s and a training step is a sixth to a third faster
-MASK_LENGTH = 512  # up to here one boolean mask is faster on a CPU than a call for each document
 
 
 def choose_precision(recipe: Recipe, profile: Profile) -> Choice[str]:
@@ -15,34 +16,48 @@ def choose_precision(recipe: Recipe, profile: Profile) -> Choice[str]:
     return profile.dtype if asked == "auto" else Choice(asked, ASKED)
 
 
-def precision_warning(recipe: Recipe, profile: Profile) -> str | None:
-    """Why a precision that the recipe insists on is a bad idea on this device."""
-    asked = recipe.train.precision
-    if asked == "float16" and profile.accelerator is None:
-        return "train.precision is float16, and a CPU multiplies that five to nine times slower than float32"
-    arch = profile.arch
-    if asked.startswith("bfloat16") and arch is not None and not arch.bf16_matmul:
-        return f"train.precision is {asked}, and {arch.names[0]} only emulates bf16: as slow as float32"
-    return None
-
-
-def choose_attention(recipe: Recipe, config: ModelConfig, profile: Profile) -> Choice[str]:
-    """A backend of model.attention for this device, layout and length."""
+def choose_attention(
+    recipe: Recipe, config: ModelConfig, profile: Profile, *, precision: str, torch: str | None
+) -> Choice[str]:
+    """A backend of model.attention that does exactly what the recipe asks. Raises UserError when its own cannot."""
+    windows = [window for window in config.sliding_window if window is not None]
+    packed, kind = recipe.data.layout == "packed", "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
-    if asked != "auto":
-        return Choice(asked, ASKED)
-    packed = recipe.data.layout == "packed"
-    if config.attention_softcap is not None:
-        return Choice("blockwise", "soft-capped scores, and PyTorch's kernels have no soft-cap")
-    if profile.attention.value == "plain":
-        return Choice("blockwise", profile.attention.because)
-    if not packed:
-        return Choice("sdpa", profile.attention.because)
-    if profile.accelerator is not None:
-        return Choice("varlen", f"{profile.attention.because}, and they keep packed documents apart")
-    if recipe.data.sequence_length <= MASK_LENGTH:
-        return Choice("mask", f"rows of up to {MASK_LENGTH} tokens: one mask keeps packed documents apart fastest")
-    return Choice("per_document", "one kernel call for each packed document skips what it must not see")
+    if asked == "auto":
+        choice = attention_facts.choose(
+            kind,
+            arch_has_fused=profile.attention.value == "fused",
+            sequence_length=recipe.data.sequence_length,
+            packed=packed,
+            window=min(windows, default=None),
+            softcap=config.attention_softcap,
+            dropout=config.attention_dropout,
+            float32=precision == "float32",
+            torch=torch,
+        )
+        return Choice(choice.value, _because_plain(profile, choice.because))
+    unfit = attention_facts.supports(
+        asked,
+        device_type=kind,
+        packed=packed,
+        window=any(window < recipe.data.sequence_length for window in windows),
+        softcap=config.attention_softcap is not None,
+        dropout=config.attention_dropout > 0,
+        float32=precision == "float32",
+        torch=torch,
+    )
+    if unfit is not None:
+        raise UserError(
+            f"train.attention {asked} cannot do what this recipe asks: {unfit}",
+            where="train.attention",
+            remedy="set train.attention=auto, or blockwise, which does everything",
+        )
+    return Choice(asked, ASKED)
+
+
+def _because_plain(profile: Profile, because: str) -> str:
+    """The chip's own reason where it has no fused kernels, the backend's otherwise."""
+    return profile.attention.because if profile.attention.value == "plain" else because
 
 
 def choose_compile(recipe: Recipe, profile: Profile, seconds: float | None) -> Choice[bool]:

@@ -1,5 +1,6 @@
 """The author's claims against the plan's arithmetic. Nothing here knows a recipe by name."""
 
+import re
 from collections.abc import Callable, Iterator
 
 from bloomery.plan.types import CorpusFacts, Estimate, Plan, Verdict
@@ -28,23 +29,6 @@ def _verdicts(expect: Expect, plan: Plan, corpus: CorpusFacts | None, need: Need
         yield _memory(expect.memory, plan, need)
     for when, claimed in expect.perplexity.items():
         yield _perplexity(when, claimed, plan)
-
-
-def contradictions(expect: Expect, plan: Plan, verdicts: tuple[Verdict, ...]) -> Iterator[str]:
-    """Where the recipe says two things at once: claims that its length denies, or that deny each other."""
-    if (
-        expect.tokens
-        and plan.total_tokens
-        and any(v.verdict == "wrong" and v.claim.endswith("tokens") for v in verdicts)
-    ):
-        seen, claimed = format_count(plan.total_tokens), format_count(expect.tokens[0])
-        yield f"train.length makes {seen} tokens, expect.tokens says {claimed}"
-    if expect.tokens and expect.tokens_per_second and expect.duration:
-        slowest = expect.tokens[0] / max(expect.tokens_per_second[1], 1e-9)
-        if slowest > 2 * expect.duration[1]:
-            tokens, rate = format_count(expect.tokens[0]), format_count(expect.tokens_per_second[1])
-            took = format_seconds(slowest)
-            yield f"expect: {tokens} tokens at {rate} tokens/s take {took}, not {_span(expect.duration)}"
 
 
 def _tokens(claimed: ClaimedRange, plan: Plan) -> Verdict:
@@ -101,16 +85,16 @@ def _speed(claimed: ClaimedRange, plan: Plan) -> Verdict:
         return Verdict(claim=claim, verdict="low" if claimed[1] < rate.low else "high", because=f"outside {planned}")
     if plan.total_tokens is None:
         return Verdict(claim=claim, verdict="wrong", because=f"the table says {planned}")
-    time = format_seconds(plan.total_tokens / max(claimed[1], 1e-9))
+    time = roughly(plan.total_tokens / max(claimed[1], 1e-9))
     because = f"{format_count(plan.total_tokens)} tokens would take {time}"
     return Verdict(claim=claim, verdict="wrong", because=because)
 
 
 def _duration(claimed: ClaimedRange, seconds: Estimate | None) -> Verdict:
-    claim = _span(claimed)
+    claim = span(claimed, trimmed=True)
     if seconds is None:
         return Verdict(claim=claim, verdict="open", because="the length of a step is unknown here")
-    planned = _span((seconds.low, seconds.high))
+    planned = span((seconds.low, seconds.high))
     if claimed[0] >= seconds.low and claimed[1] <= seconds.high:
         return Verdict(claim=claim, verdict="fits", because=f"inside {planned}")
     if claimed[0] <= seconds.high and claimed[1] >= seconds.low:
@@ -153,17 +137,19 @@ def _rate(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.0f}"
 
 
-def _span(ends: ClaimedRange) -> str:
-    """ "4.0 to 8.0 days": the unit once where both ends share it; round figures without a point."""
+def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
+    """ "4.0 to 8.0 days": the unit once where both ends share it. `trimmed`: whole numbers without their zero."""
     low, high = (format_seconds(end) for end in ends)
+    if trimmed and all(re.search(r"\.0 |^\d+ ", text) for text in (low, high)):
+        low, high = (text.replace(".0 ", " ") for text in (low, high))
     if low == high:
-        return _trim(low)
+        return low
     low_number, _, low_unit = low.partition(" ")
-    high_number, _, high_unit = high.partition(" ")
-    if low_unit != high_unit:
-        return f"{low} to {high}"
-    return f"{low_number} to {high_number} {high_unit}"
+    high_unit = high.partition(" ")[2]
+    return f"{low_number} to {high}" if low_unit == high_unit else f"{low} to {high}"
 
 
-def _trim(text: str) -> str:
-    return text.replace(".0 ", " ")
+def roughly(seconds: float) -> str:
+    """Ten or more of a unit need no decimals: "20 years"."""
+    number, _, unit = format_seconds(seconds).partition(" ")
+    return f"{float(number):.0f} {unit}" if float(number) >= 10 else f"{number} {unit}"

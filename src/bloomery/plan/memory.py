@@ -2,8 +2,8 @@
 
 Symbols: N parameters, L layers, b rows of a micro-batch, s tokens of a row, h width, a heads, f width inside the MLP,
 V vocabulary. Activations follow Korthikanti et al. (arXiv:2205.05198): s b (34 h) bytes a layer for a GPT block in half
-precision with dropout, 5 a s^2 b more where attention keeps every score. The count here is taken from the block's facts,
-so that gated MLPs and grouped keys get theirs.
+precision with dropout, 5 a s^2 b more where attention keeps every score. They are counted from the block's facts, so
+that gated MLPs and grouped keys get theirs.
 """
 
 import math
@@ -17,7 +17,6 @@ from bloomery.units import GIB, MIB
 SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer
 FRAGMENTATION = 0.15  # of a caching allocator on GPUs without expandable segments, of varying sizes
 CPU_RUNTIME = 350 * MIB  # the interpreter and PyTorch's libraries, resident
-QUADRATIC = ("math",)  # backends that keep the scores of every pair of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ def optimizer_bytes(config: ModelConfig, kind: str, weight: int) -> float:
 def activation_bytes(load: Occupancy) -> float:
     """What the layers keep for backward. Checkpointing keeps each layer's input and one layer's inside."""
     config = load.config
-    inside = load.rows * layer_bytes_per_token(load) + _quadratic_bytes(load)
+    inside = load.rows * layer_bytes_per_token(load) + (quadratic_bytes(load) if keeps_scores(load) else 0.0)
     layer_input = load.rows * config.hidden_size * load.element
     kept = kept_layers(load.checkpointing, config.num_layers)
     recomputed = config.num_layers - kept
@@ -124,12 +123,14 @@ def layer_bytes_per_token(load: Occupancy) -> float:
         attention += config.query_width + config.key_width
     mlp = h + (4 if config.gated_mlp and not load.compiled else 3 if config.gated_mlp else 2) * f
     masks = 2 * h if config.residual_dropout else 0  # one byte each
-    sums = 0 if load.attention in QUADRATIC else 4 * config.num_heads  # the log-sum-exp of each query, float32
+    sums = 0 if keeps_scores(load) else 4 * config.num_heads  # the log-sum-exp of each query, float32
     return load.element * (norms + attention + mlp) + masks + sums
 
 
-def _quadratic_bytes(load: Occupancy) -> float:
-    return quadratic_bytes(load) if load.attention in QUADRATIC else 0.0
+def keeps_scores(load: Occupancy) -> bool:
+    """Whether attention holds a number for every pair of tokens: `math`, and PyTorch's CPU kernel under dropout."""
+    fallback = not load.on_gpu and load.config.attention_dropout > 0 and load.attention in ("sdpa", "mask")
+    return load.attention == "math" or fallback
 
 
 def quadratic_bytes(load: Occupancy) -> float:

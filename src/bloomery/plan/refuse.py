@@ -50,7 +50,7 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
 def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:
     """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions."""
     length = recipe.data.sequence_length
-    if corpus is not None and corpus.vocab_size > config.vocab_size:
+    if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
             where="model.vocab_size",

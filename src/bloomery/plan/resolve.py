@@ -9,16 +9,23 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import MEMORY_SHARE, Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
-from bloomery.plan import batch, claims, lengths, refuse, remedies, speed
+from bloomery.plan import batch, claims, doubts, lengths, refuse, remedies, speed
 from bloomery.plan.choices import (
     ASKED,
     choose_attention,
     choose_compile,
     choose_deterministic,
     choose_precision,
-    precision_warning,
 )
-from bloomery.plan.memory import Occupancy, estimate_memory, optimizer_bytes
+from bloomery.plan.corpus import planned_vocabulary
+from bloomery.plan.memory import (
+    Occupancy,
+    estimate_memory,
+    keeps_scores,
+    kept_layers,
+    optimizer_bytes,
+    quadratic_bytes,
+)
 from bloomery.plan.types import (
     CheckpointPlan,
     CorpusFacts,
@@ -36,7 +43,7 @@ from bloomery.plan.types import (
 )
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Command, Recipe, Wsd
-from bloomery.units import MIB, Duration
+from bloomery.units import GIB, MIB, Duration
 
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
@@ -59,17 +66,15 @@ def resolve(
 
 def model_config(recipe: Recipe, corpus: CorpusFacts | None) -> ModelConfig:
     """The recipe's model with the vocabulary of its text or of the tokenizer to be trained. Raises UserError."""
-    if corpus is not None:
-        return build_config(
-            recipe.model,
-            vocab_size=corpus.vocab_size,
-            bos_token_id=corpus.bos_id,
-            eos_token_id=corpus.eos_id,
-            pad_token_id=corpus.pad_id,
-        )
-    trained = recipe.tokenizer.train
-    unset = recipe.model.from_ is None and recipe.model.vocab_size is None and recipe.model.preset is None
-    return build_config(recipe.model, vocab_size=trained.vocab_size if trained is not None and unset else None)
+    if corpus is None:
+        return build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
+    return build_config(
+        recipe.model,
+        vocab_size=corpus.vocab_size,
+        bos_token_id=corpus.bos_id,
+        eos_token_id=corpus.eos_id,
+        pad_token_id=corpus.pad_id,
+    )
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,15 @@ class _Resolution:
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
+    @property
+    def torch(self) -> str | None:
+        return self.machine.software.torch
+
     def plan(self, prepared: Path) -> Plan:
         recipe, config = self.recipe, self.config
         tokens = batch.choose_tokens_per_step(recipe.train.tokens_per_step, config, recipe.data.sequence_length)
         precision = choose_precision(recipe, self.profile)
-        attention = choose_attention(recipe, config, self.profile)
+        attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)
         scale = self.scale(tokens.value)
         compiled = self.compiled(precision.value, scale)
         load = self.occupancy(precision.value, attention.value, compiled.value)
@@ -112,14 +121,14 @@ class _Resolution:
             checkpoint=self.checkpoint(scale),
             eval=self.evaluation(scale, cut.micro_batch.value),
             monitor=self.monitor(scale),
-            torch=self.machine.software.torch or "",
+            torch=self.torch or "",
             memory=cut.memory,
             step_seconds=seconds,
             total_tokens=None if train.steps is None else train.steps * tokens.value,
             decisions=(
                 _decision("train.precision", _worded(precision)),
-                _decision("train.attention", attention),
-                _decision("train.compile", compiled),
+                _decision("train.attention", self.with_price(attention, cut)),
+                _decision("train.compile", Choice("compiled" if compiled.value else "uncompiled", compiled.because)),
                 _decision("train.tokens_per_step", tokens),
                 *self.decisions(cut),
             ),
@@ -127,9 +136,19 @@ class _Resolution:
             claims=(),
             remedies=(),
             lengths=self.own_lengths(),
+            corpus=self.corpus,
             environment=self.profile.environment.value,
         )
         return self.judged(plan, cut)
+
+    def with_price(self, attention: Choice[str], cut: batch.Cut) -> Choice[str]:
+        """What the fallback that was not taken would have cost."""
+        if self.profile.attention.value != "plain" or keeps_scores(cut.load):
+            return attention
+        layers = max(1, kept_layers(cut.load.checkpointing, self.config.num_layers))
+        price = quadratic_bytes(cut.load) * layers / GIB
+        added = f"{int(price * 10 + 0.5) / 10:.1f} GiB"
+        return Choice(attention.value, f"{attention.because}; PyTorch's fallback would add {added}")
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment
@@ -139,7 +158,7 @@ class _Resolution:
             _decision("train.activation_checkpointing", cut.checkpointing),
             _decision("train.deterministic", choose_deterministic(self.recipe, self.profile)),
             _decision("train.device", self.profile.device),
-            _decision("train.score_chunk", cut.score_chunk),
+            _decision("model.score_chunk", cut.score_chunk),
             _decision("data.workers", self.workers()),
             _decision("data.pin_memory", self.pin_memory()),
             _decision("data.prefetch", self.prefetch()),
@@ -179,23 +198,23 @@ class _Resolution:
     def judged(self, plan: Plan, cut: batch.Cut) -> Plan:
         """The plan with what follows from its figures: disk, energy, claims, contradictions, remedies."""
         gpu, recipe = self.profile.gpu, self.recipe
-        verdicts = claims.judge(recipe.expect, plan, corpus=self.corpus, need=self.need(cut))
-        found = [precision_warning(recipe, self.profile), *claims.contradictions(recipe.expect, plan, verdicts)]
-        return plan.model_copy(
+        disk = speed.disk_bytes(
+            self.config,
+            tokens=self.corpus_tokens(plan),
+            optimizer_bytes=optimizer_bytes(self.config, recipe.optimizer.kind, cut.load.weight),
+            keep=recipe.checkpoint.keep,
+            weight=cut.load.weight,
+        )
+        judged = plan.model_copy(
             update={
-                "disk": speed.disk_bytes(
-                    self.config,
-                    tokens=self.corpus_tokens(plan),
-                    optimizer_bytes=optimizer_bytes(self.config, recipe.optimizer.kind, cut.load.weight),
-                    keep=recipe.checkpoint.keep,
-                    weight=cut.load.weight,
-                ),
+                "disk": disk,
                 "energy_kwh": speed.energy_kwh(gpu.board_watts if gpu else None, plan.seconds),
-                "claims": verdicts,
-                "contradictions": tuple(text for text in found if text),
+                "claims": claims.judge(recipe.expect, plan, corpus=self.corpus, need=self.need(cut)),
                 "remedies": remedies.remedies(cut, self.measure, recipe.train),
             }
         )
+        found = tuple(doubts.doubts(recipe, judged, self.profile, self.machine))
+        return judged.model_copy(update={"contradictions": found})
 
     def need(self, cut: batch.Cut) -> "claims.Need":
         """Bytes as a function of the micro-batch, everything else as planned."""

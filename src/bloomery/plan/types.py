@@ -50,6 +50,11 @@ class MemoryEstimate(Part):
     def fits(self) -> bool:
         return self.total <= self.limit
 
+    @property
+    def allocated(self) -> float:
+        """Live tensors alone: what torch.cuda.max_memory_allocated counts."""
+        return self.total - sum(self.parts.get(part, 0.0) for part in ("fragmentation", "context", "runtime"))
+
 
 class CorpusFacts(Part):
     """What the prepared text is like, as far as a plan needs it. Ids are those of the tokenizer, None when absent.
@@ -60,7 +65,7 @@ class CorpusFacts(Part):
 
     rows_per_epoch: int
     tokens: int
-    vocab_size: int
+    vocab_size: int | None  # None: of a tokenizer that nobody has read yet
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int | None = None
@@ -192,6 +197,7 @@ class Plan(Part):
     claims: tuple[Verdict, ...]
     remedies: tuple[Remedy, ...]
     lengths: Lengths | None = None
+    corpus: CorpusFacts | None = None  # None: neither counted nor guessed
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
     disk: dict[str, float] = {}  # bytes: shards, checkpoints
     energy_kwh: float | None = None  # None: the board's power is unknown

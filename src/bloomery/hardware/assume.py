@@ -1,0 +1,24 @@
+"""A machine with a GPU that is not here: what would be installed, nothing probed."""
+
+import re
+
+from bloomery.hardware.machine import Accelerator, Machine, Software
+from bloomery.hardware.wheels import TorchBuild, torch_builds
+
+
+def fitting_build(device: Accelerator, python: str) -> TorchBuild:
+    """The build of PyTorch that set-up would choose for this GPU."""
+    major, minor = (int(part) for part in python.split(".")[:2])
+    return torch_builds(device.arch, python=(major, minor))[0]
+
+
+def with_gpu(machine: Machine, device: Accelerator) -> Machine:
+    """This machine with `device` as its only accelerator and the PyTorch that fits it."""
+    wanted = fitting_build(device, machine.software.python).requirement
+    version = re.search(r"==(.+)", wanted)
+    software = Software(
+        python=machine.software.python,
+        torch=version[1] if version else None,
+        build="rocm" if device.vendor == "amd" else "cuda",
+    )
+    return machine.model_copy(update={"accelerators": (device,), "software": software})

@@ -1,0 +1,62 @@
+"""What a plan knows of the text: counted when it is prepared, guessed from the size of its files before."""
+
+from pathlib import Path
+
+from bloomery.data.documents import open_corpora
+from bloomery.data.packing import part_rows
+from bloomery.data.prepare import finished
+from bloomery.data.shards import Manifest
+from bloomery.data.tokenizer_source import tokenizer_spec
+from bloomery.plan.types import CorpusFacts
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Data, Recipe
+
+BYTES_PER_TOKEN = 3.4  # byte-level BPE of 4k to 50k tokens on source code and English: 2.6 to 4.4
+SPREAD = 0.3
+
+
+def counted(manifest: Manifest, data: Data) -> CorpusFacts:
+    """The facts of prepared text in the recipe's layout."""
+    rows = [
+        part_rows(part.tokens, part.documents, sequence_length=data.sequence_length, layout=data.layout) * part.weight
+        for part in manifest.train.parts
+    ]
+    return CorpusFacts(
+        rows_per_epoch=sum(map(round, rows)),
+        tokens=manifest.train.tokens,
+        vocab_size=manifest.vocab_size,
+        bos_id=manifest.bos_id,
+        eos_id=manifest.eos_id,
+        pad_id=manifest.pad_id,
+    )
+
+
+def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
+    """Counted facts when `prepared` holds the recipe's text, a guess when its files are here, else None.
+
+    Raises UserError for a folder that holds another recipe's text.
+    """
+    manifest = finished(loaded, prepared)
+    return counted(manifest, loaded.recipe.data) if manifest is not None else guessed(loaded.recipe)
+
+
+def guessed(recipe: Recipe) -> CorpusFacts | None:
+    """From the bytes of the files, 30% to each side; None where they are not here. Raises UserError."""
+    data = recipe.data
+    places = [data.path, *(source.path for source in data.sources)]
+    if any(place is not None and not Path(place).exists() for place in places):
+        return None
+    size = sum(corpus.bytes * corpus.weight for corpus in open_corpora(data))
+    tokens = round(size / BYTES_PER_TOKEN)
+    return CorpusFacts(
+        rows_per_epoch=max(1, tokens // data.sequence_length),
+        tokens=tokens,
+        vocab_size=planned_vocabulary(recipe),
+        spread=SPREAD,
+    )
+
+
+def planned_vocabulary(recipe: Recipe) -> int | None:
+    """Of the tokenizer that will be trained; None for one that exists already."""
+    trained = tokenizer_spec(recipe).get("train")
+    return int(trained["vocab_size"]) if trained is not None else None

@@ -1,0 +1,71 @@
+"""Where a recipe says two things at once, or one that does nothing here. None of it stops a run; all of it is said."""
+
+from collections.abc import Iterator
+
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.plan.claims import roughly, span
+from bloomery.plan.lengths import MEASURED_STEPS
+from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Expect, Recipe
+from bloomery.units import format_count
+
+
+def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
+    """One sentence each."""
+    yield from _claims(recipe.expect, plan)
+    yield from _lengths(recipe, plan)
+    yield from _settings(recipe, profile)
+    yield from _override(profile, machine)
+
+
+def _claims(expect: Expect, plan: Plan) -> Iterator[str]:
+    wrong = [verdict for verdict in plan.claims if verdict.verdict == "wrong"]
+    if expect.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
+        seen, claimed = format_count(plan.total_tokens), format_count(expect.tokens[0])
+        yield f"train.length makes {seen} tokens, expect.tokens says {claimed}"
+    if expect.tokens and expect.tokens_per_second and expect.duration:
+        fastest = expect.tokens[0] / max(expect.tokens_per_second[1], 1e-9)
+        slowest = expect.tokens[1] / max(expect.tokens_per_second[0], 1e-9)
+        if fastest > 2 * expect.duration[1] or 2 * slowest < expect.duration[0]:
+            tokens, rate = format_count(expect.tokens[0]), format_count(expect.tokens_per_second[1])
+            took = roughly(fastest)
+            yield f"expect denies itself: {tokens} tokens at {rate} tokens/s take {took}, not {span(expect.duration)}"
+
+
+def _lengths(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
+    if steps is None:
+        asked = recipe.optimizer.warmup
+        if plan.train.seconds is not None and asked.unit == "steps" and asked.amount < MEASURED_STEPS:
+            yield f"optimizer.warmup becomes {MEASURED_STEPS} steps: a wall-time run warms up while it times its first"
+        return
+    if warmup >= steps:
+        yield f"optimizer.warmup lasts {warmup:,} steps and the run {steps:,}: the learning rate never reaches its peak"
+    elif warmup + decay > steps:
+        yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
+    if plan.eval.every_steps > steps:
+        yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: only the end is evaluated"
+
+
+def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
+    asked, arch = recipe.train.precision, profile.arch
+    if profile.accelerator is None:
+        if asked == "float16":
+            yield "train.precision is float16, and a CPU multiplies that five to nine times slower than float32"
+        if asked.startswith("bfloat16") and not (profile.cpu and profile.cpu.bf16):
+            yield f"train.precision is {asked}, and this CPU has no instructions for it: slower than float32"
+        if recipe.data.pin_memory is True:
+            yield "data.pin_memory does nothing on a CPU"
+    elif asked.startswith("bfloat16") and arch is not None and not arch.bf16_matmul:
+        yield f"train.precision is {asked}, and {profile.accelerator.arch} only emulates bf16: as slow as float32"
+    if recipe.train.compile is True and not profile.compile.value:
+        yield f"train.compile is asked for, but {profile.compile.because}"
+
+
+def _override(profile: Profile, machine: Machine) -> Iterator[str]:
+    """The override helps chips without kernels of their own and breaks those with them."""
+    version = machine.software.environment.get("HSA_OVERRIDE_GFX_VERSION")
+    if version is not None and profile.accelerator is not None and profile.accelerator.vendor == "amd":
+        arch = profile.accelerator.arch
+        yield f"HSA_OVERRIDE_GFX_VERSION={version} makes {arch} claim to be another: unset it for wheels with {arch}"
