@@ -1,0 +1,73 @@
+"""The table answers without torch, and the choice is always something that honours the recipe."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from bloomery.model.attention_facts import BACKENDS, choose, supports
+from bloomery.recipe.schema import AttentionBackend
+
+
+def test_the_table_is_the_recipes_list() -> None:
+    assert set(BACKENDS) == set(AttentionBackend.__args__)
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, bloomery.model.attention_facts; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "fused", "length", "packed", "window", "softcap", "dropout", "expected"),
+    [
+        ("cpu", False, 256, True, None, None, 0.0, "mask"),
+        ("cpu", False, 512, True, None, None, 0.1, "mask"),
+        ("cpu", False, 1024, True, None, None, 0.0, "per_document"),
+        ("cpu", False, 1024, True, None, None, 0.1, "per_document"),
+        ("cpu", False, 1024, False, None, None, 0.0, "sdpa"),
+        ("cpu", False, 1024, False, 2048, None, 0.0, "sdpa"),
+        ("cpu", False, 256, True, None, 50.0, 0.0, "blockwise"),
+        ("cuda", True, 1024, False, None, None, 0.1, "sdpa"),
+        ("cuda", True, 1024, True, None, None, 0.0, "varlen"),
+        ("cuda", True, 1024, True, 512, None, 0.0, "flex"),
+        ("cuda", True, 1024, True, None, 50.0, 0.0, "flex"),
+        ("cuda", True, 1024, True, None, None, 0.1, "blockwise"),
+        ("cuda", False, 1024, True, None, None, 0.0, "blockwise"),
+        ("cuda", False, 1024, False, None, None, 0.0, "blockwise"),
+    ],
+)
+def test_choices(device, fused, length, packed, window, softcap, dropout, expected) -> None:
+    choice = choose(
+        device, arch_has_fused=fused, sequence_length=length, packed=packed, window=window, softcap=softcap,
+        dropout=dropout,
+    )  # fmt: skip
+    assert choice.value == expected
+    assert choice.because
+
+
+def test_a_choice_always_honours_the_recipe() -> None:
+    wanted = itertools.product(
+        ("cpu", "cuda"), (False, True), (128, 4096), (False, True), (None, 64), (None, 9.0), (0.0, 0.1), (False, True),
+        ("2.9.1", "2.13.0"),
+    )  # fmt: skip
+    for device, fused, length, packed, window, softcap, dropout, float32, torch in wanted:
+        backend = choose(
+            device, arch_has_fused=fused, sequence_length=length, packed=packed, window=window, softcap=softcap,
+            dropout=dropout, float32=float32, torch=torch,
+        ).value  # fmt: skip
+        assert not supports(
+            backend, device_type=device, packed=packed, window=window is not None, softcap=softcap is not None,
+            dropout=dropout > 0, float32=float32, torch=torch,
+        )  # fmt: skip
+
+
+def test_refusals_say_why() -> None:
+    asked = {"packed": True, "window": False, "softcap": False, "dropout": False}
+    assert "documents" in str(supports("sdpa", device_type="cpu", **asked))
+    assert "CPU" in str(supports("varlen", device_type="cpu", **asked))
+    assert "2.12" in str(supports("varlen", device_type="cuda", torch="2.10.0+rocm6.4", **asked))
+    assert "16-bit" in str(supports("varlen", device_type="cuda", float32=True, **asked))
+    with pytest.raises(KeyError):
+        supports("magic", device_type="cpu", **asked)
