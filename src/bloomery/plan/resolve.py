@@ -181,9 +181,14 @@ class _Resolution:
             clip=asked.clip,
             seed=asked.seed,
             deterministic=choose_deterministic(self.recipe, self.profile).value,
-            threads=self.machine.host.cpu_cores,
+            threads=self.threads(),
             device=self.profile.device.value,
         )
+
+    def threads(self) -> int:
+        """Every core, unless the user has bounded OpenMP."""
+        asked = self.machine.software.environment.get("OMP_NUM_THREADS", "")
+        return int(asked) if asked.isdigit() and int(asked) > 0 else self.machine.host.cpu_cores
 
     def data(self, prepared: Path) -> DataPlan:
         return DataPlan(
