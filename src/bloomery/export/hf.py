@@ -56,7 +56,7 @@ def export(source: Path, out: Path, *, verify: bool = True) -> Exported:
 def _draft(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when the block ends well, and disappears when it does not."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("this place is taken, and nothing is overwritten", where=str(out), remedy="choose another --out")
+        raise UserError("this place is taken; nothing is overwritten", where=str(out), remedy="choose another --out")
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
         draft.mkdir(parents=True)

@@ -1,0 +1,112 @@
+"""Logits of every family against transformers, the same after saving and loading both ways."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import CASES, saved_reference, tokens
+from torch.testing import assert_close
+
+from bloomery.model.families import FAMILIES
+from bloomery.model.weights import load_decoder, model_state, write_model
+
+TOKENS = tokens()
+
+
+def test_every_family_has_a_case() -> None:
+    assert {CASES[case][0].lower() for case in CASES} == {name.removesuffix("_text") for name in FAMILIES}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_match_transformers_both_ways(case: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "ours").mkdir()
+    theirs = saved_reference(case, tmp_path / "theirs")
+    expected = theirs(TOKENS).logits
+    assert float(expected.std()) > 0.1, "the reference is too flat to show a difference"
+    ours = load_decoder(tmp_path / "theirs")
+    assert_close(ours(TOKENS), expected, atol=1e-4, rtol=0)
+    write_model(model_state(ours), ours.config, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert type(again) is type(theirs)
+    assert_close(again(TOKENS).logits, expected, atol=0, rtol=0)
+    assert torch.equal(load_decoder(tmp_path / "ours")(TOKENS), ours(TOKENS))
+    assert load_decoder(tmp_path / "ours").config == ours.config
+
+
+@pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2", "gemma3", "olmo2", "qwen3"])
+def test_gradients_match_transformers(case: str, tmp_path: Path) -> None:
+    theirs = saved_reference(case, tmp_path)
+    ours = load_decoder(tmp_path)
+    theirs(TOKENS).logits.square().mean().backward()
+    ours(TOKENS).square().mean().backward()
+    embedding = theirs.get_input_embeddings().weight.grad
+    assert_close(ours.model.embed_tokens.weight.grad, embedding, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama3-gqa-tied", "qwen2.5-window-tied", "gemma3", "phi3-longrope", "llama-yarn"])
+@torch.no_grad()
+def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
+    """transformers 4 wrote rope_theta, rope_scaling (with `type`) and no layer_types."""
+    theirs = saved_reference(case, tmp_path)
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text())
+    rope = stated.pop("rope_parameters")
+    if local := rope.get("sliding_attention"):
+        stated["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
+    stated["rope_theta"] = rope.pop("rope_theta")
+    rope.pop("partial_rotary_factor", None)
+    kind = rope.pop("rope_type")
+    stated["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
+    stated.pop("layer_types", None)
+    stated.pop("dtype", None)
+    path.write_text(json.dumps(stated))
+    assert_close(load_decoder(tmp_path)(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama2", "gpt2", "gemma3", "phi4-partial"])
+@torch.no_grad()
+def test_positions_restart_where_the_caller_says(case: str, tmp_path: Path) -> None:
+    """Two documents in one row, isolated, give the logits that each gives alone."""
+    saved_reference(case, tmp_path)
+    ours = load_decoder(tmp_path, attention="mask")
+    first, second = TOKENS[:1, :15], TOKENS[:1, 15:]
+    positions = torch.cat((torch.arange(15), torch.arange(25)))[None]
+    documents = (torch.arange(40) >= 15).long()[None]
+    packed = ours(TOKENS[:1], positions_BT=positions, documents_BT=documents)
+    assert_close(packed, torch.cat((ours(first), ours(second)), 1), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_base_model_of_transformers_loads_with_a_tied_head(tmp_path: Path) -> None:
+    """Files saved without the language-modelling head lack the outermost prefix (GPT-2's on the hub do)."""
+    theirs = saved_reference("gpt2", tmp_path)
+    theirs.transformer.save_pretrained(tmp_path)
+    assert_close(load_decoder(tmp_path)(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_autocast_stays_near_float32(tmp_path: Path) -> None:
+    saved_reference("qwen3", tmp_path)
+    ours = load_decoder(tmp_path)
+    exact = ours(TOKENS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = ours(TOKENS)
+    assert rounded.dtype == torch.bfloat16
+    assert float((rounded - exact).abs().mean()) < 0.02 * float(exact.abs().mean())
+    assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2"])
+def test_blocks_compile_whole(case: str, tmp_path: Path) -> None:
+    """No graph break inside a block, forward and backward."""
+    saved_reference(case, tmp_path)
+    ours, plain = load_decoder(tmp_path), load_decoder(tmp_path)
+    ours.model.layers[1].compile(fullgraph=True, backend="aot_eager")
+    ours(TOKENS).square().mean().backward()
+    plain(TOKENS).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert_close(ours.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
