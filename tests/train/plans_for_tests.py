@@ -19,17 +19,20 @@ from bloomery.plan.types import (
 )
 from bloomery.units import Duration
 
-STEPS = Duration(1, "steps")
+torch.set_num_threads(1)  # models this small are slower on two threads, and much slower on a busy machine
+
+THOUSAND = Duration(1000, "steps")
 LENGTHS = Lengths(
-    train=Duration(1, "seconds"), warmup=STEPS, decay=None, checkpoint=STEPS, evaluation=STEPS, monitor=STEPS,
-    rows_per_epoch=None,
+    train=Duration(1, "seconds"), warmup=Duration(1, "percent"), decay=None, checkpoint=THOUSAND,
+    evaluation=Duration(50, "percent"), monitor=THOUSAND, rows_per_epoch=None,
 )  # fmt: skip
 
 
 def tiny_config(**changes) -> ModelConfig:
     facts = {
-        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1,
-        "head_dim": 16, "max_positions": 64, "qk_norm": "head", "tie_embeddings": True, "family": "qwen3",
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
+        "num_kv_heads": 1, "head_dim": 16, "max_positions": 64, "qk_norm": "head", "tie_embeddings": True,
+        "family": "qwen3",
     }  # fmt: skip
     return ModelConfig(**(facts | changes))
 
@@ -38,24 +41,28 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
     """`sections`: changes by section, such as train={"steps": 4}."""
     parts = {
         "model": ModelPlan(config=config or tiny_config(), source=None, attention="mask", score_chunk=64),
-        "data": DataPlan(prepared=prepared, sequence_length=32, layout="packed", workers=1, pin_memory=False, prefetch=2),
+        "data": DataPlan(
+            prepared=prepared, sequence_length=32, layout="packed", workers=1, pin_memory=False, prefetch=2,
+        ),
         "optimizer": OptimizerPlan(
-            kind="adamw", learning_rate=0.01, matrix_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), epsilon=1e-8,
-            weight_decay=0.1, fused=True, schedule="cosine", floor=0.0, warmup_steps=2, decay_steps=0,
+            kind="adamw", learning_rate=0.01, matrix_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95),
+            epsilon=1e-8, weight_decay=0.1, fused=True, schedule="cosine", floor=0.0, warmup_steps=2, decay_steps=0,
         ),
         "train": TrainPlan(
-            steps=6, seconds=None, tokens_per_step=128, micro_batch=2, accumulation=2, precision="float32", compile=False,
-            activation_checkpointing="none", clip=1.0, seed=0, deterministic=False, threads=torch.get_num_threads(),
+            steps=6, seconds=None, tokens_per_step=128, micro_batch=2, accumulation=2, precision="float32",
+            compile=False, activation_checkpointing="none", clip=1.0, seed=0, deterministic=False, threads=1,
             device="cpu",
         ),
         "checkpoint": CheckpointPlan(every_steps=3, keep=2, asynchronous=False),
         "eval": EvalPlan(
-            every_steps=3, rows=None, prompts=(), max_tokens=4, temperature=0.8, top_p=0.95, stop_early=None, micro_batch=2
+            every_steps=3, rows=None, prompts=(), max_tokens=4, temperature=0.8, top_p=0.95, stop_early=None,
+            micro_batch=2,
         ),
         "monitor": MonitorPlan(every_steps=1, sinks=(), commands=()),
     }  # fmt: skip
     changed = {name: part.model_copy(update=sections.get(name, {})) for name, part in parts.items()}
     return Plan(
-        name="tiny", **changed, torch=torch.__version__, step_seconds=None, total_tokens=None, decisions=(), contradictions=(),
-        memory=MemoryEstimate(parts={}, low=0, high=0, limit=1, origin="table"), claims=(), remedies=(), lengths=LENGTHS,
+        name="tiny", **changed, torch=torch.__version__, step_seconds=None, total_tokens=None, decisions=(),
+        contradictions=(), memory=MemoryEstimate(parts={}, low=0, high=0, limit=1, origin="table"), claims=(),
+        remedies=(), lengths=LENGTHS,
     )  # fmt: skip

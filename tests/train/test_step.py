@@ -25,8 +25,8 @@ def batch(rows: int, seed: int = 0) -> Batch:
 
 def halves(whole: Batch) -> list[Batch]:
     """Two rows and the rest: micro-batches with different numbers of learned labels."""
-    parts = [t.split([2, len(t) - 2]) for t in (whole.tokens, whole.labels, whole.weights, whole.positions, whole.documents)]
-    return [Batch(*(part[i] for part in parts)) for i in range(2)]
+    tensors = whole.tokens, whole.labels, whole.weights, whole.positions, whole.documents
+    return [Batch(*(t[:2] for t in tensors)), Batch(*(t[2:] for t in tensors))]
 
 
 def trainee(config=None, **sections) -> tuple[Trainee, object]:

@@ -12,12 +12,12 @@ from bloomery.data.loader import Cursor, Loader, Prefetcher
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.monitor.events import Emit, Phase, Recovered, Resumed, RunStarted, Sampled, StepDone, Warned
-from bloomery.plan.lengths import MEASURED_STEPS, complete
+from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
 from bloomery.train.checkpoint import Saver, newest_valid
 from bloomery.train.evaluation import Evaluation, evaluate, samples
-from bloomery.train.length import Costs, steps_within, typical_step
+from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.schedules import planned_share
@@ -202,11 +202,10 @@ def fix_length(job: Job) -> None:
     seconds = job.plan.train.seconds
     assert seconds is not None, "a plan without steps has a wall-time length"
     left = seconds - (time.perf_counter() - job.began)
-    costs = measure_costs(job)
-    steps = job.step + steps_within(left, costs)
-    job.plan = complete(job.plan, steps=steps, step_seconds=costs.step)
+    job.plan = fitted(job.plan, measure_costs(job), done=job.step, seconds=left)
+    assert job.plan.train.steps is not None
     write_plan(job.plan, job.run_dir / "plan.json")
-    job.emit(Phase(step=job.step, name="length", done=job.step, total=steps))
+    job.emit(Phase(step=job.step, name="length", done=job.step, total=job.plan.train.steps))
 
 
 def measure_costs(job: Job) -> Costs:
@@ -225,8 +224,6 @@ def measure_costs(job: Job) -> Costs:
         evaluation=-(-rows // plan.eval.micro_batch) * (looked - begun)
         + len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
         save=written / (COPIED_PER_SECOND if plan.checkpoint.asynchronous else WRITTEN_PER_SECOND),
-        evaluate_every=plan.eval.every_steps,
-        save_every=plan.checkpoint.every_steps,
     )
 
 

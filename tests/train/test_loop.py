@@ -1,0 +1,182 @@
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from safetensors.torch import load_file
+
+from bloomery.data.prepare import prepare
+from bloomery.monitor.events import EvalDone, Phase, Resumed, RunStarted, Sampled, Saved, StepDone
+from bloomery.plan.store import read_plan
+from bloomery.recipe.load import load_recipe
+from bloomery.train.loop import run
+from bloomery.train.sealed import best_step, saved_steps
+
+RECIPE = """
+model: {preset: go-coder-tiny}
+tokenizer: {train: {vocab_size: 300}}
+data: {path: text, glob: "*.py", sequence_length: 32, validation: 20%}
+"""
+CONFIG = tiny_config(vocab_size=300, residual_dropout=0.1)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    for number in range(40):
+        lines = [f"def function_{number}_{i}(value):\n    return value * {i} + {number}\n" for i in range(8)]
+        (folder / "text" / f"{number}.py").write_text("\n".join(lines))
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    prepare(load_recipe(recipe), folder / "prepared")
+    return folder / "prepared"
+
+
+class Run:
+    """One call of the loop, with what it told."""
+
+    def __init__(self, plan, folder: Path, *, stop_after: int | None = None, resume_from: Path | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.events = folder, []
+        stop = lambda: stop_after is not None and self.steps_done() >= stop_after  # noqa: E731
+        self.outcome = run(plan, run_dir=folder, emit=self.events.append, stop=stop, resume_from=resume_from)
+
+    def of(self, kind) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def steps_done(self) -> int:
+        return max((event.step for event in self.of(StepDone)), default=0)
+
+    def losses(self) -> dict[int, float]:
+        return {event.step: event.loss for event in self.of(StepDone)}
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{step:08d}"
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        parts = [load_file(self.checkpoint(step) / f"{part}.safetensors") for part in ("model", "optimizer", "rng")]
+        return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def assert_same_tensors(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture(scope="session")
+def plan(prepared):
+    looks = {"prompts": ("def f",)}
+    return tiny_plan(prepared, config=CONFIG, train={"steps": 8}, optimizer={"kind": "muon"}, eval=looks)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(plan, tmp_path_factory) -> Run:
+    return Run(plan, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_a_run_tells_all_it_does_in_order(undisturbed):
+    assert undisturbed.outcome == "done"
+    assert isinstance(undisturbed.events[0], RunStarted)
+    assert [event.step for event in undisturbed.of(StepDone)] == list(range(1, 9))
+    assert [event.step for event in undisturbed.of(EvalDone)] == [3, 6, 8]
+    assert [event.step for event in undisturbed.of(Sampled)] == [3, 6, 8]
+    assert [event.step for event in undisturbed.of(Saved)] == [3, 6, 8]
+    order = [event.step for event in undisturbed.events]
+    assert order == sorted(order)
+
+
+def test_it_learns_and_its_figures_add_up(undisturbed):
+    steps = undisturbed.of(StepDone)
+    assert steps[0].loss == pytest.approx(math.log(300), abs=0.2)
+    assert steps[-1].loss < steps[0].loss - 0.3
+    assert [event.tokens for event in steps] == [128 * n for n in range(1, 9)]
+    for event in steps:
+        assert event.tokens_per_second == pytest.approx(128 / event.step_seconds)
+        assert event.samples_per_second == pytest.approx(4 / event.step_seconds)
+        assert 0 <= event.data_wait_seconds < event.step_seconds
+        assert 0.05 < event.memory_gib < 64
+    assert [event.learning_rate for event in steps][:2] == [0.005, 0.01]
+
+
+def test_checkpoints_are_kept_and_the_best_is_marked(undisturbed):
+    assert saved_steps(undisturbed.folder / "checkpoints") == [6, 8]
+    losses = {event.step: event.loss for event in undisturbed.of(EvalDone)}
+    assert best_step(undisturbed.folder / "checkpoints") == min(losses, key=losses.get)
+    assert [event.best for event in undisturbed.of(Saved)] == [True, True, True]
+
+
+def test_an_evaluation_leaves_no_trace(plan, undisturbed, tmp_path):
+    seldom = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": 100, "prompts": ()})})
+    other = Run(seldom, tmp_path / "run")
+    assert other.losses() == undisturbed.losses()
+    assert_same_tensors(other.tensors(8), undisturbed.tensors(8))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
+def test_a_resumed_run_equals_the_undisturbed_one_bitwise(prepared, tmp_path, kind, precision):
+    train = {"steps": 6, "precision": precision}
+    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": kind}, eval={"every_steps": 4})
+    whole = Run(plan, tmp_path / "whole")
+    first = Run(plan, tmp_path / "halves", stop_after=4)
+    assert first.outcome == "stopped"
+    torch.manual_seed(99)
+    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(4))
+    assert second.of(Resumed)[0].step == 4
+    assert first.losses() | second.losses() == whole.losses()
+    assert list(second.losses()) == [5, 6]
+    assert second.of(EvalDone)[-1].loss == whole.of(EvalDone)[-1].loss
+    assert_same_tensors(second.tensors(6), whole.tensors(6))
+
+
+def test_a_stop_before_the_first_step_saves_nothing(plan, tmp_path):
+    stopped = Run(plan, tmp_path / "run", stop_after=0)
+    assert stopped.outcome == "stopped"
+    assert stopped.of(Saved) == []
+
+
+def test_a_finished_run_resumes_to_nothing_more(plan, undisturbed, tmp_path):
+    again = Run(plan, tmp_path / "run", resume_from=undisturbed.checkpoint(8))
+    assert again.outcome == "done"
+    assert again.of(StepDone) == []
+
+
+def test_early_stopping_ends_a_run_that_no_longer_improves(prepared, tmp_path):
+    plan = tiny_plan(
+        prepared, config=CONFIG, train={"steps": 50}, optimizer={"learning_rate": 1e-9, "warmup_steps": 0},
+        eval={"every_steps": 1, "stop_early": 2},
+    )  # fmt: skip
+    stuck = Run(plan, tmp_path / "run")
+    assert stuck.outcome == "done"
+    assert stuck.steps_done() < 50
+
+
+def test_a_wall_time_length_becomes_steps_after_ten(prepared, tmp_path):
+    plan = tiny_plan(
+        prepared, config=CONFIG, train={"steps": None, "seconds": 3.0}, optimizer={"warmup_steps": 10},
+        checkpoint={"every_steps": 1000}, eval={"every_steps": 1000},
+    )  # fmt: skip
+    timed = Run(plan, tmp_path / "run")
+    (length,) = timed.of(Phase)
+    assert (length.name, length.step) == ("length", 10)
+    assert timed.steps_done() == length.total > 10
+    stored = read_plan(tmp_path / "run" / "plan.json")
+    assert stored.train.steps == length.total
+    assert stored.total_tokens == length.total * 128
+    assert timed.of(StepDone)[-1].learning_rate < 0.1 * plan.optimizer.learning_rate
+
+
+def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(3):
+        (tmp_path / "text" / f"{number}.py").write_text(f"print({number})\n" * 200)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.replace("20%", "0%"))
+    prepare(load_recipe(tmp_path / "tiny.yaml"), tmp_path / "prepared")
+    plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2})
+    blind = Run(plan, tmp_path / "run")
+    assert blind.outcome == "done"
+    assert blind.of(EvalDone) == []
+    assert list(itertools.chain.from_iterable(e.path for e in blind.of(Saved)))
