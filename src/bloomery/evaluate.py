@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from bloomery.data.documents import Tally, open_corpus, read_documents, read_file
 from bloomery.data.files import DATA, TABLES, suffix_of
 from bloomery.data.shards import open_split
-from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
+from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
+from bloomery.train.model_folder import model_folder
 from bloomery.train.scoring import score_documents
 
 
@@ -34,6 +37,17 @@ class Text:
 
     tokens: list[int]
     bytes: int
+
+
+def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
+    """Decoder and tokenizer of a run's checkpoint or a model's folder: float32 on the CPU, as stored on a GPU.
+
+    Raises UserError when there is none, or when it is damaged.
+    """
+    folder = model_folder(model, step)
+    gpu = torch.cuda.is_available()
+    decoder = load_decoder(folder, dtype=None if gpu else torch.float32, device="cuda" if gpu else "cpu")
+    return decoder, load_tokenizer(folder)
 
 
 def evaluate(

@@ -70,7 +70,7 @@ def test_a_resume_does_not_count_the_pause():
 
 def test_smoothing_is_bias_corrected():
     tally = tally_of([step_done(1, 4.0), step_done(2, 2.0)])
-    assert abs(tally.smoothed - (0.95 * 0.05 * 4 + 0.05 * 2) / (1 - 0.95**2)) < 1e-12
+    assert abs(tally.smoothed - (0.9 * 0.1 * 4 + 0.1 * 2) / (1 - 0.9**2)) < 1e-12
 
 
 def test_a_failure_says_why():

@@ -20,7 +20,7 @@ from bloomery.monitor.events import (
     Warned,
 )
 
-SMOOTHING = 0.95  # of the moving average of the loss, bias-corrected as Adam's first moment is
+SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
 BARS = "▁▂▃▄▅▆▇█"
 _RECENT = 50  # steps that the speed is taken from
 

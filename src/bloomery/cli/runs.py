@@ -1,0 +1,96 @@
+"""`bloomery runs`: what lies under runs/."""
+
+import os
+from dataclasses import asdict, dataclass
+from fcntl import LOCK_NB, LOCK_SH, LOCK_UN, flock
+from pathlib import Path
+
+import click
+
+from bloomery.cli.common import all_runs, print_json
+from bloomery.monitor.events import read_events
+from bloomery.monitor.tally import tally_of
+from bloomery.units import format_bytes
+
+_HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """`state`: running, done, stopped, failed, killed. `command` goes on with it, None when there is nothing to do."""
+
+    name: str
+    state: str
+    step: int
+    steps: int | None
+    loss: float | None
+    bits_per_byte: float | None
+    bytes: int
+    command: str | None
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def command(as_json: bool) -> None:
+    """List the runs under runs/, newest last: how far each came, and how to go on."""
+    lines = [describe(folder) for folder in all_runs()]
+    if as_json:
+        print_json({"runs": [asdict(line) for line in lines]})
+        return
+    if not lines:
+        click.echo("there are no runs here yet; `bloomery demo` makes one")
+        return
+    rows = [_HEAD, *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row in rows:
+        name, state, *figures = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
+    unfinished = [line.command for line in lines if line.command]
+    for offered in unfinished[-3:]:
+        click.echo(f"{'goes on' if offered == unfinished[-3:][0] else '':<11}{offered}")
+
+
+def describe(folder: Path) -> RunLine:
+    """From the run's events and its lock."""
+    tally = tally_of(read_events(folder / "events.jsonl"))
+    state = "running" if in_use(folder / "lock") else "killed"
+    if state != "running" and tally.ended is not None:
+        state = tally.ended.why.partition(":")[0]
+    exam = tally.evaluation
+    return RunLine(
+        name=folder.name,
+        state=state,
+        step=tally.step,
+        steps=tally.steps,
+        loss=tally.smoothed,
+        bits_per_byte=exam.bits_per_byte if exam else None,
+        bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        command=None if state in ("running", "done") else f"bloomery resume {folder.name}",
+    )
+
+
+def in_use(lock: Path) -> bool:
+    """Whether a process holds the run's lock; the kernel drops it with its holder."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        flock(descriptor, LOCK_SH | LOCK_NB)
+        flock(descriptor, LOCK_UN)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _cells(line: RunLine) -> tuple[str, ...]:
+    return (
+        line.name,
+        line.state,
+        f"{line.step:,}" + (f"/{line.steps:,}" if line.steps else ""),
+        "" if line.loss is None else f"{line.loss:.3f}",
+        "" if line.bits_per_byte is None else f"{line.bits_per_byte:.3f}",
+        format_bytes(line.bytes),
+    )

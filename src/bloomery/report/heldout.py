@@ -1,0 +1,122 @@
+"""A held-out text with the price of each of its tokens, before training and after."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bloomery.data.shards import open_split
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
+from bloomery.plan.types import Plan
+from bloomery.report.html import Html, el, join
+
+_TOKENS = 260  # of one document: what two columns show without scrolling for long
+_ENOUGH = 64  # a document with fewer tokens says little
+_MOST_PARAMETERS = 1_500_000_000  # above that, loading the model twice costs more than the picture is worth
+_EDGES = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0)  # nats; a token given half its probability costs 0.69
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A stretch of text and the nats that its tokens cost together; None for what is not scored."""
+
+    text: str
+    nats: float | None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    before: list[Priced]
+    after: list[Priced]
+    step: int  # of the checkpoint that `after` is from
+
+
+def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | str:
+    """Both prices of the first long enough document of the validation split, or why there are none."""
+    from bloomery.train.sealed import newest_valid
+
+    if parameters > _MOST_PARAMETERS:
+        return "the model is too large to be loaded twice for a picture"
+    checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
+    if checkpoint is None:
+        return "there is no checkpoint"
+    try:
+        tokens = _document(plan.data.prepared)
+        tokenizer = load_tokenizer(plan.data.prepared)
+    except UserError as error:
+        return f"the held-out text cannot be read: {error.problem}"
+    if len(tokens) < 2:
+        return "the validation split is empty"
+    return _price(plan, checkpoint, tokens, tokenizer)
+
+
+def _price(plan: Plan, checkpoint: Path, tokens: list[int], tokenizer: Tokenizer) -> HeldOut:
+    import torch
+
+    from bloomery.model.weights import fresh_decoder, load_decoder
+    from bloomery.train.scoring import score_documents
+
+    if plan.model.source is None:
+        before = fresh_decoder(plan.model.config, seed=plan.train.seed)
+    else:
+        before = load_decoder(plan.model.source, dtype=torch.float32)
+    first = next(score_documents(before, [tokens]))
+    del before  # only one model at a time
+    last = next(score_documents(load_decoder(checkpoint, dtype=torch.float32), [tokens]))
+    step = int(checkpoint.name.rpartition("-")[2])
+    return HeldOut(stretches(tokens, first, tokenizer), stretches(tokens, last, tokenizer), step)
+
+
+def _document(prepared: Path) -> list[int]:
+    split = open_split(prepared, "validation")
+    found: list[int] = []
+    for index in range(min(len(split), 200)):
+        tokens: list[int] = split.document(index)[:_TOKENS].tolist()
+        if len(tokens) > len(found):
+            found = tokens
+        if len(found) >= _ENOUGH:
+            break
+    return found
+
+
+def stretches(tokens: list[int], nats: np.ndarray, tokenizer: Tokenizer) -> list[Priced]:
+    """Text token by token, without the BOS; tokens that only together make a character share a stretch.
+
+    `nats`: float [len(tokens) - 1], of every token but the first.
+    """
+    found: list[Priced] = []
+    start = 1 if tokens[0] == tokenizer.bos_id else 0
+    shown = tokenizer.decode(tokens[:start])
+    for end in range(start + 1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end])
+        if text.endswith("�") and end < len(tokens):
+            continue
+        prices = nats[max(start - 1, 0) : end - 1]
+        found.append(Priced(text[len(shown) :], float(prices.sum()) if len(prices) else None))
+        start, shown = end, text
+    return [one for one in found if one.text]
+
+
+def level(nats: float | None) -> int:
+    """0, unmarked, to 6."""
+    return 0 if nats is None else sum(nats >= edge for edge in _EDGES)
+
+
+def draw(told: HeldOut) -> Html:
+    """Two columns of the same text; darker cost more."""
+    names = [f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES)]
+    keys = [el("span", name, class_=f"n{index}") for index, name in enumerate(names)]
+    before, after = _column("before training", told.before), _column(f"after step {told.step:,}", told.after)
+    return join(el("p", "nats a token: ", *keys, class_="legend"), el("div", before, after, class_="two"))
+
+
+def _column(title: str, text: list[Priced]) -> Html:
+    scored = [one.nats for one in text if one.nats is not None]
+    mean = f"{sum(scored) / len(scored):.2f} nats each on average" if scored else ""
+    parts = [
+        el("span", one.text, class_=f"n{level(one.nats)}", title=None if one.nats is None else f"{one.nats:.2f} nats")
+        for one in text
+    ]
+    caption = el("figcaption", el("b", title), el("span", mean, class_="unit"))
+    return el("figure", caption, el("div", *parts, class_="heat"))

@@ -1,0 +1,284 @@
+"""The sections of the report, from the headline to the command that repeats the run."""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from shlex import quote
+from statistics import fmean
+
+from bloomery.monitor.tally import in_millions
+from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
+from bloomery.report.claims import judge_run
+from bloomery.report.heldout import HeldOut, draw
+from bloomery.report.html import Html, el, join, table
+from bloomery.report.record import Record
+from bloomery.units import GIB, format_bytes, format_count, format_seconds
+
+# No script runs and nothing is fetched, whatever the run's texts hold.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_HAPPENED = {"kill": "killed", "resume": "resumed", "skip": "step skipped", "rewind": "rewound", "save": "saved"}
+_SHOWN_SAMPLES = 24  # checkpoints whose samples are on the page
+
+
+def page(record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: str) -> str:
+    """The whole document. `held_out` may be the reason why there is none."""
+    sections = [
+        *(bar_chart(bars) for bars in extras),
+        section("Loss", loss(record)),
+        section("How it ran", speed(record)),
+        section("Plan and run", plan_and_run(record)),
+        section("What happened", incidents(record)),
+        section("Evaluations", evaluations(record)),
+        section("What it writes", samples(record)),
+        section("A held-out text, token by token", _held_out(held_out)),
+        section("What the recipe expected", claims(record)),
+        section("What was chosen, and why", choices(record)),
+        section("Recipe", recipe(record)),
+        section("Machine", machine(record)),
+        section("Again", again(record, name)),
+    ]
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        el("title", f"{name} · Bloomery"),
+        el("style", Html(resources.files("bloomery.report").joinpath("style.css").read_text(encoding="utf-8"))),
+    )
+    version = record.started.version if record.started else "?"
+    footer = el("footer", f"Written by Bloomery {version} from this run's events. This page needs no network.")
+    body = el("body", el("main", headline(record, name), *sections, footer))
+    return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
+
+
+def section(title: str, *content: Html | None) -> Html | None:
+    """None when there is nothing in it."""
+    return el("section", el("h2", title), *content) if any(content) else None
+
+
+def headline(record: Record, name: str) -> Html:
+    tally = record.tally
+    steps = f"{tally.step:,} of {tally.steps:,} steps" if tally.steps else f"{tally.step:,} steps"
+    lead = [el("span", record.state, class_=f"state {record.state}"), f" · {steps}"]
+    if record.started is not None:
+        lead.append(f" · {format_count(record.started.parameters)} parameters on {record.started.device}")
+    cards = [card(value, title) for value, title in _figures(record) if value]
+    return join(el("h1", name), el("p", *lead, class_="lead"), el("div", *cards, class_="cards"))
+
+
+def _figures(record: Record) -> list[tuple[str, str]]:
+    tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
+    bits = best.bits_per_byte if best else None
+    return [
+        (f"{bits:.3f}" if bits is not None else "", f"bits per byte, held out, step {best.step if best else 0:,}"),
+        (f"{best.loss:.3f}" if best and best.loss is not None else "", "nats a token, held out"),
+        (f"{best.perplexity:.4g}" if best and best.perplexity is not None else "", "perplexity, held out"),
+        (f"{tally.smoothed:.3f}" if tally.smoothed is not None else "", "training loss, smoothed"),
+        (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
+        (format_seconds(tally.seconds), "from first to last event"),
+        (f"{speed:,.0f}" if speed else "", "tokens a second"),
+        (f"{tally.peak_gib:.2f} GiB" if tally.peak_gib else "", "memory at the peak"),
+    ]
+
+
+def card(value: str, title: str) -> Html:
+    return el("div", el("b", value), el("span", title), class_="card")
+
+
+def loss(record: Record) -> Html:
+    raw: list[Point] = [(step.step, step.loss) for step in record.steps if step.loss is not None]
+    held: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
+    trained = Series("each step", raw, "raw"), Series("smoothed", smooth(raw), "line")
+    series = [*trained, Series("held out", held, "eval")]
+    chart = line_chart("Loss", series, record.marks, unit="nats a token", height=300)
+    kinds = {mark.kind for mark in record.marks}
+    note = " · ".join(f"{sign} {_HAPPENED[kind]}" for kind, sign in SIGNS.items() if kind in kinds)
+    return join(chart, el("p", note, class_="note") if note else None)
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """A bias-corrected moving average over a fortieth of the run: short enough to follow it, long enough to be calm."""
+    share = 1 / min(max(len(points) / 40, 3), 200)
+    mean, weight, found = 0.0, 0.0, []
+    for step, value in points:
+        mean += share * (value - mean)
+        weight += share * (1 - weight)
+        found.append((step, mean / weight))
+    return found
+
+
+def speed(record: Record) -> Html | None:
+    steps = record.steps
+    if not steps:
+        return None
+    norms: list[Point] = [(s.step, s.grad_norm) for s in steps if s.grad_norm is not None]
+    wait = [(s.step, 100 * s.data_wait_seconds / s.step_seconds) for s in steps if s.step_seconds > 0]
+    charts = [
+        line_chart("Learning rate", [Series("rate", [(s.step, s.learning_rate) for s in steps])], from_zero=True),
+        line_chart("Gradient norm", [Series("norm", norms)]),
+        line_chart("Speed", [Series("speed", [(s.step, s.tokens_per_second) for s in steps])], unit="tokens/s"),
+        line_chart("Waiting for data", [Series("share", wait)], unit="% of the step", from_zero=True),
+    ]
+    return el("div", *charts, class_="two")
+
+
+def plan_and_run(record: Record) -> Html | None:
+    plan, tally = record.plan, record.tally
+    if plan is None:
+        return None
+    parts = [(name, size / GIB) for name, size in sorted(plan.memory.parts.items(), key=lambda part: -part[1])]
+    rows = [*parts, ("planned in all", plan.memory.total / GIB)]
+    if tally.peak_gib:
+        rows.append(("measured", tally.peak_gib))
+    low, high, limit = (size / GIB for size in (plan.memory.low, plan.memory.high, plan.memory.limit))
+    said = f"Range {low:.2f} to {high:.2f} GiB, limit {limit:.2f} GiB."
+    memory = bar_chart(Bars("Memory of one device", rows, "GiB", said, own="measured"))
+    compared = [_compared(title, planned, ran) for title, planned, ran in _pairs(record) if planned and ran]
+    figures = table(["", "plan", "run", "difference"], compared) if compared else None
+    return join(memory, figures)
+
+
+def _pairs(record: Record) -> list[tuple[str, float | None, float | None]]:
+    """Title with its unit, what the plan said, what the run did."""
+    plan, tally = record.plan, record.tally
+    assert plan is not None
+    step = plan.step_seconds.value if plan.step_seconds else None
+    ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
+    finished = record.state == "done" and plan.train.steps
+    return [
+        ("seconds a step", step, ran),
+        ("tokens/s", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
+        ("seconds of steps in all", step * finished if step and finished else None, ran * finished if ran else None)
+        if finished
+        else ("", None, None),
+        ("GiB at the peak", plan.memory.total / GIB, tally.peak_gib),
+    ]
+
+
+def _compared(title: str, planned: float, ran: float) -> list[str | Html]:
+    return [title, _figure(planned), _figure(ran), f"{ran / planned - 1:+.0%}"]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def incidents(record: Record) -> Html:
+    repeated = record.repeated
+    verdict = None
+    if repeated is not None:
+        again = f"Steps {repeated.first:,} to {repeated.last:,} were computed once more after a resume: "
+        same = "every loss and gradient norm the same to the last bit."
+        other = f"{repeated.different:,} of {repeated.steps:,} differ."
+        verdict = el("p", again + (other if repeated.different else same))
+    if not record.incidents:
+        return el("p", "No kill, no skipped step, no warning.", class_="absent")
+    rows: list[list[str | Html]] = [
+        [f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text] for i in record.incidents[-200:]
+    ]
+    return join(verdict, table(["step", "after", "what", ""], rows, class_="incidents"))
+
+
+def evaluations(record: Record) -> Html | None:
+    if not record.evals:
+        return None
+    best = record.tally.best
+    rows: list[list[str | Html]] = [
+        [
+            f"{event.step:,}" + (" best" if best and event.step == best.step else ""),
+            "not finite" if event.loss is None else f"{event.loss:.4f}",
+            "" if event.perplexity is None else f"{event.perplexity:.4g}",
+            "" if event.bits_per_byte is None else f"{event.bits_per_byte:.4f}",
+            f"{event.tokens:,}",
+            format_seconds(event.seconds),
+        ]
+        for event in record.evals
+    ]
+    return table(["step", "nats a token", "perplexity", "bits per byte", "tokens", "took"], rows, class_="numbers")
+
+
+def samples(record: Record) -> Html | None:
+    """The last open, the others folded."""
+    steps = sorted({sample.step for sample in record.samples})
+    if not steps:
+        return None
+    shown = steps if len(steps) <= _SHOWN_SAMPLES else sorted({steps[0], *steps[1 - _SHOWN_SAMPLES :]})
+    folds = [
+        el("details", el("summary", f"step {step:,}"), *_texts(record, step), open="" if step == shown[-1] else None)
+        for step in reversed(shown)
+    ]
+    left_out = len(steps) - len(shown)
+    note = el("p", f"{left_out:,} earlier ones are in events.jsonl.", class_="note") if left_out else None
+    return join(*folds, note)
+
+
+def _texts(record: Record, step: int) -> list[Html]:
+    return [el("pre", el("b", s.prompt), s.text) for s in record.samples if s.step == step]
+
+
+def _held_out(told: HeldOut | str) -> Html:
+    return draw(told) if isinstance(told, HeldOut) else el("p", f"Not shown: {told}.", class_="absent")
+
+
+def claims(record: Record) -> Html | None:
+    ran = judge_run(record)
+    if not ran:
+        return None
+    planned = record.plan.claims if record.plan and len(record.plan.claims) == len(ran) else None
+    rows: list[list[str | Html]] = [
+        [
+            planned[i].claim if planned else run.claim,
+            *([_verdict(planned[i].verdict, planned[i].because)] if planned else []),
+            _verdict(run.verdict, run.because),
+        ]
+        for i, run in enumerate(ran)
+    ]
+    return table(["claim", *(["the plan"] if planned else []), "the run"], rows)
+
+
+def _verdict(verdict: str, because: str) -> Html:
+    return join(el("span", verdict, class_=f"verdict {verdict}"), " ", el("small", because))
+
+
+def choices(record: Record) -> Html | None:
+    if record.plan is None or not record.plan.decisions:
+        return None
+    rows: list[list[str | Html]] = [
+        [el("code", decision.key), decision.value, el("small", decision.because)] for decision in record.plan.decisions
+    ]
+    return table(["key", "value", "because"], rows)
+
+
+def recipe(record: Record) -> Html | None:
+    if not record.recipe:
+        return None
+    return el("details", el("summary", "every key, and where its value came from"), el("pre", record.recipe))
+
+
+def machine(record: Record) -> Html | None:
+    found = record.machine
+    if found is None:
+        return None
+    host, software, gpus = found.host, found.software, enumerate(found.accelerators)
+    cores = f"{host.cpu_cores} cores ({', '.join(host.cpu_flags)})" if host.cpu_flags else f"{host.cpu_cores} cores"
+    rows: list[list[str | Html]] = [
+        ["processor", f"{host.cpu_name}, {cores}"],
+        ["memory", f"{format_bytes(host.memory_bytes)}, {format_bytes(host.memory_free_bytes)} free at the start"],
+        *([f"GPU {i}", f"{gpu.name} · {gpu.arch} · {format_bytes(gpu.memory_bytes)}"] for i, gpu in gpus),
+        ["system", f"{host.system}, Python {software.python}"],
+        ["PyTorch", " ".join(filter(None, [software.torch or "none", software.build]))],
+        *([name, value] for name, value in software.environment.items()),
+    ]
+    return table([], rows)
+
+
+def again(record: Record, name: str) -> Html:
+    folder = quote(_shown(record.folder))
+    repeat = f"bloomery train {folder}/recipe.yaml --run-dir {folder}-again"
+    resume = f"bloomery resume {quote(name)}\n" if record.state not in ("done",) else ""
+    return join(el("pre", resume + repeat), el("p", "The recipe file holds every value of this run.", class_="note"))
+
+
+def _shown(folder: Path) -> str:
+    """As typed from the folder that holds runs/."""
+    return str(Path(folder.parent.name, folder.name)) if folder.parent.name == "runs" else folder.name

@@ -1,0 +1,202 @@
+"""Everything that a run left behind, read once: its events, and what lies beside them where it is there."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from bloomery.data.shards import Manifest
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Machine
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    Warned,
+    last_per_step,
+    read_events,
+)
+from bloomery.monitor.tally import Tally, tally_of
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import load_recipe
+from bloomery.recipe.schema import Expect
+from bloomery.report.charts import Mark
+from bloomery.units import format_seconds
+
+_KILLED = "the process ended without a word: SIGKILL, a crash, or the power went"
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that a smooth run does not have; `seconds` since the run began."""
+
+    step: int
+    seconds: float
+    kind: str  # kill, stop, resume, skip, rewind, warning, failure
+    text: str
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Steps that were computed again after a resume, and how many of them came out different."""
+
+    first: int
+    last: int
+    steps: int
+    different: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as the report tells it; None where nothing is known."""
+
+    folder: Path
+    tally: Tally
+    steps: list[StepDone]
+    evals: list[EvalDone]
+    samples: list[Sampled]
+    saves: list[Saved]
+    incidents: list[Incident]
+    repeated: Repeated | None
+    started: RunStarted | None
+    plan: Plan | None
+    machine: Machine | None
+    manifest: Manifest | None
+    recipe: str
+    expect: Expect
+
+    @property
+    def state(self) -> str:
+        """done, stopped, failed, or unfinished: still running, or killed."""
+        return self.tally.ended.why.partition(":")[0] if self.tally.ended else "unfinished"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all steps, skipped ones too; evaluations and saves apart."""
+        seconds = sum(step.step_seconds for step in self.steps)
+        tokens = sum(step.step_seconds * step.tokens_per_second for step in self.steps)
+        return tokens / seconds if seconds else None
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The incidents and saves that belong on a curve."""
+        drawn = [Mark(i.step, i.kind, i.text) for i in self.incidents if i.kind in ("kill", "resume", "skip", "rewind")]
+        return [*(Mark(save.step, "save", "saved") for save in self.saves), *drawn]
+
+
+def read_record(folder: Path) -> Record:
+    """Raises UserError when the folder holds no events."""
+    events = list(read_events(folder / "events.jsonl"))
+    if not events:
+        raise UserError(
+            "this run has told nothing yet", where=str(folder / "events.jsonl"), remedy="train first; then report"
+        )
+    plan = _read(folder / "plan.json", Plan)
+    recipe = folder / "recipe.yaml"
+    return Record(
+        folder=folder,
+        tally=tally_of(events),
+        steps=last_per_step(events, StepDone),
+        evals=last_per_step(events, EvalDone),
+        samples=_last_samples(events),
+        saves=last_per_step(events, Saved),
+        incidents=incidents_of(events),
+        repeated=repeated_steps(events),
+        started=next((event for event in reversed(events) if isinstance(event, RunStarted)), None),
+        plan=plan,
+        machine=_read(folder / "machine.json", Machine),
+        manifest=_read(plan.data.prepared / "manifest.json", Manifest) if plan else None,
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        expect=_expect(recipe),
+    )
+
+
+def _read(path: Path, kind: type[M]) -> M | None:
+    """None when the file is missing or of a version that cannot be read: the page says so in its place."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _expect(recipe: Path) -> Expect:
+    try:
+        return load_recipe(recipe).recipe.expect
+    except UserError:
+        return Expect()
+
+
+def _last_samples(events: Iterable[Event]) -> list[Sampled]:
+    """The last telling of each (step, prompt)."""
+    found = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
+    return [found[key] for key in sorted(found)]
+
+
+def incidents_of(events: list[Event]) -> list[Incident]:
+    """In order. A run that goes on without having ended was killed where its last step stands."""
+    found: list[Incident] = []
+    began, step, open_ended = events[0].time, 0, False
+    last = began
+    for event in events:
+        if isinstance(event, RunStarted | Resumed) and open_ended:
+            found.append(Incident(step, last - began, "kill", _KILLED))
+            open_ended = False
+        told = _told(event)
+        if told is not None:
+            same_skip = found and told[0] == found[-1].kind == "skip" and found[-1].step == event.step
+            found = found[:-1] if same_skip else found  # a recovery says more than its step did
+            found.append(Incident(event.step, event.time - began, *told))
+        if isinstance(event, StepDone):
+            step, open_ended = event.step, True
+        open_ended = open_ended and not isinstance(event, RunEnded)
+        last = event.time
+    return found
+
+
+def _told(event: Event) -> tuple[str, str] | None:
+    match event:
+        case Resumed():
+            source = f"from {event.path}" if event.path else "from the beginning: there was no checkpoint yet"
+            return "resume", f"resumed {source} in {format_seconds(event.seconds)}"
+        case Recovered():
+            kind = "rewind" if event.action.startswith("back to") else "skip"
+            return kind, f"{event.because}; {event.action}"
+        case StepDone(loss=None):
+            return "skip", "loss or gradient was not finite: the weights were left as they were"
+        case Warned():
+            return "warning", event.because
+        case RunEnded() if event.why == "stopped":
+            return "stop", "stopped on request, saved"
+        case RunEnded() if event.why != "done":
+            return "failure", event.why
+    return None
+
+
+def repeated_steps(events: Iterable[Event]) -> Repeated | None:
+    """Compares loss and gradient norm of every step that a resume computed once more, to the last bit."""
+    told: dict[int, tuple[float | None, float | None]] = {}
+    compared: dict[int, bool] = {}
+    resumed_at: int | None = None
+    for event in events:
+        if isinstance(event, Resumed):
+            resumed_at = event.step
+        elif isinstance(event, Recovered):
+            resumed_at = None  # a rewind goes on with other data on purpose
+        elif isinstance(event, StepDone):
+            figures = (event.loss, event.grad_norm)
+            if resumed_at is not None and event.step in told:
+                compared[event.step] = told[event.step] == figures
+            told[event.step] = figures
+    if not compared:
+        return None
+    different = sum(not same for same in compared.values())
+    return Repeated(min(compared), max(compared), len(compared), different)

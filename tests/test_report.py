@@ -1,0 +1,289 @@
+"""The report: complete, honest about what is missing, and harmless whatever a run's texts hold."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from bloomery.data.tokenizer import train_tokenizer
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Accelerator, Host, Machine, Software
+from bloomery.monitor.events import (
+    EvalDone,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepDone,
+    Warned,
+    event_log,
+)
+from bloomery.recipe.schema import TrainTokenizer
+from bloomery.report import Bars, write_report
+from bloomery.report.charts import Mark, Series, bar_chart, line_chart, thin, ticks
+from bloomery.report.claims import judge_run
+from bloomery.report.heldout import HeldOut, Priced, draw, level, stretches
+from bloomery.report.html import Html, el
+from bloomery.report.record import incidents_of, read_record, repeated_steps
+
+CANARY = "hf_CanaryCanaryCanaryCanary1234567890"
+VOID = {"meta", "br", "hr"}
+
+
+def step_done(step, loss=2.0, time=None, **changes):
+    figures = {
+        "step": step, "time": float(step) if time is None else time, "loss": loss, "learning_rate": 1e-3,
+        "grad_norm": None if loss is None else 1.0, "tokens": step * 1000, "tokens_per_second": 500.0,
+        "samples_per_second": 1.0, "step_seconds": 2.0, "data_wait_seconds": 0.1, "memory_gib": 3.5,
+    }  # fmt: skip
+    return StepDone(**{**figures, **changes})
+
+
+def exam(step, perplexity):
+    loss = float(np.log(perplexity))
+    return EvalDone(step=step, loss=loss, perplexity=perplexity, bits_per_byte=loss, tokens=10, seconds=1.0, time=step)
+
+
+STARTED = RunStarted(version="0.1.0", parameters=124_000_000, steps=100, attention="sdpa", device="cpu", time=0.0)
+RECIPE = """\
+model: {preset: go-coder-tiny}
+data: {path: corpus}
+expect:
+  tokens: 100k
+  epochs: 3
+  tokens_per_second: 5
+  duration: 90s to 2m
+  memory: 3 to 4 GiB
+  perplexity: {50 steps: 50 to 100, 90%: 1 to 2, 80000 tokens: 30}
+"""
+
+
+def run_folder(tmp_path, events, recipe=RECIPE):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipe)
+    with event_log(folder / "events.jsonl") as emit:
+        for event in events:
+            emit(event)
+    return folder
+
+
+def whole_run():
+    yield STARTED
+    for step in range(1, 101):
+        yield step_done(step, 2 + 5 / step)
+        if step in (50, 80):
+            yield exam(step, 60.0 if step == 50 else 40.0)
+    yield RunEnded(step=100, why="done", time=100.0)
+
+
+class Reader(HTMLParser):
+    """Fails on unbalanced tags; collects them and the text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read(path):
+    return Reader(path.read_text(encoding="utf-8"))
+
+
+def test_the_report_of_a_whole_run(tmp_path):
+    folder = run_folder(tmp_path, whole_run())
+    machine = Machine(
+        accelerators=(Accelerator(index=0, vendor="amd", name="RX 6700 XT", arch="gfx1031", memory_bytes=2**33),),
+        host=Host(
+            system="Linux", cpu_name="EPYC", cpu_cores=2, memory_bytes=2**34, memory_free_bytes=2**33, disk_free_bytes=1
+        ),
+        software=Software(python="3.11.7", torch="2.13.0", build="cpu"),
+    )
+    (folder / "machine.json").write_text(machine.model_dump_json())
+    bars = Bars("Exam", [("gzip -9", 2.12), ("this model", 1.77)], "bits/byte", "Lower is better.", own="this model")
+    page = read(write_report(folder, extras=[bars]))
+    for part in ("done · 100 of 100 steps", "gzip -9", "2.12 bits/byte", "RX 6700 XT · gfx1031", "bits per byte, held"):
+        assert part in page.text, part
+    assert "bloomery train runs/demo/recipe.yaml --run-dir runs/demo-again" in page.text
+    assert "expect" in page.text and "Learning rate" in page.text and "Gradient norm" in page.text
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+
+
+DIVERGED = EvalDone(step=1, loss=None, perplexity=None, bits_per_byte=None, tokens=1, seconds=1.0)
+UNFINISHED = {
+    "prepared only": [Phase(name="prepare", done=1, total=2)],
+    "started": [STARTED],
+    "one step": [STARTED, step_done(1)],
+    "no finite loss": [STARTED, step_done(1, None), step_done(2, None)],
+    "failed": [STARTED, step_done(1), RunEnded(step=1, why="failed: the disk is full")],
+    "diverged exam": [STARTED, step_done(1), DIVERGED],
+}
+
+
+@pytest.mark.parametrize("events", UNFINISHED.values(), ids=UNFINISHED.keys())
+def test_a_run_in_any_state_has_a_report(tmp_path, events):
+    page = read(write_report(run_folder(tmp_path, events)))
+    assert "nan" not in page.text.lower() and "0.0 nats" not in page.text
+
+
+def test_a_cut_log_and_broken_files_beside_it_still_make_a_report(tmp_path):
+    folder = run_folder(tmp_path, whole_run())
+    (folder / "plan.json").write_text("{")
+    (folder / "machine.json").write_text("[]")
+    (folder / "recipe.yaml").write_text("model: [")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "StepDone", "st')
+    assert "100 of 100 steps" in read(write_report(folder)).text
+
+
+def test_a_folder_without_events_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="told nothing yet"):
+        write_report(tmp_path)
+
+
+def test_texts_of_a_run_are_never_markup_and_nothing_is_fetched(tmp_path):
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'>&"
+    folder = run_folder(
+        tmp_path,
+        [
+            STARTED,
+            step_done(1),
+            Sampled(step=1, prompt=evil, text=evil),
+            Warned(because=evil),
+            Recovered(step=1, because=evil, action=evil),
+            RunEnded(why=f"failed: {evil}"),
+        ],
+        recipe=RECIPE + f"# {evil}\n",
+    )
+    path = write_report(folder, extras=[Bars(evil, [(evil, 1.0)], evil, evil)])
+    page = read(path)
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe", "object"}
+    assert all(not name.startswith("on") and name not in ("src", "href") for _, at in page.tags for name in at)
+    assert page.text.count("<script>") >= 6
+    assert not re.search(r"url\(|@import", path.read_text())
+    policy = next(at["content"] for tag, at in page.tags if at.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_no_secret_and_no_home_folder_reaches_the_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("MY_API_KEY", "swordfish-of-mine")
+    events = [STARTED, step_done(1), Sampled(step=1, prompt=CANARY, text="swordfish-of-mine")]
+    recipe = RECIPE.replace("corpus", "/home/somebody/corpus") + f"# https://me:{CANARY}@example.org\n"
+    text = write_report(run_folder(tmp_path, events, recipe)).read_text()
+    assert CANARY not in text and "swordfish" not in text and "somebody" not in text and "~/corpus" in text
+
+
+def test_claims_are_judged_by_what_happened(tmp_path):
+    record = read_record(run_folder(tmp_path, whole_run()))
+    verdicts = {verdict.claim: verdict for verdict in judge_run(record)}
+    assert {claim: verdict.verdict for claim, verdict in verdicts.items()} == {
+        "100,000 tokens": "fits",
+        "3 epochs": "open",
+        "5 tokens/s": "wrong",
+        "90 s to 2 min": "fits",
+        "3.0 GiB to 4.0 GiB": "fits",
+        "perplexity 50 to 100 after 50 steps": "fits",
+        "perplexity 1 to 2 after 90%": "open",
+        "perplexity 30 after 80,000 tokens": "wrong",
+    }
+    assert verdicts["5 tokens/s"].because == "500 tokens/s"
+
+
+def test_claims_about_the_end_stay_open_before_it(tmp_path):
+    record = read_record(run_folder(tmp_path, [STARTED, step_done(10)]))
+    verdicts = {verdict.claim: verdict.verdict for verdict in judge_run(record)}
+    assert verdicts["100,000 tokens"] == verdicts["90 s to 2 min"] == "open"
+
+
+def killed_run(again=2.0):
+    return [
+        STARTED, step_done(1), step_done(2), step_done(3),
+        RunStarted(**{**vars(STARTED), "time": 9.0}), Resumed(step=1, path="c/step-1", seconds=1.5, time=10.0),
+        step_done(2, again, time=11.0), step_done(3, time=12.0), step_done(4, None, time=13.0),
+        Recovered(step=4, because="not finite", action="back to step 1, and on with row 9", time=14.0),
+        step_done(2, 7.0, time=15.0), RunEnded(step=2, why="stopped", time=16.0),
+    ]  # fmt: skip
+
+
+def test_incidents_are_read_off_the_events():
+    told = [(incident.step, incident.kind) for incident in incidents_of(killed_run())]
+    assert told == [(3, "kill"), (1, "resume"), (4, "skip"), (4, "rewind"), (2, "stop")]
+
+
+def test_a_stop_is_not_a_kill():
+    events = [STARTED, step_done(1), RunEnded(step=1, why="stopped", time=2.0), STARTED, Resumed(step=1, path="x")]
+    assert [incident.kind for incident in incidents_of(events)] == ["stop", "resume"]
+
+
+def test_repeated_steps_are_compared_to_the_last_bit_and_rewinds_are_not():
+    same = repeated_steps(killed_run())
+    assert (same.first, same.last, same.steps, same.different) == (2, 3, 2, 0)
+    assert repeated_steps(killed_run(again=2.0000000000000004)).different == 1
+    assert repeated_steps([STARTED, step_done(1)]) is None
+
+
+def test_html_escapes_everything_that_it_did_not_build():
+    assert el("p", "<b>", Html("<i>x</i>"), title='"') == '<p title="&quot;">&lt;b&gt;<i>x</i></p>'
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0.0, 10.0, 5) == [0, 2, 4, 6, 8, 10]
+    assert ticks(3.1, 3.2, 5) == pytest.approx([3.1, 3.12, 3.14, 3.16, 3.18, 3.2])
+    assert ticks(1.0, 1.0, 5) == [1.0]
+
+
+def test_thinning_loses_no_spike():
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[54_321] = (54_321.0, 99.0)
+    kept = thin(points)
+    assert len(kept) <= 800 and (54_321.0, 99.0) in kept and kept == sorted(kept)
+
+
+def test_a_chart_names_its_range_and_its_marks():
+    chart = line_chart("Loss", [Series("x", [(1, 2.0), (5, 4.0)])], [Mark(3, "kill", "killed")], unit="nats")
+    assert 'aria-label="Loss from step 1 to 5, between 2 and 4 nats"' in chart and "step 3: killed" in chart
+    assert "nothing was measured" in line_chart("Loss", [Series("x", [])])
+
+
+def test_bars_are_proportional():
+    widths = re.findall(r"width:([\d.]+)%", bar_chart(Bars("b", [("a", 1.0), ("b", 4.0), ("zero", 0.0)])))
+    assert widths == ["25.00", "100.00", "0.00"]
+
+
+def test_held_out_text_is_whole_and_broken_characters_share_a_stretch(tmp_path):
+    tokenizer = train_tokenizer(iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path)
+    text = "plain 日本 text"
+    tokens = [tokenizer.bos_id, *tokenizer.encode(text)]
+    told = stretches(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer)
+    assert "".join(one.text for one in told) == text
+    assert sum(one.nats for one in told) == len(tokens) - 1
+    assert next(one for one in told if one.text == "日").nats == 3
+
+
+def test_heat_grows_with_the_price():
+    assert [level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [0, 0, 1, 2, 3, 4, 5, 6]
+    page = draw(HeldOut([Priced("<a>", 9.0)], [Priced("<a>", 0.1)], 7))
+    assert '<span class="n6" title="9.00 nats">&lt;a&gt;</span>' in page and "after step 7" in page
+
+
+def test_evaluations_of_a_killed_run_are_the_last_told(tmp_path):
+    folder = run_folder(tmp_path, [STARTED, step_done(1), exam(1, 9.0), Resumed(step=0, path=""), exam(1, 8.0)])
+    assert [event.perplexity for event in read_record(folder).evals] == [8.0]
+    assert json.loads((folder / "events.jsonl").read_text().splitlines()[2])["perplexity"] == 9.0
