@@ -128,6 +128,10 @@ def test_refused(write, text, said):
     assert said in refused(write(base + text + "\n"))
 
 
+def test_a_word_that_ends_like_a_token_begins_is_no_secret(write):
+    load_recipe(write(SMALL), ["data.path=/data/disk_that_is_almost_full"])
+
+
 def test_a_secret_is_not_repeated_in_the_error(write):
     secret = "hf_abcdefghijklmnopqrstuvwx"
     assert secret not in refused(write(SMALL + f"monitor: {{token: {secret}}}\n"))

@@ -1,0 +1,23 @@
+"""Fixtures of whole runs."""
+
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import Bloomery, write_workshop
+
+
+@pytest.fixture
+def bloomery(tmp_path: Path) -> Bloomery:
+    write_workshop(tmp_path)
+    return Bloomery(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Bloomery:
+    """The same run, never disturbed; look, do not touch."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_workshop(folder)
+    bloomery = Bloomery(folder)
+    done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one")
+    assert done.returncode == 0, done.stderr
+    return bloomery

@@ -1,0 +1,174 @@
+"""The life of a run from the command line: stopped, damaged, prolonged, refused; and what it says each time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, losses, wait_for
+
+from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
+from bloomery.train.sealed import newest_valid, saved_steps
+
+TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
+RESUME = ("resume", "one")
+
+
+def worker_of(run: Path) -> int | None:
+    """The process that trains in this folder."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"bloomery.launch.worker" in words and str(run).encode() in words and b"train" in words:
+            return int(entry.parent.name)
+    return None
+
+
+def is_gone(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def last(bloomery: Bloomery, kind: type):
+    return [event for event in bloomery.events() if isinstance(event, kind)][-1]
+
+
+def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
+    bloomery: Bloomery, undisturbed: Bloomery
+) -> None:
+    checkpoints = bloomery.run_dir / "checkpoints"
+    assert bloomery.run_until(bloomery.saw(StepDone, 4), signal.SIGTERM, *TRAIN) == 75
+    stopped_at = saved_steps(checkpoints)[-1]
+    assert last(bloomery, StepDone).step == stopped_at
+    assert last(bloomery, RunEnded).why == "stopped"
+
+    assert bloomery.run_until(bloomery.saw(StepDone, stopped_at + 2), signal.SIGUSR1, *RESUME) == 75
+    assert last(bloomery, Resumed).path.endswith(f"step-{stopped_at:08d}")
+    newest = newest_valid(checkpoints, on_damage=pytest.fail)
+    assert newest is not None
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(content)
+
+    done = bloomery.run(*RESUME)
+    assert done.returncode == 0, done.stderr
+    warning = next(event for event in bloomery.events() if isinstance(event, Warned))
+    assert newest.name in warning.because
+    assert "model.safetensors has changed" in warning.because
+    assert "model.safetensors has changed" in " ".join(done.stdout.split())
+    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
+    metrics = json.loads((bloomery.run_dir / "metrics.json").read_text())
+    assert (metrics["steps"], metrics["ended"]) == (16, "done")
+
+
+def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
+    assert bloomery.run(*TRAIN, "train.length=4 steps", "checkpoint.every=2 steps").returncode == 0
+    before = (bloomery.run_dir / "events.jsonl").read_bytes()
+    again = bloomery.run(*RESUME)
+    assert again.returncode == 0
+    assert "is done" in again.stdout
+    assert "train.length" in again.stdout
+    refused = bloomery.run(*TRAIN)
+    assert refused.returncode == 1
+    assert "already holds a run" in refused.stderr
+    assert "bloomery resume one" in refused.stderr
+    other = bloomery.run(*RESUME, "optimizer.learning_rate=1")
+    assert other.returncode == 2
+    assert "optimizer.learning_rate" in other.stderr
+    assert (bloomery.run_dir / "events.jsonl").read_bytes() == before
+    shorter = bloomery.run(*RESUME, "train.length=3 steps")
+    assert shorter.returncode == 1
+    assert "already taken 4" in shorter.stderr
+    longer = bloomery.run(*RESUME, "train.length=6 steps", "--from", "2")
+    assert longer.returncode == 0, longer.stderr
+    assert last(bloomery, Resumed).step == 2
+    assert len(losses(bloomery.run_dir)) == 6
+    assert list((bloomery.run_dir / "checkpoints").glob("before-*/step-00000004"))
+    missing = bloomery.run(*RESUME, "--from", "3")
+    assert missing.returncode == 1
+    assert "checkpoints: " in missing.stderr
+
+
+def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) -> None:
+    with bloomery.start(*TRAIN) as process:
+        wait_for(bloomery.saw(Saved))
+        worker = worker_of(bloomery.run_dir)
+        assert worker is not None
+        os.kill(worker, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "bloomery resume one" in err
+    assert "Traceback" not in err
+    assert is_gone(worker)
+    assert last(bloomery, RunEnded).why == "stopped"
+
+
+def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery: Bloomery) -> None:
+    with bloomery.start(*TRAIN) as process:
+        wait_for(bloomery.saw(StepDone, 2))
+        worker = worker_of(bloomery.run_dir)
+        assert worker is not None
+        os.kill(worker, signal.SIGKILL)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert "memory runs out" in err
+    assert "Traceback" not in err
+    assert "bloomery resume one" in err
+    assert last(bloomery, RunEnded).why.startswith("failed: ")
+
+    (bloomery.run_dir / "plan.json").write_text("{")
+    broken = bloomery.run(*RESUME)
+    assert broken.returncode == 1
+    assert "the plan cannot be read" in broken.stderr
+    assert "Traceback" not in broken.stderr
+
+
+def test_the_trainer_dies_with_its_parent(bloomery: Bloomery) -> None:
+    with bloomery.start(*TRAIN) as process:
+        wait_for(lambda: worker_of(bloomery.run_dir) is not None)
+        worker = worker_of(bloomery.run_dir)
+        assert worker is not None
+        process.kill()
+        process.communicate()
+    wait_for(lambda: is_gone(worker))
+
+
+def test_a_stop_while_preparing_is_quick_and_resumable(bloomery: Bloomery) -> None:
+    assert bloomery.run_until(bloomery.saw(Phase), signal.SIGINT, *TRAIN) == 75
+    assert last(bloomery, RunEnded).why == "stopped"
+    assert not (bloomery.run_dir / "plan.json").exists()
+
+
+def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomery) -> None:
+    limit = 150_000  # above every file but the optimizer's
+    code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    words = [sys.executable, "-c", code + "runpy.run_module('bloomery', run_name='__main__')", *TRAIN]
+    done = subprocess.run(
+        [*words, "train.length=8 steps"], cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == 1
+    assert "checkpoint could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(losses(bloomery.run_dir)) == 8
+    warnings = [event.because for event in bloomery.events() if isinstance(event, Warned)]
+    assert any("was not saved, training goes on" in because for because in warnings)
+    assert not list((bloomery.run_dir / "checkpoints").iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(bloomery: Bloomery) -> None:
+    refused = bloomery.run("train", "tiny.yaml", "--run-dir", "text/0.txt/run")
+    assert refused.returncode == 1
+    assert "cannot be written" in refused.stderr
+    assert "Traceback" not in refused.stderr
