@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -30,7 +31,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP, LOG, PIN = VENV / "set-up.json", VENV / "set-up.log", VENV / "torch-pin.txt"
 PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
-EXTRAS = {"test": "what the tests need", "check": "ruff, mypy and import-linter"}
+EXTRAS = {"test": "pytest and what the tests compare with", "check": "ruff, mypy, import-linter"}
 SUPPORTED = ((3, 11), (3, 14))
 WIDTH = 100
 
@@ -75,20 +76,18 @@ def _suitable_python() -> None:
 def _set_up(wanted: list[str]) -> None:
     stamp = _stamp()
     done = _done(stamp)
-    if done is not None and set(wanted) <= set(done):
-        return
     if done is None:
         with _line(_announcement()) as line:
             _make_environment()
             _install_torch(line)
-            _install([], line)
-            STAMP.write_text(json.dumps({**stamp, "extras": []}))
-        done = []
-    missing = sorted(set(wanted) - set(done))
+            _install_bloomery(wanted, line)
+        done = wanted
+    missing = [name for name in wanted if name not in done]
     if missing:
-        with _line(" and ".join(EXTRAS[name] for name in missing) + " joins .venv, once") as line:
-            _install(missing, line)
-    STAMP.write_text(json.dumps({**stamp, "extras": sorted({*done, *wanted})}))
+        with _line(" and ".join(EXTRAS[name] for name in missing) + " go into .venv, once") as line:
+            _install_pinned(_requirements(missing), line)
+    if missing or _made() == {}:
+        STAMP.write_text(json.dumps({**stamp, "extras": sorted({*done, *missing})}))
 
 
 # What is there already
@@ -272,7 +271,13 @@ def _make_environment() -> None:
         said = made.stdout + made.stderr
         hint = f"sudo apt install python3.{sys.version_info[1]}-venv" if "ensurepip" in said else "see the lines above"
         raise SetUpError(f".venv cannot be made\n{said.strip()}\nmend:  {hint}")
+    STAMP.unlink(missing_ok=True)
     LOG.write_text("")
+    if shared and sys.prefix != sys.base_prefix:  # this Python is itself an environment (rocm/pytorch's /opt/venv)
+        folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+        lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
+        own = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        (own / "interpreters-packages.pth").write_text("".join(lines))
 
 
 def _install_torch(line: _line) -> None:
@@ -299,17 +304,27 @@ def _write_pin() -> None:
     PIN.write_text("# Chosen by scripts/setup.py for the GPU of this machine; pip refuses to replace it.\n" + found)
 
 
-def _install(extras: list[str], line: _line) -> None:
-    """Bloomery, editable, at the versions that the tests passed with."""
+def _install_bloomery(extras: list[str], line: _line) -> None:
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    pinned = ["-c", (ROOT / "constraints.txt").as_uri()]
+    _install_pinned(["-e", target], line)
+
+
+def _requirements(extras: list[str]) -> list[str]:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [requirement for name in extras for requirement in project["optional-dependencies"][name]]
+
+
+def _install_pinned(words: list[str], line: _line) -> None:
+    """At the versions that the tests passed with, or newer ones where those do not exist for this Python."""
     try:
-        _pip([*pinned, "-e", target])
+        _pip(["-c", (ROOT / "constraints.txt").as_uri(), *words])
     except SetUpError as error:
         if not re.search("No matching distribution|ResolutionImpossible|conflicting dependencies", str(error)):
             raise
         line.note("constraints.txt does not suit this Python or package index: newer versions instead")
-        _pip(["-e", target])
+        _pip(words)
 
 
 def _pip(words: list[str]) -> None:

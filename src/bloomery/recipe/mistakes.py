@@ -118,7 +118,8 @@ def _mistake(path: KeyPath, found: list[ErrorDetails], data: Any, origins: Mappi
     if kind == "value_error" and len(found) == 1:
         return Mistake(path, place, str(found[0]["ctx"]["error"]))
     words = [word for detail in found for word in _quoted(str(detail.get("ctx", {}).get("expected", "")))]
-    expected = [*words, *dict.fromkeys(_expectation(detail) for detail in found if detail["type"] != "literal_error")]
+    others = dict.fromkeys(_expectation(detail) for detail in found if detail["type"] != "literal_error")
+    expected = [*words, *(part for other in others for part in other.split(" or "))]
     return Mistake(
         path,
         place,
@@ -179,7 +180,7 @@ def _shown(value: object) -> str:
 
 
 def _nearest(value: object, words: list[str]) -> str:
-    near = get_close_matches(str(value), words, n=1)
+    near = get_close_matches(str(value), words, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else ""
 
 
