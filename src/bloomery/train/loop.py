@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery import __version__
-from bloomery.data.loader import Cursor, Loader, Prefetcher
+from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.monitor.events import Emit, Phase, Recovered, Resumed, RunStarted, Sampled, StepDone, Warned
@@ -47,6 +47,7 @@ class Job:
     began: float  # time.perf_counter() at the start
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
+    saving_due: bool = False
     step_seconds: list[float] = field(default_factory=list)  # while the length is unknown
 
     @property
@@ -76,13 +77,16 @@ def train(job: Job, stop: Callable[[], bool]) -> Outcome | Literal["rewind"]:
         while not finished(job):
             if stop():
                 return "stopped"
-            if take_step(job, stream) == "rewind":
+            action = take_step(job, stream)
+            if action == "rewind":
                 return "rewind"
             if job.plan.train.steps is None and len(job.step_seconds) == MEASURED_STEPS:
                 fix_length(job)
             if job.step % job.plan.eval.every_steps == 0:
                 look(job)
-            if job.step % job.plan.checkpoint.every_steps == 0 and not finished(job):
+            job.saving_due |= job.step % job.plan.checkpoint.every_steps == 0
+            # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
+            if job.saving_due and action == "step" and not finished(job):
                 save(job)
             job.saver.poll()
     return "done"
@@ -116,23 +120,24 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
             memory_gib=peak_memory_gib(plan.device),
         )
     )
-    return judge(job, result, rows)
+    return judge(job, result, rows, batches[0])
 
 
-def judge(job: Job, result: StepResult, rows: range) -> Action:
-    """What follows from a step; says so when it was not taken."""
+def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
+    """What follows from a step that learned from `rows`; says so when it was not taken."""
+    if result.taken:
+        return job.state.policy.judge(True, step=job.step, rows=rows)
     scale = job.state.trainee.scale
     if result.overflowed and scale is not None:
         because = f"step {job.step} overflowed float16 and was skipped; the loss scale is now {scale.value:,.0f}"
         job.emit(Warned(step=job.step, because=because))
         return "skip"
     what = "gradient" if math.isfinite(result.loss) else "loss"
-    action = job.state.policy.judge(result.taken, step=job.step, rows=rows, what=what)
-    if action != "step":
-        where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data"
-        because = f"the {what} of step {job.step} is not a finite number ({where}): the step was not taken"
-        job.emit(Warned(step=job.step, because=because))
-    return action
+    text = job.tokenizer.decode(first.tokens[0, :40].tolist())
+    where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data, which begin with {text!r}"
+    because = f"the {what} of step {job.step} is not a finite number ({where}): the step was not taken"
+    job.emit(Warned(step=job.step, because=because))
+    return job.state.policy.judge(False, step=job.step, rows=rows, what=what)
 
 
 def rewind(job: Job) -> None:
@@ -184,7 +189,7 @@ def save(job: Job) -> None:
     """A checkpoint of this step, unless it has one; the best so far is marked."""
     if job.step == job.saved_step:
         return
-    job.saved_step = job.step
+    job.saved_step, job.saving_due = job.step, False
     loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
     best = job.state.progress.note_save(loss)
     job.saver.save(job.step, job.state.parts(), job.plan.model.config, job.state.scalars(), best=best)

@@ -1,5 +1,6 @@
 """All that a run must remember: model, optimizer, random numbers, where the data stands, progress."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,13 +32,14 @@ class Progress:
     best_saved: float | None = None  # the loss that the checkpoint marked best was evaluated at
 
     def note_evaluation(self, loss: float) -> None:
-        improved = self.best_loss is None or loss < self.best_loss
+        """A loss that is not finite is no improvement."""
+        improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         self.best_loss = loss if improved else self.best_loss
         self.evaluations_since_best = 0 if improved else self.evaluations_since_best + 1
 
     def note_save(self, loss: float | None) -> bool:
         """Whether the checkpoint written now is the best so far; `loss` None: this step was not evaluated."""
-        best = loss is not None and (self.best_saved is None or loss < self.best_saved)
+        best = loss is not None and math.isfinite(loss) and (self.best_saved is None or loss < self.best_saved)
         self.best_saved = loss if best else self.best_saved
         return best
 

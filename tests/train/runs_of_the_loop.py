@@ -1,0 +1,48 @@
+"""The loop, called in this process on a corpus of forty small files."""
+
+from pathlib import Path
+
+import torch
+from plans_for_tests import tiny_config
+from safetensors.torch import load_file
+
+from bloomery.monitor.events import StepDone
+from bloomery.train.loop import run
+
+RECIPE = """
+model: {preset: go-coder-tiny}
+tokenizer: {train: {vocab_size: 300}}
+data: {path: text, glob: "*.py", sequence_length: 32, validation: 20%}
+"""
+CONFIG = tiny_config(vocab_size=300, residual_dropout=0.1)
+
+
+class Run:
+    """One call of the loop, with what it told."""
+
+    def __init__(self, plan, folder: Path, *, stop_after: int | None = None, resume_from: Path | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.events = folder, []
+        stop = lambda: stop_after is not None and self.steps_done() >= stop_after  # noqa: E731
+        self.outcome = run(plan, run_dir=folder, emit=self.events.append, stop=stop, resume_from=resume_from)
+
+    def of(self, kind) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def steps_done(self) -> int:
+        return max((event.step for event in self.of(StepDone)), default=0)
+
+    def losses(self) -> dict[int, float]:
+        return {event.step: event.loss for event in self.of(StepDone)}
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{step:08d}"
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        parts = [load_file(self.checkpoint(step) / f"{part}.safetensors") for part in ("model", "optimizer", "rng")]
+        return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def assert_same_tensors(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []

@@ -1,0 +1,115 @@
+import math
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+
+from bloomery.data.loader import Cursor, Loader
+from bloomery.errors import UserError
+from bloomery.monitor.events import Recovered, StepDone, Warned
+from bloomery.train import loop, state
+from bloomery.train.objectives import LossParts, Objective, pretraining
+from bloomery.train.step import LossScale
+
+
+@pytest.fixture
+def plan(prepared):
+    parts = {"train": {"steps": 10}, "checkpoint": {"every_steps": 3}, "eval": {"every_steps": 99}}
+    return tiny_plan(prepared, config=CONFIG, **parts)
+
+
+@pytest.fixture
+def poison(plan, monkeypatch):
+    """Makes the loss NaN whenever a micro-batch holds one of these steps' rows."""
+    clean = pretraining(score_chunk=64)
+
+    def poisoned_steps(*steps: int) -> None:
+        loader = Loader(plan.data.prepared, sequence_length=32, layout="packed", seed=0)
+        bad = [loader.batch(Cursor(0, 4 * (step - 1)), 2).tokens for step in steps]
+
+        def loss(output, batch):
+            total, count = clean.loss(output, batch)
+            return LossParts(total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count)
+
+        monkeypatch.setattr(loop, "pretraining", lambda score_chunk: Objective(clean.head, loss))
+
+    return poisoned_steps
+
+
+def test_a_bad_step_is_skipped_told_and_never_printed_as_zero(plan, poison, tmp_path):
+    poison(5)
+    run = Run(plan, tmp_path / "run")
+    losses = run.losses()
+    assert losses.pop(5) is None
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses.values())
+    assert [event.grad_norm for event in run.of(StepDone) if event.step == 5] == [None]
+    (warned,) = run.of(Warned)
+    assert "step 5" in warned.because
+    assert "rows 16 to 19" in warned.because
+    assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
+
+
+def test_many_bad_steps_in_a_row_rewind_past_their_data(plan, poison, tmp_path):
+    poison(5, 6, 7, 8)
+    run = Run(plan, tmp_path / "run")
+    (recovered,) = run.of(Recovered)
+    assert recovered.step == 3
+    assert "row 32" in recovered.action
+    assert run.outcome == "done"
+    assert [event.step for event in run.of(StepDone)] == [*range(1, 9), *range(4, 11)]
+    assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
+
+
+def test_a_rewind_without_a_checkpoint_starts_the_weights_over(plan, poison, tmp_path):
+    poison(1, 2, 3, 4)
+    late = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 99})})
+    run = Run(late, tmp_path / "run")
+    assert [event.step for event in run.of(Recovered)] == [0]
+    assert run.losses()[1] == pytest.approx(math.log(300), abs=0.2)
+    assert run.steps_done() == 10
+
+
+def test_a_run_that_rewound_resumes_bitwise(plan, poison, tmp_path):
+    poison(5, 6, 7, 8)
+    whole = Run(plan, tmp_path / "whole")
+    stopped = False
+
+    class Halted(Run):
+        def steps_done(self) -> int:
+            nonlocal stopped
+            stopped = stopped or (bool(self.of(Recovered)) and self.of(StepDone)[-1].step == 9)
+            return 99 if stopped else 0
+
+    first = Halted(plan, tmp_path / "halves", stop_after=50)
+    assert first.outcome == "stopped"
+    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(9))
+    assert second.losses() == {10: whole.losses()[10]}
+    assert_same_tensors(second.tensors(10), whole.tensors(10))
+
+
+def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan, monkeypatch, tmp_path):
+    clean = pretraining(score_chunk=64)
+    taken = []
+
+    def loss(output, batch):
+        taken.append(1)
+        total, count = clean.loss(output, batch)
+        return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
+
+    monkeypatch.setattr(loop, "pretraining", lambda score_chunk: Objective(clean.head, loss))
+    with pytest.raises(UserError, match="rows 60 to 63"):
+        Run(plan, tmp_path / "run")
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000003"]
+
+
+def test_an_overflow_of_float16_is_no_divergence(plan, tmp_path, monkeypatch):
+    half = plan.model_copy(update={"train": plan.train.model_copy(update={"precision": "float16"})})
+    monkeypatch.setattr(state, "LossScale", lambda: LossScale(2.0**27))
+    run = Run(half, tmp_path / "run")
+    skipped = [step for step, loss in run.losses().items() if loss is None]
+    assert skipped
+    assert skipped == list(range(1, len(skipped) + 1))
+    assert run.of(Recovered) == []
+    assert all("overflowed float16" in event.because for event in run.of(Warned))
