@@ -3,10 +3,13 @@
 Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label to learn), C rows of one chunk.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -36,20 +39,32 @@ class LabelScores:
     """The float32 log-probability of each label, [B, T]; 0 where the weight is 0.
 
     Logits exist for `chunk` rows at a time, forward and backward; rows of weight 0 are left out before the matmul.
+    `compiled`: what lies between the matmuls is one kernel each way, for chunks of one shape.
     """
 
     labels_BT: Tensor
     weights_BT: Tensor
     chunk: int
+    compiled: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         assert set(dict(output.named_parameters())) == {"weight"}, "only the weight of the output layer is read"
-        learned = self.weights_BT.flatten().nonzero().squeeze(1)
-        hidden_ND = hidden_BTD.flatten(0, 1)[learned]
-        labels_N = self.labels_BT.flatten()[learned]
-        scores_N = label_scores(hidden_ND, output.weight, labels_N, softcap=softcap, chunk=self.chunk)
-        flat = scores_N.new_zeros(self.labels_BT.numel()).index_copy(0, learned, scores_N)
-        return flat.view(self.labels_BT.shape)
+        flat_ND, labels_N, weights_N = hidden_BTD.flatten(0, 1), self.labels_BT.flatten(), self.weights_BT.flatten()
+        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled)
+        if torch.compiler.is_compiling():  # shapes stay as they are
+            scores_N = label_scores(flat_ND, output.weight, labels_N, settings) * (weights_N != 0)
+        else:
+            learned = weights_N.nonzero().squeeze(1)
+            scores = label_scores(flat_ND[learned], output.weight, labels_N[learned], settings)
+            scores_N = scores.new_zeros(len(labels_N)).index_copy(0, learned, scores)
+        return scores_N.view(self.labels_BT.shape)
+
+
+@dataclass(frozen=True)
+class Settings:
+    softcap: float | None
+    chunk: int
+    compiled: bool
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -57,29 +72,58 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def label_scores(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float | None, chunk: int
-) -> Tensor:
+def label_scores(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings) -> Tensor:
     """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in."""
-    kind = hidden_ND.device.type
+    kind, num_rows = hidden_ND.device.type, len(labels_N)
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-    inputs = hidden_ND.to(compute), weight_VD, labels_N, softcap, chunk, compute
+    if settings.compiled:
+        spare = -num_rows % settings.chunk
+        hidden_ND, labels_N = F.pad(hidden_ND, (0, 0, 0, spare)), F.pad(labels_N, (0, spare))
+    inputs = hidden_ND.to(compute), weight_VD, labels_N, settings
     scores_N: Tensor = _LabelScores.apply(*inputs)  # type: ignore[no-untyped-call]
-    return scores_N
+    return scores_N[:num_rows]
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, softcap: float | None) -> Tensor:
-    logits_CV = hidden_CD @ weight_VD.T
-    return capped(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), softcap)
+def _log_sums(logits_CV: Tensor, softcap: float | None) -> Tensor:
+    return torch.logsumexp(capped(_exact(logits_CV), softcap), 1)
+
+
+def _other_gradient(logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> Tensor:
+    """-grad times the softmax, through the soft-cap: right everywhere but at the label. May overwrite the logits."""
+    exact_CV, slope_CV = _exact(logits_CV), None
+    if softcap is not None:
+        exact_CV = exact_CV.div_(softcap).tanh_()
+        slope_CV = exact_CV.square().neg_().add_(1)
+        exact_CV = exact_CV.mul_(softcap)
+    gradient_CV = exact_CV.sub_(sums_C[:, None]).exp_().mul_(-grad_C[:, None])
+    return (gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV)).to(logits_CV.dtype)
+
+
+def _label_gradient(scores_C: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> Tensor:
+    """grad (1 - share of the label), through the soft-cap."""
+    gradient_C = -torch.expm1(scores_C) * grad_C
+    return gradient_C if softcap is None else gradient_C * (1 - ((scores_C + sums_C) / softcap).square())
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)
+
+
+def _chosen(function: Callable[..., Tensor], settings: Settings) -> Callable[..., Tensor]:
+    return _compiled(function) if settings.compiled else function
 
 
 class _Context(Protocol):
     """What forward leaves for backward."""
 
     saved_tensors: tuple[Tensor, ...]
-    softcap: float | None
-    chunk: int
-    compute: torch.dtype
+    needs_input_grad: tuple[bool, ...]
+    settings: Settings
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -89,44 +133,40 @@ class _LabelScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        labels_N: Tensor,
-        softcap: float | None,
-        chunk: int,
-        compute: torch.dtype,
+        ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
     ) -> Tensor:
-        weight = weight_VD.to(compute)
+        weight, log_sums = weight_VD.to(hidden_ND.dtype), _chosen(_log_sums, settings)
+        chunks = zip(torch.split(hidden_ND, settings.chunk), torch.split(labels_N, settings.chunk), strict=True)
         scores, sums = [], []
-        for hidden_CD, labels_C in zip(torch.split(hidden_ND, chunk), torch.split(labels_N, chunk), strict=True):
-            logits_CV = _logits(hidden_CD, weight, softcap)
-            sums.append(torch.logsumexp(logits_CV, 1))
-            scores.append(logits_CV.gather(1, labels_C[:, None]).squeeze(1) - sums[-1])
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, torch.cat(sums))
-        ctx.softcap, ctx.chunk, ctx.compute = softcap, chunk, compute
-        return torch.cat(scores)
+        for hidden_CD, labels_C in chunks:
+            logits_CV = hidden_CD @ weight.T
+            sums.append(log_sums(logits_CV, settings.softcap))
+            labelled_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
+            scores.append(capped(_exact(labelled_C), settings.softcap) - sums[-1])
+        scores_N, sums_N = torch.cat(scores), torch.cat(sums)
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N)
+        ctx.settings = settings
+        return scores_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, sums_N = ctx.saved_tensors
-        weight = weight_VD.to(ctx.compute)
+        hidden_ND, weight_VD, labels_N, scores_N, sums_N = ctx.saved_tensors
+        settings, weight = ctx.settings, weight_VD.to(hidden_ND.dtype)
+        other_gradient = _chosen(_other_gradient, settings)
         d_hidden = torch.empty_like(hidden_ND)
-        d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype)
-        for start in range(0, len(hidden_ND), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logits_CV = _logits(hidden_ND[rows], weight, ctx.softcap)
-            slope = 1 - (logits_CV / ctx.softcap).square() if ctx.softcap is not None else None
-            grad_C1 = grad_N[rows, None]
-            d_logits = logits_CV.sub_(sums_N[rows, None]).exp_().mul_(-grad_C1)
-            d_logits.scatter_add_(1, labels_N[rows, None], grad_C1)
-            if slope is not None:
-                d_logits.mul_(slope)
-            d_logits = d_logits.to(ctx.compute)
-            d_hidden[rows] = d_logits @ weight
-            if ctx.compute == d_weight.dtype:
-                d_weight.addmm_(d_logits.T, hidden_ND[rows])
+        d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden_ND), settings.chunk):
+            rows = slice(start, start + settings.chunk)
+            hidden_CD, sums_C, grad_C = hidden_ND[rows], sums_N[rows], grad_N[rows]
+            gradient_CV = other_gradient(hidden_CD @ weight.T, sums_C, grad_C, settings.softcap)
+            labelled_C = _label_gradient(scores_N[rows], sums_C, grad_C, settings.softcap)
+            gradient_CV.scatter_(1, labels_N[rows, None], labelled_C[:, None].to(weight.dtype))
+            d_hidden[rows] = gradient_CV @ weight
+            if d_weight is None:
+                continue
+            if d_weight.dtype == weight.dtype:
+                d_weight.addmm_(gradient_CV.T, hidden_CD)
             else:
-                d_weight += d_logits.T @ hidden_ND[rows]
-        return d_hidden, d_weight.to(weight_VD.dtype), None, None, None, None
+                d_weight += gradient_CV.T @ hidden_CD
+        return d_hidden, None if d_weight is None else d_weight.to(weight_VD.dtype), None, None

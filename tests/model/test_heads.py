@@ -1,0 +1,187 @@
+"""Scores of labels equal log_softmax, whatever the chunk, the dtype and the upstream gradient."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.memory_tracker import peak_bytes
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from bloomery.model import heads
+from bloomery.model.heads import LabelScores, LastLogits, Logits, Settings, label_scores
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler here")
+
+
+def example(dtype: torch.dtype = torch.float64, vocab: int = 13) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 9, 8, dtype=torch.float64).to(dtype).requires_grad_()
+    output = nn.Linear(8, vocab, bias=False).to(dtype)
+    return hidden, output, torch.randint(vocab, (2, 9)), (torch.rand(2, 9) < 0.6).float()
+
+
+def reference(hidden: Tensor, output: nn.Linear, labels: Tensor, weights: Tensor, softcap: float | None) -> Tensor:
+    logits = Logits()(hidden, output, softcap).double()
+    return logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1) * weights
+
+
+def gradients(scores: Tensor, hidden: Tensor, output: nn.Linear) -> tuple[Tensor, ...]:
+    upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.autograd.grad(scores, (hidden, output.weight), upstream.to(scores.dtype))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_scores_and_gradients(chunk: int, softcap: float | None) -> None:
+    hidden, output, labels, weights = example()
+    ours = LabelScores(labels, weights, chunk)(hidden, output, softcap)
+    theirs = reference(hidden, output, labels, weights, softcap)
+    assert_close(ours, theirs)
+    assert_close(gradients(ours, hidden, output), gradients(theirs, hidden, output))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradcheck(softcap: float | None) -> None:
+    hidden, output, labels, _ = example()
+    settings = Settings(softcap, 4, compiled=False)
+    assert gradcheck(lambda h, w: label_scores(h, w, labels[0], settings), (hidden[0], output.weight))
+
+
+def test_rows_without_weight_are_dropped_before_the_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(heads, "_log_sums", lambda logits, cap: seen.append(len(logits)) or torch.logsumexp(logits, 1))
+    hidden, output, labels, weights = example()
+    weights[0] = 0
+    scores = LabelScores(labels, weights, 3)(hidden, output, None)
+    assert sum(seen) == weights.sum()
+    d_hidden, _ = gradients(scores, hidden, output)
+    assert not d_hidden[weights == 0].any()
+    assert not scores[weights == 0].any()
+
+
+def test_nothing_to_learn() -> None:
+    hidden, output, labels, weights = example()
+    scores = LabelScores(labels, weights * 0, 4)(hidden, output, None)
+    d_hidden, d_weight = gradients(scores, hidden, output)
+    assert not scores.any()
+    assert not d_hidden.any()
+    assert not d_weight.any()
+
+
+def test_a_frozen_output_layer_gets_no_gradient() -> None:
+    hidden, output, labels, weights = example()
+    output.requires_grad_(False)
+    LabelScores(labels, weights, 4)(hidden, output, None).sum().backward()
+    assert hidden.grad is not None
+    assert output.weight.grad is None
+
+
+def test_tied_weights_sum_both_gradients() -> None:
+    _, output, labels, weights = example()
+    embedding = nn.Embedding(13, 8, dtype=torch.float64)
+    embedding.weight = output.weight
+
+    def gradient(score: object) -> Tensor:
+        return torch.autograd.grad(score(embedding(labels), output, None).sum(), output.weight)[0]
+
+    assert_close(
+        gradient(LabelScores(labels, weights, 4)),
+        gradient(lambda hidden, layer, cap: reference(hidden, layer, labels, weights, cap)),
+    )
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_half_weights(chunk: int) -> None:
+    hidden, output, labels, weights = example(torch.bfloat16)
+    scores = LabelScores(labels, weights, chunk)(hidden, output, 2.0)
+    assert scores.dtype == torch.float32
+    exact = reference(hidden.double(), output.double(), labels, weights, 2.0)
+    assert_close(scores.double(), exact, atol=0.02, rtol=0)
+
+
+def test_autocast_multiplies_in_half_and_sums_in_float32() -> None:
+    hidden, output, labels, weights = example(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = LabelScores(labels, weights, 4)(hidden, output, None)
+        theirs = reference(hidden, output, labels, weights, None)
+    assert scores.dtype == torch.float32
+    assert_close(scores, theirs.float(), atol=1e-5, rtol=0)  # the bf16 logits are the same
+    for ours, other in zip(gradients(scores, hidden, output), gradients(theirs, hidden, output), strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - other).norm() < 0.02 * other.norm()
+
+
+def test_memory_follows_the_chunk() -> None:
+    hidden, weight = torch.randn(1024, 16, requires_grad=True), torch.randn(4096, 16, requires_grad=True)
+
+    def peak(chunk: int) -> int:
+        settings = Settings(None, chunk, compiled=False)
+        labels = torch.zeros(1024, dtype=torch.int64)
+        return peak_bytes(lambda: label_scores(hidden, weight, labels, settings).sum().backward())
+
+    assert peak(32) < peak(1024) / 10
+
+
+def test_last_logits() -> None:
+    hidden, output, _, _ = example()
+    assert_close(LastLogits()(hidden, output, 3.0), Logits()(hidden, output, 3.0)[:, -1])
+
+
+def test_whole_model_compilation_keeps_shapes() -> None:
+    hidden, output, labels, weights = example()
+    compiled = torch.compile(
+        lambda h, y, w: LabelScores(y, w, 4)(h, output, None), backend="eager", fullgraph=True, dynamic=False
+    )
+    assert_close(compiled(hidden, labels, weights), reference(hidden, output, labels, weights, None))
+
+
+@needs_compiler
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_compiled_pointwise_parts(softcap: float | None) -> None:
+    hidden, output, labels, weights = example()
+    results = []
+    for _ in range(2):
+        ours = LabelScores(labels, weights, 7, compiled=True)(hidden, output, softcap)
+        results.append((ours.detach(), *gradients(ours, hidden, output)))
+    theirs = reference(hidden, output, labels, weights, softcap)
+    assert_close(results[0], (theirs.detach(), *gradients(theirs, hidden, output)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+REPEAT = """
+import hashlib, torch
+from torch import nn
+from bloomery.model.heads import LabelScores
+torch.manual_seed(0)
+digest = hashlib.sha256()
+output = nn.Linear(96, 5003, bias=False)
+for step in range(4):
+    hidden = torch.randn(4, 128, 96, requires_grad=True)
+    labels, weights = torch.randint(5003, (4, 128)), (torch.rand(4, 128) < 0.9).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = LabelScores(labels, weights, 200, compiled=True)(hidden, output, None)
+    (-scores.sum() / weights.sum()).backward()
+    for x in (scores, hidden.grad, output.weight.grad):
+        digest.update(x.detach().numpy().tobytes())
+    with torch.no_grad():
+        output.weight -= output.weight.grad
+        output.weight.grad = None
+print(digest.hexdigest())
+"""
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_a_compiled_head_is_bitwise_over_restarts_and_fresh_caches(tmp_path: Path) -> None:
+    def run(cache: str) -> str:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache)}
+        command = [sys.executable, "-c", REPEAT]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    assert len({run("a"), run("a"), run("b")}) == 1
