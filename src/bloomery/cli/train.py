@@ -9,7 +9,7 @@ import click
 from bloomery.cli.common import recipe_argument
 
 if TYPE_CHECKING:
-    from bloomery.launch.local import Run
+    from bloomery.train.run import Run
 
 
 @click.command()

@@ -6,11 +6,13 @@ from typing import final
 
 from rich.console import Console
 
+from bloomery.hardware.machine import Machine
 from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.progress import showing
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.tally import RunFacts, tally_of
+from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
 
 
@@ -21,12 +23,16 @@ class Journal:
     def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool) -> None:
         self._folder, self._write, self._quiet = folder, write, quiet
         self._sinks: list[Sink] = []
+        self._untold: list[Event] = []  # said while nobody was shown anything
         self._log = LogFile(folder.log)
         self.ended = False  # whether RunEnded is written
 
     def emit(self, event: Event) -> None:
         self.ended = self.ended or isinstance(event, RunEnded)
         self._write(event)
+        if not self._sinks:
+            self._log.write(event)
+            self._untold.append(event)
         self.tell(event)
 
     def tell(self, event: Event) -> None:
@@ -42,16 +48,21 @@ class Journal:
         """Inside the block events go to the terminal and, once there is a plan, to the sinks of `monitor.to`."""
         with ExitStack() as stack:
             if not self._quiet:
-                every = plan.monitor.every_steps if plan is not None else 1
-                steps = plan.train.steps if plan is not None else None
-                facts = RunFacts(name=name, every_steps=every, steps=steps)
+                facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
                 tally = tally_of(read_events(self._folder.events)) if plan is not None else None
                 self._sinks.append(stack.enter_context(showing(facts, Console(), tally)))
             self._sinks += self._opened(plan, stack)
+            untold, self._untold = self._untold, []
+            for event in untold if not self._quiet else ():
+                self._sinks[0].write(event)
             try:
                 yield
             finally:
                 self._sinks = []
+
+    def _machine(self) -> Machine | None:
+        path = self._folder.machine
+        return Machine.model_validate_json(path.read_bytes()) if path.is_file() else None
 
     def _opened(self, plan: Plan | None, stack: ExitStack) -> list[Sink]:
         if plan is None:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from bloomery.data.packing import part_rows
-from bloomery.data.prepare import prepared_folder
-from bloomery.data.shards import read_manifest
+from bloomery.data.prepare import finished, prepared_folder
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
@@ -26,32 +24,16 @@ from bloomery.launch.supervise import Ending, Stage, existing, failure, run_stag
 from bloomery.launch.worker import DONE, STOPPED
 from bloomery.monitor.events import RunEnded, Warned, read_events
 from bloomery.monitor.sinks import write_metrics
+from bloomery.plan.corpus import corpus_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
-from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
-from bloomery.recipe.schema import Data
+from bloomery.train.run import Run
 from bloomery.train.sealed import damage, saved_steps, step_folder, write_durably
+from bloomery.units import format_bytes
 
 INTERRUPTED = 130
-
-
-@final
-@dataclass(frozen=True)
-class Run:
-    """How a run ended: `code` is 0 when it is done, 75 when it stopped and can be resumed, 130 after a second Ctrl+C.
-
-    `again`: it was done before, and nothing was left to do.
-    """
-
-    folder: Path
-    code: int
-    again: bool = False
-
-    @property
-    def name(self) -> str:
-        """What `bloomery resume` and the other verbs call it."""
-        return RunFolder(self.folder).name
 
 
 class _Stopped(Exception):
@@ -150,11 +132,13 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
 
 def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
     data = prepared_folder(loaded, _workshop(flow.folder))
-    if not (data / "manifest.json").exists():
+    if finished(loaded, data) is None:
         _prepare(flow, data)
     flow.check()
     machine = narrowed(detect(), devices)
     plan = _resolved(loaded, machine, data)
+    for because in _doubts(plan):
+        flow.book.emit(Warned(because=because))
     write_durably(flow.folder.machine, machine.model_dump_json(indent=1))
     write_plan(plan, flow.folder.plan)
     return _train(flow, plan, machine, resumed=resumed)
@@ -173,24 +157,14 @@ def _prepare(flow: _Flow, data: Path) -> None:
 
 
 def _resolved(loaded: LoadedRecipe, machine: Machine, data: Path) -> Plan:
-    return resolve(loaded, machine, prepared=data, corpus=_corpus(data, loaded.recipe.data))
+    return resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data))
 
 
-def _corpus(folder: Path, data: Data) -> CorpusFacts:
-    manifest = read_manifest(folder)
-    length, layout = data.sequence_length, data.layout
-    rows = [
-        part.weight * part_rows(part.tokens, part.documents, sequence_length=length, layout=layout)
-        for part in manifest.train.parts
-    ]
-    return CorpusFacts(
-        rows_per_epoch=sum(map(round, rows)),
-        tokens=manifest.train.tokens,
-        vocab_size=manifest.vocab_size,
-        bos_id=manifest.bos_id,
-        eos_id=manifest.eos_id,
-        pad_id=manifest.pad_id,
-    )
+def _doubts(plan: Plan) -> list[str]:
+    """What `bloomery plan` would have said against this run."""
+    memory = plan.memory
+    tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
+    return [*plan.contradictions, *([] if memory.fits else [tight])]
 
 
 def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
