@@ -118,7 +118,7 @@ def test_a_key_of_another_section_is_found(write):
         ("train: !!python/object/apply:os.system [ls]", "is not allowed"),
         ("extends: 3", "must be the name"),
         ("monitor: {token: abc}", "secrets do not belong"),
-        ("eval: {prompts: [hf_abcdefghijklmnopqrstuvwx]}", "looks like an access token"),
+        ("eval: {prompts: [hf_abcdefghijklmnopqrstuvwxyzABCDEFGH]}", "looks like an access token"),
         ("data: &a [*a]", "grows without end"),
     ],
 )
@@ -133,9 +133,14 @@ def test_a_word_that_ends_like_a_token_begins_is_no_secret(write):
 
 
 def test_a_secret_is_not_repeated_in_the_error(write):
-    secret = "hf_abcdefghijklmnopqrstuvwx"
+    secret = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
     assert secret not in refused(write(SMALL + f"monitor: {{token: {secret}}}\n"))
     assert secret not in refused(write(SMALL), [f"data.path={secret}"])
+
+
+@pytest.mark.parametrize("path", ["/data/hf_datasets_processed_go_code_v2", "task-management-of-many-small-things"])
+def test_ordinary_names_are_no_secrets(write, path):
+    assert load_recipe(write(SMALL), [f"data.path={path}"]).recipe.data.path.endswith(path)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from bloomery.recipe.yaml import KeyPath, Mistake, Origin
 _SECRET_KEY = re.compile(
     r"(?i)^((hf|hub|auth|access|api|bearer|wandb)_?token|token|.*api_?key|passw(or)?d|.*secret.*)$"
 )
-_SECRET_VALUE = re.compile(
-    r"(?<![A-Za-z0-9])((hf|sk|ghp|gho|github_pat|glpat|xox[bp])[-_][A-Za-z0-9_-]{16,}|AKIA[0-9A-Z]{16})"
+_SECRET_VALUE = re.compile(  # Hugging Face, OpenAI and its like, GitHub, GitLab, Amazon
+    r"\b(hf_[A-Za-z0-9]{30,}|sk-([a-z]+\d*-)?[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|glpat-[\w-]{20}|AKIA[0-9A-Z]{16})"
 )
 _EXPECTED = {  # pydantic's error type -> what would have been right
     "int_type": "a whole number",
