@@ -68,7 +68,7 @@ def headline(record: Record, name: str) -> Html:
 
 def _figures(record: Record) -> list[tuple[str, str]]:
     tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
-    bits = best.bits_per_byte if best else None
+    bits, used = best.bits_per_byte if best else None, record.utilisation
     return [
         (f"{bits:.3f}" if bits is not None else "", f"bits per byte, held out, step {best.step if best else 0:,}"),
         (f"{best.loss:.3f}" if best and best.loss is not None else "", "nats a token, held out"),
@@ -77,6 +77,7 @@ def _figures(record: Record) -> list[tuple[str, str]]:
         (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
         (format_seconds(tally.seconds), "from first to last event"),
         (f"{speed:,.0f}" if speed else "", "tokens a second"),
+        (f"{used:.1%}" if used is not None else "", "of the device's peak (MFU)"),
         (f"{tally.peak_gib:.2f} GiB" if tally.peak_gib else "", "memory at the peak"),
     ]
 

@@ -25,6 +25,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.tally import Tally, tally_of
+from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Expect
@@ -85,6 +86,13 @@ class Record:
         seconds = sum(step.step_seconds for step in self.steps)
         tokens = sum(step.step_seconds * step.tokens_per_second for step in self.steps)
         return tokens / seconds if seconds else None
+
+    @property
+    def utilisation(self) -> float | None:
+        """MFU over all steps; None where the peak of the device is unknown."""
+        if self.plan is None or self.tokens_per_second is None:
+            return None
+        return run_facts(self.plan, self.machine).utilisation(self.tokens_per_second)
 
     @property
     def marks(self) -> list[Mark]:

@@ -1,0 +1,28 @@
+"""What a view of a run needs from its plan and its machine."""
+
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import build_profile
+from bloomery.model.counting import flops_per_token
+from bloomery.monitor.tally import RunFacts
+from bloomery.plan.speed import device_rate
+from bloomery.plan.types import Plan
+from bloomery.units import GIB
+
+
+def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
+    """MFU has a denominator only where the table knows the device's peak in the precision of the plan."""
+    config, train = plan.model.config, plan.train
+    rate = None
+    if machine is not None:
+        profile = build_profile(machine)
+        rate = device_rate(
+            profile, machine, precision=train.precision, width=config.hidden_size, compiled=train.compile
+        )
+    return RunFacts(
+        name=plan.name,
+        every_steps=plan.monitor.every_steps,
+        steps=train.steps,
+        flops_per_token=flops_per_token(config, plan.data.sequence_length),
+        peak_flops=rate.peak if rate else None,
+        memory_limit_gib=plan.memory.limit / GIB,
+    )

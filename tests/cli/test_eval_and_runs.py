@@ -1,0 +1,168 @@
+"""`eval`, `report` and `runs` as people and programs call them."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from fcntl import LOCK_EX, flock
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from bloomery.cli.eval import command as eval_command
+from bloomery.cli.report import command as report_command
+from bloomery.cli.runs import command as runs_command
+from bloomery.data.tokenizer import train_tokenizer
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, StepDone, event_log
+from bloomery.recipe.schema import TrainTokenizer
+
+TEXT = "def add(a, b):\n    return a + b  # naïve\n" * 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(iter([TEXT] * 3), TrainTokenizer(vocab_size=290), folder)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2,
+        num_kv_heads=1, head_dim=16, max_positions=64, initializer_range=0.2, bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+    )  # fmt: skip
+    decoder = fresh_decoder(config, seed=0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    write_model(model_state(decoder), config, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def by_transformers(folder, text, *, bos):
+    """Sum of nats, tokens: the sliding window of transformers' guide to perplexity, half of the context a stride."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    ids = torch.tensor([[tokenizer.bos_token_id] * bos + ids])
+    context, length = theirs.config.max_position_embeddings, ids.size(1)
+    nats, count, previous = 0.0, 0, 0
+    for begin in range(0, length, context // 2):
+        end = min(begin + context, length)
+        labels = ids[:, begin:end].clone()
+        labels[:, : previous - begin] = -100
+        with torch.no_grad():
+            logits = theirs(ids[:, begin:end]).logits[0, :-1]
+        nats += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
+        count += int((labels[0, 1:] != -100).sum())
+        previous = end
+        if end == length:
+            return nats, count
+    return nats, count
+
+
+@pytest.mark.parametrize("text", [TEXT, "x = 1\n"], ids=["longer than the context", "short"])
+@pytest.mark.parametrize("bos", [True, False], ids=["bos", "no bos"])
+def test_eval_equals_transformers(model, tmp_path, text, bos):
+    path = tmp_path / "text.py"
+    path.write_text(text, encoding="utf-8")
+    words = [str(model), "--data", str(path), "--json", *([] if bos else ["--no-bos"])]
+    result = CliRunner().invoke(eval_command, words, catch_exceptions=False)
+    told = json.loads(result.stdout)
+    nats, count = by_transformers(model, text, bos=bos)
+    assert list(told) == ["loss", "perplexity", "bits_per_byte", "tokens", "bytes"]
+    assert told["tokens"] == count
+    assert math.isclose(told["loss"], nats / count, rel_tol=1e-4)
+    assert math.isclose(told["perplexity"], math.exp(nats / count), rel_tol=1e-3)
+    assert told["bytes"] == len(text.encode()) if bos else told["bytes"] < len(text.encode())
+    assert math.isclose(told["bits_per_byte"], told["loss"] * count / math.log(2) / told["bytes"], rel_tol=1e-9)
+    assert ("half-overlapping windows" in result.stderr) == (len(text) > 100)
+
+
+def test_eval_for_people(model, tmp_path):
+    (tmp_path / "t.txt").write_text("hello there")
+    result = CliRunner().invoke(eval_command, [str(model), "--data", str(tmp_path / "t.txt")], catch_exceptions=False)
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        "loss",
+        "perplexity",
+        "bits/byte",
+        "tokens",
+        "bytes",
+    ]
+
+
+def test_a_model_that_is_no_run_needs_a_text(model):
+    with pytest.raises(UserError, match="no run with a text of its own") as caught:
+        CliRunner().invoke(eval_command, [str(model)], catch_exceptions=False)
+    assert caught.value.code == 2
+
+
+def make_run(root, name, *events):
+    folder = root / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("model: {preset: go-coder-tiny}\ndata: {path: x}\n")
+    with event_log(folder / "events.jsonl") as emit:
+        for event in events:
+            emit(event)
+    return folder
+
+
+STARTED = RunStarted(version="0.1.0", parameters=5, steps=9, attention="sdpa", device="cpu")
+STEP = StepDone(
+    step=4, loss=2.5, learning_rate=1e-3, grad_norm=1.0, tokens=64, tokens_per_second=1.0, samples_per_second=1.0,
+    step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.1,
+)  # fmt: skip
+EXAM = EvalDone(step=4, loss=2.0, perplexity=7.4, bits_per_byte=1.9, tokens=5, seconds=1.0)
+
+
+def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "a-done", STARTED, STEP, EXAM, RunEnded(why="done"))
+    make_run(tmp_path, "b-killed", STARTED, STEP)
+    make_run(tmp_path, "c-stopped", STARTED, STEP, RunEnded(why="stopped"))
+    make_run(tmp_path, "d-failed", RunEnded(why="failed: the disk is full"))
+    lock = make_run(tmp_path, "e-running", STARTED) / "lock"
+    holder = os.open(lock, os.O_RDWR | os.O_CREAT)
+    flock(holder, LOCK_EX)
+    try:
+        told = json.loads(CliRunner().invoke(runs_command, ["--json"], catch_exceptions=False).stdout)["runs"]
+        text = CliRunner().invoke(runs_command, [], catch_exceptions=False).stdout
+    finally:
+        os.close(holder)
+    assert {run["name"]: run["state"] for run in told} == {
+        "a-done": "done",
+        "b-killed": "killed",
+        "c-stopped": "stopped",
+        "d-failed": "failed",
+        "e-running": "running",
+    }
+    done, killed = told[0], told[1]
+    assert (done["step"], done["steps"], done["loss"], done["bits_per_byte"], done["command"]) == (4, 9, 2.5, 1.9, None)
+    assert killed["command"] == "bloomery resume b-killed" and done["bytes"] > 100
+    assert "4/9" in text and "bloomery resume c-stopped" in text and "resume a-done" not in text
+
+
+def test_runs_where_there_are_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(CliRunner().invoke(runs_command, ["--json"]).stdout) == {"runs": []}
+    assert "there are no runs here yet" in CliRunner().invoke(runs_command, []).stdout
+
+
+def test_report_prints_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "x", STARTED, STEP)
+    result = CliRunner().invoke(report_command, ["last"], catch_exceptions=False)
+    assert result.stdout.strip().endswith("runs/x/report.html") and (tmp_path / "runs/x/report.html").is_file()
+
+
+def test_runs_and_the_monitor_need_no_torch():
+    code = (
+        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.monitor.progress,"
+        " bloomery.monitor.sinks, bloomery.plan.facts; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
