@@ -318,13 +318,18 @@ def _stated(config: ModelConfig) -> Facts:
     return stated | family.write(config)
 
 
-def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
-    """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
+def known_family(name: str) -> Family:
+    """Raises UserError for a name that is none."""
     if name not in FAMILIES:
         raise UserError(
             f"{name!r} is no family that Bloomery knows", where="model.family", remedy=f"known: {', '.join(FAMILIES)}"
         )
-    keys = FAMILIES[name].keys
+    return FAMILIES[name]
+
+
+def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
+    """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
+    keys = known_family(name).keys
     stated: Facts = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
     if window is not None:
         stated |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.precision import working_dtype
+from bloomery.model.precision import widened, working_dtype
 
 
 class _LeanRms(torch.autograd.Function):
@@ -22,7 +22,7 @@ class _LeanRms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = x.float()
+        wide = widened(x)
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, scale)
         normed: Tensor = (wide * scale).mul_(gain).to(dtype)
@@ -32,7 +32,7 @@ class _LeanRms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, gain, scale = ctx.saved_tensors
-        grad, normed = grad.float(), x.float() * scale
+        grad, normed = widened(grad), widened(x) * scale
         grad_gain = (grad * normed).flatten(0, -2).sum(0)
         slope = grad * gain
         overlap = torch.linalg.vecdot(slope, normed).unsqueeze(-1).div_(x.shape[-1])
@@ -43,11 +43,11 @@ class _LeanRms(torch.autograd.Function):
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        normed: Tensor = _LeanRms.apply(x, gain.float(), eps, dtype)  # type: ignore[no-untyped-call]
+        normed: Tensor = _LeanRms.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]
         return normed
     if x.dtype == gain.dtype:
         return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)
-    return F.rms_norm(x.float(), x.shape[-1:], gain.float(), eps).to(dtype)
+    return F.rms_norm(widened(x), x.shape[-1:], widened(gain), eps).to(dtype)
 
 
 class RMSNorm(nn.Module):
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = self.weight.float() + 1 if self.unit_offset else self.weight
+        gain = widened(self.weight) + 1 if self.unit_offset else self.weight
         return rms_norm(x, gain, self.eps, working_dtype(x))
 
 

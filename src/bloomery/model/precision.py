@@ -10,3 +10,8 @@ def working_dtype(x: Tensor) -> torch.dtype:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least: what sums and exponentials are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

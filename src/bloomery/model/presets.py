@@ -9,7 +9,7 @@ from typing import Any
 
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig, RopeScaling, checked
-from bloomery.model.families import FAMILIES, config_from_hf, config_to_hf, fresh_config
+from bloomery.model.families import config_from_hf, config_to_hf, fresh_config, known_family
 from bloomery.recipe import schema
 
 LARGEST_CONFIG = 16 * 2**20
@@ -133,7 +133,7 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
 
 def _inner(family: str, width: int) -> int:
     """4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64."""
-    gated = FAMILIES[family].facts.get("gated_mlp", True)
+    gated = known_family(family).facts.get("gated_mlp", True)
     return -(-8 * width // 3 // 64) * 64 if gated else 4 * width
 
 

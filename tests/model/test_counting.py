@@ -1,0 +1,74 @@
+"""Figures from the config against the decoder itself and against torch's counter."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import CASES, tiny_reference
+from torch.utils.flop_counter import FlopCounterMode
+
+from bloomery.model.cache import Cache
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import flops_per_token, kv_bytes, parameter_count, parameter_shapes
+from bloomery.model.decoder import Decoder
+from bloomery.model.families import config_from_hf
+from bloomery.model.presets import PRESETS, preset
+
+SHAPES = ["gpt2", "llama-biases-head-dim", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "smollm3"]
+
+
+def config_of(case: str) -> ModelConfig:
+    return config_from_hf(tiny_reference(case).config.to_dict())
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
+    config = config_of(case)
+    decoder = on_meta(config)
+    assert list(parameter_shapes(config).items()) == [(n, tuple(p.shape)) for n, p in decoder.named_parameters()]
+    assert parameter_count(config) == tiny_reference(case).num_parameters()
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_equal_the_counter(case: str, backward: bool) -> None:
+    config = config_of(case)
+    decoder, tokens = on_meta(config), torch.zeros(2, 24, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        logits = decoder(tokens)
+        if backward:
+            logits.sum().backward()
+    assert counter.get_total_flops() == 2 * 24 * flops_per_token(config, 24, backward=backward)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 51), ("small", 124), ("medium", 254)])
+def test_presets_have_the_sizes_that_their_descriptions_say(name: str, millions: int) -> None:
+    assert round(parameter_count(preset(f"go-coder-{name}")) / 1e6) == millions
+    assert f"{millions}M" in PRESETS[f"go-coder-{name}"].description
+
+
+def test_presets_on_meta_equal_the_counter() -> None:
+    config = replace(preset("go-coder-small"), num_layers=2)
+    assert parameter_count(config) == sum(p.numel() for p in on_meta(config).parameters())
+
+
+@pytest.mark.parametrize("case", ["llama2", "mistral-window", "gemma3"])
+def test_cache_bytes_are_those_of_the_cache(case: str) -> None:
+    config = config_of(case)
+    cache = Cache(config, capacity=32)
+    for layer in cache.layers:
+        layer.extend(*(torch.zeros(1, config.num_kv_heads, 32, config.head_dim) for _ in range(2)))
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert kv_bytes(config, 32, bytes_per_number=4) == held
+
+
+def test_attention_grows_with_the_length() -> None:
+    config = config_of("llama2")
+    longer = flops_per_token(config, 200) - flops_per_token(config, 100)
+    assert math.isclose(longer, 3 * 4 * 100 * config.query_width * config.num_layers)

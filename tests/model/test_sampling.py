@@ -1,0 +1,109 @@
+"""Drawing tokens: the cache changes nothing, greedy equals transformers, filters equal their definitions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import saved_reference, tokens
+from torch.testing import assert_close
+
+from bloomery.model.sampling import Cache, Sampling, next_distribution, sample_tokens
+from bloomery.model.weights import load_decoder
+
+SHAPES = ["llama3-gqa-tied", "gpt2", "mistral-window", "gemma2", "gemma3", "qwen2.5-window-tied", "smollm3-window",
+          "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip
+GREEDY = Sampling(max_tokens=25, temperature=0.0)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("pieces", [(40,), (10, 1, 1, 1, 12, 15), (1,) * 40])
+@torch.no_grad()
+def test_the_cache_changes_nothing(case: str, pieces: tuple[int, ...], tmp_path: Path) -> None:
+    saved_reference(case, tmp_path)
+    decoder, row = load_decoder(tmp_path, dtype=torch.float64), tokens()
+    cache = Cache(decoder.config, capacity=40)
+    parts = [decoder(part, cache=cache) for part in row.split(pieces, dim=1)]
+    assert cache.length == 40
+    assert_close(torch.cat(parts, 1), decoder(row), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_equals_transformers(case: str, penalty: float, tmp_path: Path) -> None:
+    theirs, row = saved_reference(case, tmp_path), tokens(rows=1, length=12)
+    asked = transformers.GenerationConfig(
+        max_new_tokens=25, do_sample=False, repetition_penalty=penalty, eos_token_id=2, pad_token_id=0
+    )
+    with torch.no_grad():
+        expected = theirs.generate(row, generation_config=asked)[0, 12:].tolist()
+    sampling = Sampling(max_tokens=25, temperature=0.0, repetition_penalty=penalty, stop_ids=(2,))
+    ours = list(sample_tokens(load_decoder(tmp_path), row[0].tolist(), sampling))
+    assert ours == [token for token in expected if token != 2]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warper"),
+    [
+        (Sampling(temperature=0.7), transformers.TemperatureLogitsWarper(0.7)),
+        (Sampling(temperature=1.0, top_k=5), transformers.TopKLogitsWarper(5)),
+        (Sampling(temperature=1.0, top_k=500), transformers.TopKLogitsWarper(500)),
+        (Sampling(temperature=1.0, top_p=0.8), transformers.TopPLogitsWarper(0.8)),
+        (Sampling(temperature=1.0, top_p=1e-6), transformers.TopPLogitsWarper(1e-6)),
+        (Sampling(temperature=1.0, min_p=0.1), transformers.MinPLogitsWarper(0.1)),
+    ],
+)
+def test_filters_equal_those_of_transformers(sampling: Sampling, warper: transformers.LogitsProcessor) -> None:
+    for seed in range(5):
+        logits = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 3
+        expected = warper(torch.empty(1, 0, dtype=torch.long), logits[None].clone())[0].softmax(-1)
+        assert_close(next_distribution(logits, sampling), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_filters_together_in_the_stated_order() -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(9)) * 3
+    expected = logits[None].clone()
+    for warper in (
+        transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(40),
+        transformers.TopPLogitsWarper(0.9), transformers.MinPLogitsWarper(0.02),
+    ):  # fmt: skip
+        expected = warper(torch.empty(1, 0, dtype=torch.long), expected)
+    ours = next_distribution(logits, Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02))
+    assert_close(ours, expected[0].softmax(-1), atol=1e-6, rtol=1e-5)
+
+
+def test_a_seed_is_a_text(tmp_path: Path) -> None:
+    saved_reference("gpt2", tmp_path)
+    decoder = load_decoder(tmp_path)
+
+    def drawn(seed: int) -> list[int]:
+        torch.manual_seed(torch.seed())
+        return list(sample_tokens(decoder, [1, 5], Sampling(max_tokens=20, temperature=1.5, seed=seed)))
+
+    assert drawn(3) == drawn(3)
+    assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
+
+
+def test_drawing_leaves_the_global_random_stream_and_the_gradients_alone(tmp_path: Path) -> None:
+    saved_reference("gpt2", tmp_path)
+    decoder, before = load_decoder(tmp_path), torch.get_rng_state()
+    list(sample_tokens(decoder, [1, 5], Sampling(max_tokens=5)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in decoder.parameters())
+
+
+def test_the_text_ends_with_the_models_positions(tmp_path: Path) -> None:
+    saved_reference("gpt2", tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert len(list(sample_tokens(decoder, [1] * 60, GREEDY))) == 4
+    assert list(sample_tokens(decoder, [1] * 64, GREEDY)) == []
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(tmp_path: Path) -> None:
+    saved_reference("gpt2", tmp_path)
+    decoder = load_decoder(tmp_path)
+    whole = list(sample_tokens(decoder, [1, 7], GREEDY))
+    stop = whole[5]
+    cut = list(sample_tokens(decoder, [1, 7], Sampling(max_tokens=25, temperature=0.0, stop_ids=(stop,))))
+    assert cut == whole[: whole.index(stop)]

@@ -1,0 +1,219 @@
+"""Reading and writing weights: in place, from shards, and never from where they should not come."""
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import saved_reference, tiny_reference, tokens
+from torch.testing import assert_close
+
+import bloomery
+from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.model.families import config_from_hf
+from bloomery.model.weights import (
+    fresh_decoder,
+    from_hf_names,
+    load_decoder,
+    model_state,
+    to_hf_names,
+    write_model,
+)
+
+SHAPES = ["gpt2", "phi3", "qwen3", "gemma2", "olmo2", "llama2"]
+INDEX = "model.safetensors.index.json"
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_names_go_both_ways(case: str) -> None:
+    theirs = tiny_reference(case)
+    config = config_from_hf(theirs.config.to_dict())
+    stored = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    ours = from_hf_names(stored, config)
+    assert ours.keys() == model_state(fresh_decoder(config, seed=0)).keys()
+    assert same(to_hf_names(ours, config), stored)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "phi3", "llama2"])
+@torch.no_grad()
+def test_shards_both_ways(case: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    theirs = tiny_reference(case)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert (tmp_path / "theirs" / INDEX).exists()
+    ours = load_decoder(tmp_path / "theirs")
+    assert_close(ours(tokens()), theirs(tokens()).logits, atol=1e-4, rtol=0)
+    (tmp_path / "ours").mkdir()
+    write_model(model_state(ours), ours.config, tmp_path / "ours", shard_bytes=40_000)
+    assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
+    assert same(model_state(load_decoder(tmp_path / "ours")), model_state(ours))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert torch.equal(again(tokens()).logits, theirs(tokens()).logits)
+
+
+def test_the_public_door(tmp_path: Path) -> None:
+    saved_reference("qwen3", tmp_path)
+    decoder = bloomery.load(str(tmp_path))
+    assert not decoder.training
+    assert decoder.lm_head.weight is decoder.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_of_the_file_is_kept_unless_said(dtype: torch.dtype, tmp_path: Path) -> None:
+    tiny_reference("gpt2").to(dtype).save_pretrained(tmp_path)
+    assert {p.dtype for p in load_decoder(tmp_path).parameters()} == {dtype}
+    assert {p.dtype for p in load_decoder(tmp_path, dtype=torch.float32).parameters()} == {torch.float32}
+    narrow = load_decoder(tmp_path)
+    (tmp_path / "again").mkdir()
+    write_model(model_state(narrow), narrow.config, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
+    saved_reference("llama2", tmp_path)
+    path = tmp_path / "model.safetensors"
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((6,), float("nan"))}
+    save_file(load_file(path) | extra, path)
+    assert bool(torch.isfinite(load_decoder(tmp_path)(tokens())).all())
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from bloomery.model.weights import load_decoder
+def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+load_decoder(Path(sys.argv[2]))  # what torch imports on the way is not the model's
+before = peak()
+decoder = load_decoder(Path(sys.argv[1]))
+size = sum(p.nbytes for p in decoder.parameters())
+print((peak() - before) / size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loading_makes_no_second_copy(family: str, tmp_path: Path) -> None:
+    """200 MB: the peak of resident memory, mapped files included, stays below 1.2 times the model."""
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_layers=14, num_heads=8, num_kv_heads=8, head_dim=64)
+    gpt2 = {"norm": "layer", "gated_mlp": False, "attention_bias": True, "output_bias": True, "mlp_bias": True,
+            "positions": "learned", "family": "gpt2", "tie_embeddings": True}  # fmt: skip
+    config = ModelConfig(vocab_size=8000, max_positions=1024, **sizes, **(gpt2 if family == "gpt2" else {}))
+    for name, each in (("large", config), ("small", replace(config, vocab_size=10, num_layers=1))):
+        (tmp_path / name).mkdir()
+        write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
+    command = [sys.executable, "-c", PROBE, str(tmp_path / "large"), str(tmp_path / "small")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(told.stdout) < 1.2
+
+
+class TestRefusals:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        tiny_reference("llama2").save_pretrained(tmp_path / "model", max_shard_size="40KB")
+        return tmp_path / "model"
+
+    def refused(self, folder: Path, word: str) -> None:
+        with pytest.raises(UserError, match=word) as caught:
+            load_decoder(folder)
+        assert str(folder) in str(caught.value)
+
+    def edit(self, folder: Path, change: dict) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] |= change
+        (folder / INDEX).write_text(json.dumps(index))
+
+    def test_nothing(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        self.refused(tmp_path, "no model.safetensors")
+
+    def test_a_pickle_is_never_opened(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": 1}))
+        self.refused(tmp_path, "pickle")
+
+    def test_a_missing_shard(self, folder: Path) -> None:
+        next(iter(folder.glob("model-*.safetensors"))).unlink()
+        self.refused(folder, "missing")
+
+    @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", ".", "a/b.safetensors", "..\x00"])
+    def test_a_shard_outside(self, folder: Path, name: str) -> None:
+        save_file({"x": torch.zeros(1)}, folder.parent / "secret.safetensors")
+        self.edit(folder, {"model.norm.weight": name})
+        self.refused(folder, "not a file of this folder|missing")
+
+    def test_a_link_out(self, folder: Path) -> None:
+        shard = sorted(folder.glob("model-*.safetensors"))[0]
+        shard.rename(folder.parent / "elsewhere.safetensors")
+        shard.symlink_to(folder.parent / "elsewhere.safetensors")
+        self.refused(folder, "link that leads out")
+
+    def test_the_hubs_cache_is_made_of_links(self, tmp_path: Path) -> None:
+        snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+        saved_reference("llama2", snapshot)
+        blobs.mkdir()
+        for path in list(snapshot.iterdir()):
+            path.rename(blobs / path.name)
+            path.symlink_to(os.path.relpath(blobs / path.name, snapshot))
+        assert load_decoder(snapshot).config.num_layers == 4
+
+    def test_a_tensor_twice(self, folder: Path) -> None:
+        shards = sorted(folder.glob("model-*.safetensors"))
+        save_file(load_file(shards[1]) | load_file(shards[0]), shards[1])
+        self.refused(folder, "two shards")
+
+    def test_a_tensor_in_no_shard(self, folder: Path) -> None:
+        name = sorted(path.name for path in folder.glob("model-*.safetensors"))[0]
+        self.edit(folder, {"model.layers.9.mlp.up_proj.weight": name})
+        self.refused(folder, "in no shard")
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+    def test_an_index_that_is_none(self, folder: Path, text: str) -> None:
+        (folder / INDEX).write_text(text)
+        self.refused(folder, "weight_map|missing")
+
+    def test_a_missing_tensor(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        stored = load_file(tmp_path / "model.safetensors")
+        del stored["model.norm.weight"]
+        save_file(stored, tmp_path / "model.safetensors")
+        self.refused(tmp_path, "model.norm.weight is missing")
+
+    def test_another_shape(self, tmp_path: Path) -> None:
+        saved_reference("gpt2", tmp_path)
+        stored = load_file(tmp_path / "model.safetensors")
+        stored["transformer.h.0.attn.c_attn.weight"] = torch.zeros(48, 145)
+        save_file(stored, tmp_path / "model.safetensors")
+        self.refused(tmp_path, r"c_attn.weight is \[48, 145\]; config.json makes it \[48, 144\]")
+
+    def test_a_tensor_without_a_place(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        stored = load_file(tmp_path / "model.safetensors") | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}
+        save_file(stored, tmp_path / "model.safetensors")
+        self.refused(tmp_path, "q_proj.bias has no place")
+
+    @pytest.mark.parametrize("damage", [b"", b"abc", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"{}x"])
+    def test_a_damaged_file(self, tmp_path: Path, damage: bytes) -> None:
+        saved_reference("llama2", tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(damage)
+        self.refused(tmp_path, "cannot be read as safetensors|missing")
+
+    def test_a_cut_file(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+        self.refused(tmp_path, "cannot be read as safetensors")
