@@ -190,6 +190,12 @@ def test_no_secret_and_no_home_folder_reaches_the_page(tmp_path, monkeypatch):
     assert CANARY not in text and "swordfish" not in text and "somebody" not in text and "~/corpus" in text
 
 
+def test_taking_out_a_secret_leaves_the_markup_whole(tmp_path):
+    """A scrubber that ran over the finished page would eat the tag behind `password=`."""
+    events = [STARTED, step_done(1), Sampled(step=1, prompt="password=", text="x"), Warned(because="secret: ")]
+    assert "password=" in read(write_report(run_folder(tmp_path, events))).text
+
+
 def test_claims_are_judged_by_what_happened(tmp_path):
     record = read_record(run_folder(tmp_path, whole_run()))
     verdicts = {verdict.claim: verdict for verdict in judge_run(record)}

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bloomery.errors import UserError
-from bloomery.monitor.scrub import scrub
 from bloomery.report.charts import Bars
 
 __all__ = ["Bars", "write_report"]
@@ -28,7 +27,7 @@ def write_report(run_dir: Path, *, extras: Sequence[Bars] = ()) -> Path:
         held_out: HeldOut | str = "the run has no plan yet"
     else:
         held_out = price_held_out(record.plan, run_dir / "checkpoints", parameters)
-    text = anonymous(page(record, held_out, extras, run_dir.name))
+    text = page(record, held_out, extras, run_dir.name)
     path = run_dir / "report.html"
     draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
@@ -38,9 +37,3 @@ def write_report(run_dir: Path, *, extras: Sequence[Bars] = ()) -> Path:
         raise UserError(f"the report cannot be written: {error.strerror}", where=str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
-
-
-def anonymous(text: str) -> str:
-    """Without secrets and without the path of the home folder."""
-    home = str(Path.home())
-    return scrub(text).replace(home + "/", "~/") if len(home) > 1 else scrub(text)

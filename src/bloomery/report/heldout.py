@@ -8,6 +8,7 @@ import numpy as np
 from bloomery.data.shards import open_split
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
+from bloomery.monitor.scrub import scrub
 from bloomery.plan.types import Plan
 from bloomery.report.html import Html, el, join
 
@@ -42,8 +43,8 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | 
     if checkpoint is None:
         return "there is no checkpoint"
     try:
-        tokens = _document(plan.data.prepared)
         tokenizer = load_tokenizer(plan.data.prepared)
+        tokens = _document(plan.data.prepared, tokenizer)
     except UserError as error:
         return f"the held-out text cannot be read: {error.problem}"
     if len(tokens) < 2:
@@ -68,12 +69,14 @@ def _price(plan: Plan, checkpoint: Path, tokens: list[int], tokenizer: Tokenizer
     return HeldOut(stretches(tokens, first, tokenizer), stretches(tokens, last, tokenizer), step)
 
 
-def _document(prepared: Path) -> list[int]:
+def _document(prepared: Path, tokenizer: Tokenizer) -> list[int]:
+    """The beginning of the first document that is long enough and holds no secret: a token could hide in two pieces."""
     split = open_split(prepared, "validation")
     found: list[int] = []
     for index in range(min(len(split), 200)):
         tokens: list[int] = split.document(index)[:_TOKENS].tolist()
-        if len(tokens) > len(found):
+        text = tokenizer.decode(tokens)
+        if len(tokens) > len(found) and scrub(text) == text:
             found = tokens
         if len(found) >= _ENOUGH:
             break

@@ -1,6 +1,9 @@
-"""HTML and SVG in which text cannot become markup: whatever is not `Html` is escaped."""
+"""HTML and SVG in which text cannot become markup and secrets cannot hide: whatever is not `Html` is cleaned first."""
 
 from html import escape
+from pathlib import Path
+
+from bloomery.monitor.scrub import scrub
 
 
 class Html(str):
@@ -12,7 +15,7 @@ class Html(str):
 def el(name: str, /, *children: str | None, **attributes: object) -> Html:
     """One element. Of an attribute's name a last `_` is dropped, others become `-`; what is None vanishes."""
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_clean(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -23,7 +26,14 @@ def el(name: str, /, *children: str | None, **attributes: object) -> Html:
 
 def join(*children: str | None) -> Html:
     """The children one after the other."""
-    return Html("".join(child if isinstance(child, Html) else escape(child) for child in children if child))
+    return Html("".join(child if isinstance(child, Html) else _clean(child) for child in children if child))
+
+
+def _clean(text: str) -> str:
+    """Escaped, without secrets and without the path of the home folder."""
+    home = str(Path.home())
+    text = scrub(text)
+    return escape(text.replace(home + "/", "~/") if len(home) > 1 else text)
 
 
 def table(head: list[str], rows: list[list[str | Html]], **attributes: object) -> Html:
