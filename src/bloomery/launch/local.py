@@ -17,7 +17,15 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.launch.journal import Journal, journal, last_step
-from bloomery.launch.replan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
+from bloomery.launch.replan import (
+    UP_TO_ROUNDING,
+    differences,
+    moved,
+    narrowed,
+    prolonged,
+    refuse_overrides,
+    same_devices,
+)
 from bloomery.launch.run_folder import RunFolder, locked, new_run, propose_folder
 from bloomery.launch.signals import StopRequests, stop_requests
 from bloomery.launch.supervise import Ending, Stage, existing, failure, run_stage
@@ -183,7 +191,8 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
         fresh = _resolved(loaded, machine, plan.data.prepared)
         if changes:
             plan, told = moved(plan, fresh)
-            for because in (*changes, *told):
+            rounding = () if UP_TO_ROUNDING in told else (f"another machine may round differently: {UP_TO_ROUNDING}",)
+            for because in (*changes, *told, *rounding):
                 flow.book.emit(Warned(step=last_step(folder), because=because))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
         _refuse_shorter(flow, plan)

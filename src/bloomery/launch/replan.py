@@ -21,6 +21,7 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "eval": ("micro_batch",),
 }  # fmt: skip
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
+UP_TO_ROUNDING = "from here on the run equals the undisturbed one up to rounding, no longer to the last bit"
 
 
 def refuse_overrides(words: Sequence[str]) -> None:
@@ -96,7 +97,7 @@ def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
             told.append(f"{key} is {value} here instead of {getattr(old, field)}{because}")
         exact = exact and not (changed and section in BITWISE)
     if not exact:
-        told.append("from here on the run equals the undisturbed one up to rounding, no longer to the last bit")
+        told.append(UP_TO_ROUNDING)
     facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "decisions")}
     return stored.model_copy(update=sections | facts), told
 

@@ -1,0 +1,125 @@
+"""What a resumed run may change, and what another machine changes for it."""
+
+from pathlib import Path
+
+import pytest
+
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Accelerator, Host, Machine, Software
+from bloomery.launch.replan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.recipe.load import load_recipe
+
+RECIPE = """
+model: {family: llama, hidden_size: 64, intermediate_size: 128, num_layers: 2, num_heads: 2, num_kv_heads: 2}
+tokenizer: {train: {kind: bpe, vocab_size: 300}}
+data: {path: text, sequence_length: 64}
+optimizer: {schedule: {kind: wsd, decay: 20%}, warmup: 2 steps}
+train: {length: 100 steps, tokens_per_step: 1024}
+"""
+MI300X = Accelerator(index=0, vendor="amd", name="AMD Instinct MI300X", arch="gfx942", memory_bytes=192 * 2**30)
+CPU = Machine(
+    accelerators=(),
+    host=Host(
+        system="Linux", cpu_name="AMD EPYC 9654", cpu_cores=4, memory_bytes=2**34, memory_free_bytes=2**34,
+        disk_free_bytes=2**40, compiler="/usr/bin/g++",
+    ),
+    software=Software(python="3.12.0", torch="2.13.0", build="cpu"),
+)  # fmt: skip
+GPU = CPU.model_copy(
+    update={"accelerators": (MI300X,), "software": CPU.software.model_copy(update={"build": "rocm"})}
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path):
+    """The plan of the recipe with overrides on a machine."""
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    facts = CorpusFacts(rows_per_epoch=5000, tokens=320_000, vocab_size=300)
+
+    def make(machine: Machine, *overrides: str) -> Plan:
+        return resolve(load_recipe(tmp_path / "tiny.yaml", overrides), machine, prepared=tmp_path, corpus=facts)
+
+    return make
+
+
+@pytest.mark.parametrize("word", ["train.length=9 steps", "eval.every=5 steps", "checkpoint.keep=1", "monitor.to=[]"])
+def test_what_may_be_changed(word: str) -> None:
+    refuse_overrides([word])
+
+
+@pytest.mark.parametrize("word", ["optimizer.learning_rate=1", "train.seed=2", "train.lengthy=1", "eval=1"])
+def test_anything_else_is_refused_by_name(word: str) -> None:
+    with pytest.raises(UserError, match=word.partition("=")[0]) as caught:
+        refuse_overrides([word])
+    assert caught.value.code == 2
+
+
+def test_the_same_machine_has_no_differences() -> None:
+    full = CPU.model_copy(update={"host": CPU.host.model_copy(update={"memory_free_bytes": 5, "disk_free_bytes": 5})})
+    assert differences(CPU, full) == []
+
+
+def test_differences_are_told_in_words() -> None:
+    newer = CPU.model_copy(update={"software": CPU.software.model_copy(update={"torch": "2.14.0"})})
+    assert differences(CPU, newer) == ["PyTorch: 2.14.0 instead of 2.13.0"]
+    assert differences(CPU, GPU)[0] == "devices: AMD Instinct MI300X (gfx942) instead of no GPU"
+
+
+def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(plan) -> None:
+    stored, fresh = plan(CPU), plan(GPU, "optimizer.learning_rate=1", "train.seed=5")
+    now, told = moved(stored, fresh)
+    assert now.train.device == "cuda"
+    assert now.train.precision == fresh.train.precision
+    assert now.train.micro_batch * now.train.accumulation == stored.train.micro_batch * stored.train.accumulation
+    assert now.optimizer.learning_rate == stored.optimizer.learning_rate
+    assert now.train.seed == stored.train.seed
+    assert any(line.startswith("train.device is cuda here instead of cpu") for line in told)
+    assert "no longer to the last bit" in told[-1]
+
+
+def test_moving_to_an_equal_machine_changes_nothing(plan) -> None:
+    assert moved(plan(CPU), plan(CPU)) == (plan(CPU), [])
+
+
+def test_what_only_feeds_the_device_keeps_the_bits(plan) -> None:
+    fresh = plan(CPU, "data.prefetch=7")
+    now, told = moved(plan(CPU), fresh)
+    assert now.data.prefetch == 7
+    assert len(told) == 1
+
+
+def test_a_longer_run_keeps_everything_but_its_length(plan) -> None:
+    words = ["train.length=200 steps"]
+    stored = plan(CPU)
+    longer = prolonged(stored, plan(CPU, *words, "train.seed=5"), words)
+    assert (longer.train.steps, longer.train.seed) == (200, 0)
+    assert (stored.optimizer.decay_steps, longer.optimizer.decay_steps) == (20, 40)
+    assert longer.optimizer.warmup_steps == stored.optimizer.warmup_steps
+
+
+def test_another_evaluation_changes_nothing_else(plan) -> None:
+    words = ["eval.every=7 steps", "checkpoint.keep=9"]
+    stored = plan(CPU)
+    now = prolonged(stored, plan(CPU, *words, "train.length=3 steps"), words)
+    assert (now.eval.every_steps, now.checkpoint.keep, now.train) == (7, 9, stored.train)
+
+
+def test_devices_are_named_one_at_a_time() -> None:
+    second = MI300X.model_copy(update={"index": 1})
+    two = GPU.model_copy(update={"accelerators": (MI300X, second)})
+    assert narrowed(two, None) == two
+    assert narrowed(two, "1").accelerators == (second,)
+    assert narrowed(two, "cpu").accelerators == ()
+    for words, said in (("0,1", "trains on one device, not on 2"), ("7", "there is no device '7'")):
+        with pytest.raises(UserError, match=said):
+            narrowed(two, words)
+
+
+def test_a_chosen_device_outlives_a_stop() -> None:
+    second = MI300X.model_copy(update={"index": 1})
+    two = GPU.model_copy(update={"accelerators": (MI300X, second)})
+    assert same_devices(two, narrowed(two, "1")).accelerators == (second,)
+    assert same_devices(two, narrowed(two, "cpu")).accelerators == ()
+    assert same_devices(CPU, two) == CPU
