@@ -9,11 +9,13 @@ from pathlib import Path
 from bloomery.data import builtin
 from bloomery.data.files import SourceFile, list_files
 from bloomery.data.formats import READERS, Value, column_types
-from bloomery.data.streams import Flaw, Truncated, open_bytes, text_of
+from bloomery.data.streams import Flaw, open_bytes, text_of
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
+_AGAIN = "copy or download it again"
+_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 
 
@@ -103,16 +105,13 @@ def _read_file(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
 
     try:
         yield from _rows(file, corpus)
-    except (EOFError, Truncated, gzip.BadGzipFile, zlib.error) as error:
-        yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", "copy or download it again")
-    except pa.ArrowException as error:
-        yield Flaw(
-            file.name,
-            f"is no {file.format} file, or a damaged one: {str(error).splitlines()[0][:120]}",
-            "copy or download it again",
-        )
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(file.path)) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UserError(f"cannot be read: {error.strerror}", where=str(file.path)) from error
+        reason = str(error).splitlines()[0][:120]  # pyarrow raises OSError without a number for damaged files
+        yield Flaw(file.name, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
 
 
 def _rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
@@ -186,7 +185,7 @@ def _document(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
         and all(type(item) is int and 0 <= item < 2**32 for item in content)
     ):
         return Document(value.where, tokens=tuple(content))
-    what = "null" if content is None else f"a {type(content).__name__}"
+    what = _KINDS.get(type(content).__name__, f"a {type(content).__name__}")
     return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
 
 

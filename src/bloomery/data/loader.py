@@ -128,6 +128,7 @@ class Prefetcher:
         self._loader, self._cursor, self._rows_each, self._pin = loader, cursor, rows, pin_memory
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
+        self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> "Prefetcher":
@@ -144,8 +145,11 @@ class Prefetcher:
 
     def next(self) -> Batch:
         """The next batch; blocks while it is read."""
+        if self._failed is not None:
+            raise self._failed
         found = self._queue.get()
         if isinstance(found, BaseException):
+            self._failed = found
             raise found
         return found
 

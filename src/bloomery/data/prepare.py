@@ -62,13 +62,17 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     """
     manifest = finished(loaded, folder)
     if manifest is None:
-        with writing(folder), locked(folder):
-            manifest = (
-                finished(loaded, folder)
-                or Work(loaded.recipe, loaded.name, identity(loaded), folder, report, limits).run()
-            )
+        with working(loaded, folder, report=report, limits=limits) as work:
+            manifest = finished(loaded, folder) or work.run()
     check_rows(manifest, loaded.recipe.data)
     return manifest
+
+
+@contextmanager
+def working(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Iterator[Work]:
+    """The work on a folder, made and locked. Raises UserError as `prepare` does."""
+    with writing(folder), locked(folder):
+        yield Work(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
 
 
 def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:

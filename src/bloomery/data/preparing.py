@@ -89,14 +89,25 @@ class Work:
         self._tally = Tally()
         self._bytes = sum(entry.bytes for entry in self._seen)
 
-    def run(self) -> Manifest:
+    def begin(self) -> tuple[Splitter, Tokenizer]:
+        """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder."""
         splitter = make_splitter(self._corpora[: self._num_train], self._data)
-        tokenizer = self._tokenizer(splitter)
+        return splitter, self._tokenizer(splitter)
+
+    def documents(self, splitter: Splitter) -> Iterator[tuple[Name, Document]]:
+        """What goes into the shards, in order, and where to."""
+        for job in self._jobs(splitter, Journal(identity="", sources="")):
+            yield from job.documents
+
+    def run(self) -> Manifest:
+        splitter, tokenizer = self.begin()
         writers = self._writers(tokenizer)
         try:
             with encoders(self._folder, tokenizer, count_workers(self._data.workers, self._bytes)) as using:
                 self._write_all(
-                    encode_in_order(((job, job.texts()) for job in self._jobs(splitter)), using), writers, tokenizer
+                    encode_in_order(((job, job.texts()) for job in self._jobs(splitter, self._journal)), using),
+                    writers,
+                    tokenizer,
                 )
             return self._finish(writers, tokenizer)
         except BaseException:
@@ -106,10 +117,12 @@ class Work:
 
     def _open_journal(self) -> Journal:
         """The journal that stands there when it is about the same recipe and files, else a fresh one in a cleared
-        folder.
+        folder. A finished folder has none and gets none.
         """
         fresh = Journal(identity=self._identity, sources=snapshot.digest(self._seen))
         path = self._folder / JOURNAL
+        if (self._folder / MANIFEST).is_file():
+            return fresh
         if path.is_file():
             try:
                 found = Journal.model_validate_json(path.read_bytes())
@@ -153,11 +166,11 @@ class Work:
 
     def _train_texts(self, splitter: Splitter) -> Iterator[str]:
         """Texts of the train split, up to a sample that no vocabulary outgrows."""
-        taken, any_document = 0, False
+        taken, any_tokens = 0, False
         limit = min(self._limits.tokenizer_bytes, self._bytes)
         for corpus in self._corpora[: self._num_train]:
             for document in read_documents(corpus, on_error=self._data.on_error, tally=Tally()):
-                any_document = True
+                any_tokens = any_tokens or document.tokens is not None
                 key = content_key(document)
                 if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
                     continue
@@ -167,7 +180,7 @@ class Work:
                 yield document.text
                 self._report("tokenizer", taken, max(limit, taken))
         if not taken:
-            raise self._no_text() if any_document else self._empty()
+            raise self._no_text() if any_tokens else self._empty()
 
     def _no_text(self) -> UserError:
         return UserError(
@@ -203,11 +216,10 @@ class Work:
             self._journal = Journal(identity=self._journal.identity, sources=self._journal.sources)
             return opened()
 
-    def _jobs(self, splitter: Splitter) -> Iterator[Job]:
+    def _jobs(self, splitter: Splitter, start: Journal) -> Iterator[Job]:
         """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
         are read and passed over.
         """
-        start = self._journal
         empty, held_back = start.empty, start.held_back
         for source in range(len(self._corpora)):
             batch, size, read = list[tuple[Name, Document]](), 0, 0

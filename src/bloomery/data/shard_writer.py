@@ -82,9 +82,8 @@ class SplitWriter:
         self.progress.bytes += text_bytes
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Unbuffered, so that closing after a full disk has nothing left to write."""
         if path not in self._files:
-            self._files[path] = path.open("ab", buffering=0)
+            self._files[path] = open_to_append(path)
         left = memoryview(content)
         while left:
             left = left[self._files[path].write(left) :]
@@ -122,6 +121,11 @@ class SplitWriter:
             shards=tuple(file_record(path) for path in shards),
             bounds=file_record(self._bounds_path),
         )
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Unbuffered: what `write` returned from is with the kernel, and closing after a full disk has nothing to write."""
+    return path.open("ab", buffering=0)
 
 
 class Lost(Exception):

@@ -28,13 +28,13 @@ class Flaw:
         return UserError(self.problem, where=self.where, remedy=self.remedy)
 
 
-class Truncated(EOFError):
-    """A compressed file ends in the middle."""
+class Damaged(EOFError):
+    """A compressed file ends in the middle, or is none."""
 
 
 class _Zstd(io.RawIOBase):
     """A zstd file as a raw stream. The library's own reader says nothing when the last frame is cut short; this one
-    raises Truncated.
+    raises Damaged.
     """
 
     def __init__(self, source: BinaryIO) -> None:
@@ -53,7 +53,7 @@ class _Zstd(io.RawIOBase):
             chunk = self._unused or self._source.read(_CHUNK)
             if not chunk:
                 if self._inside:
-                    raise Truncated
+                    raise Damaged("it ends too early")
                 return 0
             self._decompress(chunk)
         count = min(len(view), len(self._ready))
@@ -63,7 +63,10 @@ class _Zstd(io.RawIOBase):
 
     def _decompress(self, chunk: bytes) -> None:
         self._inside, self._unused = True, b""
-        self._ready = memoryview(self._frame.decompress(chunk))
+        try:
+            self._ready = memoryview(self._frame.decompress(chunk))
+        except self._library.ZstdError as error:
+            raise Damaged(str(error)) from error
         if self._frame.eof:
             self._unused, self._inside = self._frame.unused_data, False
             self._frame = self._library.ZstdDecompressor(max_window_size=2**27).decompressobj()

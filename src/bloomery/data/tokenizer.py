@@ -240,12 +240,8 @@ def train_tokenizer(texts: Iterator[str], spec: TrainTokenizer, folder: Path) ->
     library = Library(models.BPE() if spec.kind == "bpe" else models.Unigram())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    own = [
-        AddedToken(token, special=False, normalized=False)
-        for token in dict.fromkeys(spec.special_tokens)
-        if token not in SPECIAL
-    ]
-    every = [AddedToken(token, special=True, normalized=False) for token in SPECIAL] + own
+    own = [token for token in dict.fromkeys(spec.special_tokens) if token not in SPECIAL]
+    every = [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *own)]
     smallest = len(every) + 256
     if spec.vocab_size < smallest:
         raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
@@ -274,6 +270,9 @@ def train_tokenizer(texts: Iterator[str], spec: TrainTokenizer, folder: Path) ->
         "unk_token": "<unk>",
         "add_bos_token": True,
     }
-    tokenizer = Tokenizer(JsonBackend(json.loads(library.to_str()), "the trained tokenizer", set(SPECIAL)), config)
+    description = json.loads(library.to_str())
+    for entry in description["added_tokens"]:  # training knows special tokens only; the user's own are part of the text
+        entry["special"] = entry["content"] in SPECIAL
+    tokenizer = Tokenizer(JsonBackend(description, "the trained tokenizer", set(SPECIAL)), config)
     tokenizer.save(folder)
     return tokenizer

@@ -1,0 +1,51 @@
+"""`bloomery tokenizer`: make one, and look at what one does to a text."""
+
+from pathlib import Path
+
+import click
+
+from bloomery.cli.common import recipe_argument
+
+
+@click.group()
+def command() -> None:
+    """Train the tokenizer of a recipe, or show how one cuts a text."""
+
+
+@command.command()
+@recipe_argument
+def train(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Train the tokenizer of RECIPE on its text, once; `prepare` and `train` use the same one."""
+    from bloomery.cli.prepare import reporting
+    from bloomery.data.prepare import prepared_folder, working
+    from bloomery.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    folder = prepared_folder(loaded, Path())
+    with reporting() as report, working(loaded, folder, report=report) as work:
+        _, tokenizer = work.begin()
+    asked = loaded.recipe.tokenizer.train
+    click.echo(f"tokenizer  {tokenizer.vocab_size:,} tokens · {tokenizer.hash[:12]}")
+    if asked is not None and tokenizer.vocab_size < asked.vocab_size:
+        click.echo(f"           the text has no more words to merge; {asked.vocab_size:,} were asked for")
+    click.echo(f"folder     {folder}")
+
+
+@command.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--text", required=True, help="The text to cut.")
+def inspect(folder: Path, text: str) -> None:
+    """Show the tokens of a text: id, bytes and piece, one a line. FOLDER may be a tokenizer.json or a .model too."""
+    from bloomery.data.preview import pieces
+    from bloomery.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    ids, sizes = tokenizer.encode(text), tokenizer.token_bytes()
+    names = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id, "unk": tokenizer.unk_id}
+    special = " · ".join(f"{name} {index}" for name, index in names.items() if index is not None)
+    click.echo(f"tokenizer  {tokenizer.vocab_size:,} tokens · {special or 'no special tokens'} · {tokenizer.hash[:12]}")
+    click.echo(f"text       {len(text.encode()):,} bytes in {len(ids):,} tokens")
+    for index, piece in zip(ids, pieces(ids, tokenizer), strict=True):
+        click.echo(f"{index:>8}  {sizes[index]:>3}  {piece!r}")
+    if tokenizer.decode(ids) != text:
+        click.echo("warning    this tokenizer does not give the same text back")

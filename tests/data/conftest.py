@@ -1,0 +1,35 @@
+"""Recipes and corpora small enough to see through."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_text import sentences
+
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Recipe
+
+
+@pytest.fixture
+def recipe_of() -> Callable[..., LoadedRecipe]:
+    def make(*, tokenizer: dict[str, Any] | None = None, **data: Any) -> LoadedRecipe:
+        tokenizer = {"train": {"vocab_size": 300}} if tokenizer is None else tokenizer
+        whole = {
+            "model": {"preset": "go-coder-tiny"},
+            "tokenizer": tokenizer,
+            "data": {"sequence_length": 16, "workers": 0, **data},
+        }
+        return LoadedRecipe(Recipe.model_validate(whole), "small")
+
+    return make
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of 60 text files."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for index, text in enumerate(sentences(60)):
+        (folder / f"{index:03d}.txt").write_text(text)
+    return folder

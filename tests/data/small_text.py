@@ -1,0 +1,10 @@
+"""Text small enough to see through."""
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
+
+
+def sentences(count: int, length: int = 12) -> list[str]:
+    """Different texts without any randomness."""
+    return [
+        " ".join(WORDS[(i * 7 + j * j + i // 5) % len(WORDS)] for j in range(length)) + f" {i}.\n" for i in range(count)
+    ]

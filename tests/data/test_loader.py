@@ -1,0 +1,154 @@
+"""The order of rows is arithmetic: each once an epoch, the same on any number of ranks, any batch at any time."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher
+from bloomery.data.prepare import prepare
+from bloomery.data.shuffle import feistel, mix, shuffled
+from bloomery.errors import UserError
+
+
+@given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
+def test_feistel_is_a_bijection(size, key):
+    assert sorted(feistel(position, size=size, key=key) for position in range(size)) == list(range(size))
+
+
+def test_shuffle_is_the_same_for_ever():
+    """Figures from the first version: another order would break the resumption of every run there is."""
+    assert [shuffled(index, size=10, seed=7) for index in range(20)] == FIRST_ORDER
+    assert mix(1, 2, 3) == FIRST_MIX
+    assert shuffled(10**15, size=10**12, seed=1) < 10**12
+
+
+FIRST_ORDER = [5, 6, 3, 1, 9, 2, 0, 8, 7, 4, 2, 0, 7, 8, 6, 4, 3, 5, 1, 9]
+FIRST_MIX = 15020427595393229491
+
+
+@pytest.fixture
+def folder(corpus: Path, tmp_path: Path, recipe_of) -> Path:
+    prepare(recipe_of(path=str(corpus), validation="20%"), tmp_path / "prepared")
+    return tmp_path / "prepared"
+
+
+def loader(folder: Path, **options) -> Loader:
+    return Loader(folder, **{"sequence_length": 16, "layout": "packed", "seed": 3, **options})
+
+
+def as_rows(batch: Batch) -> list[tuple]:
+    return [
+        tuple(map(tuple, (batch.tokens[row].tolist(), batch.labels[row].tolist()))) for row in range(len(batch.tokens))
+    ]
+
+
+def test_batch_is_what_the_docstring_says(folder):
+    batch = loader(folder).batch(Cursor(3, 0), 5)
+    for name, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("weights", torch.float32),
+                        ("positions", torch.int64), ("documents", torch.int64)):  # fmt: skip
+        assert getattr(batch, name).shape == (5, 16)
+        assert getattr(batch, name).dtype == dtype
+
+
+def test_an_epoch_visits_every_row_once_in_another_order_each_time(folder):
+    data = loader(folder)
+    first = [data.place(index) for index in range(data.rows)]
+    second = [data.place(index) for index in range(data.rows, 2 * data.rows)]
+    assert sorted(first) == sorted(second) == [(0, row) for row in range(data.rows)]
+    assert first != second
+    assert first != [loader(folder, seed=4).place(index) for index in range(data.rows)]
+
+
+def test_ranks_share_the_rows_of_one(folder):
+    whole = as_rows(loader(folder).batch(Cursor(3, 8), 8))
+    for world in (2, 4):
+        parts = [as_rows(loader(folder, rank=rank, world=world).batch(Cursor(3, 8), 8)) for rank in range(world)]
+        assert [parts[index % world][index // world] for index in range(8)] == whole
+
+
+def test_micro_batches_are_the_batch_cut(folder):
+    data = loader(folder)
+    assert as_rows(data.batch(Cursor(3, 4), 3)) + as_rows(data.batch(Cursor(3, 7), 3)) == as_rows(
+        data.batch(Cursor(3, 4), 6)
+    )
+
+
+def test_weights_of_sources_are_exact(tmp_path, recipe_of):
+    sources = []
+    for name, weight in (("a", 2.5), ("b", 1.0), ("c", 0.4)):
+        path = tmp_path / f"{name}.txt"
+        path.write_text(f"{name} " * 700)
+        sources.append({"path": str(path), "weight": weight})
+    prepare(recipe_of(sources=sources, validation=0), tmp_path / "prepared")
+    data = loader(tmp_path / "prepared")
+    once = loader(tmp_path / "prepared")._rows.counts
+    for epoch in range(2):
+        visits = Counter(data.place(epoch * data.rows + index) for index in range(data.rows))
+        by_source = [Counter({row: n for (part, row), n in visits.items() if part == source}) for source in range(3)]
+        assert [sum(rows.values()) for rows in by_source] == [round(2.5 * once[0]), once[1], round(0.4 * once[2])]
+        assert set(by_source[0].values()) == {2, 3}
+        assert set(by_source[1].values()) == set(by_source[2].values()) == {1}
+
+
+def test_validation_is_in_order_and_padded_to_one_shape(folder):
+    data = loader(folder, split="validation")
+    batches = list(data.validation_batches(4))
+    assert {batch.tokens.shape for batch in batches} == {(4, 16)}
+    rows = [row for batch in batches for row in as_rows(batch)]
+    assert len(rows) == -(-data.rows // 4) * 4
+    assert all(
+        batch.weights[row].sum() == 0
+        for batch in batches[-1:]
+        for row in range(4)
+        if data.rows % 4 and row >= data.rows % 4
+    )
+    expected = [data._rows.read(0, index) for index in range(data.rows)]
+    assert [row[0] for row in rows[: data.rows]] == [tuple(row.tokens.tolist()) for row in expected]
+    two = [list(loader(folder, split="validation", rank=rank, world=2).validation_batches(2)) for rank in range(2)]
+    assert len(two[0]) == len(two[1])
+    shared = [as_rows(batch)[row] for pair in zip(*two, strict=True) for row in range(2) for batch in pair]
+    assert shared[: data.rows] == rows[: data.rows]
+
+
+def test_limited_validation_is_spread_over_the_text(folder):
+    data = loader(folder, split="validation")
+    rows = [row for batch in data.validation_batches(2, limit=4) for row in as_rows(batch)]
+    everything = [row for batch in data.validation_batches(2) for row in as_rows(batch)]
+    assert rows == [everything[index * data.rows // 4] for index in range(4)]
+
+
+def test_empty_validation_is_said(tmp_path, corpus, recipe_of):
+    prepare(recipe_of(path=str(corpus), validation=0), tmp_path / "prepared")
+    with pytest.raises(UserError, match="the validation split is empty"):
+        loader(tmp_path / "prepared", split="validation")
+
+
+def test_prefetcher_gives_the_cursor_s_batches_and_closes(folder):
+    data = loader(folder)
+    with Prefetcher(data, Cursor(3, 5), rows=2, depth=3) as ahead:
+        read = [row for _ in range(6) for row in as_rows(ahead.next())]
+    assert read == as_rows(data.batch(Cursor(3, 5), 12))
+    assert not ahead._thread.is_alive()
+
+
+def test_prefetcher_hands_over_errors(folder, monkeypatch):
+    data = loader(folder)
+
+    def broken(cursor: Cursor, rows: int) -> Batch:
+        if cursor.consumed >= 4:
+            raise UserError("the disk went away")
+        return Loader.batch(data, cursor, rows)
+
+    class Failing:
+        batch = staticmethod(broken)
+
+    with Prefetcher(Failing(), Cursor(3, 0), rows=2) as ahead:
+        ahead.next()
+        ahead.next()
+        for _ in range(2):
+            with pytest.raises(UserError, match="went away"):
+                ahead.next()

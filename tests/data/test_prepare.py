@@ -1,0 +1,357 @@
+"""Shards that equal the undisturbed ones after any kill, and refuse to be what they are not."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_text import sentences
+
+from bloomery.data import shard_writer
+from bloomery.data.documents import Tally, open_corpora, read_documents
+from bloomery.data.prepare import finished, locked, prepare, prepared_folder
+from bloomery.data.preparing import Limits
+from bloomery.data.shards import open_split, read_manifest
+from bloomery.data.split import content_key, make_splitter, repeated_lines
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+
+SMALL = Limits(shard_tokens=500, batch_bytes=300, journal_seconds=0.0)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def decoded(folder: Path, name: str) -> list[str]:
+    split, tokenizer = open_split(folder, name), load_tokenizer(folder)
+    documents = [split.document(index).tolist() for index in range(len(split))]
+    assert all(ids[0] == 1 and ids[-1] == 2 for ids in documents)
+    return [tokenizer.decode(ids[1:-1]) for ids in documents]
+
+
+def test_text_comes_back_from_the_shards(corpus, tmp_path, recipe_of):
+    manifest = prepare(recipe_of(path=str(corpus), validation="10%"), tmp_path / "p", limits=SMALL)
+    train, validation = decoded(tmp_path / "p", "train"), decoded(tmp_path / "p", "validation")
+    assert sorted(train + validation) == sorted(sentences(60))
+    assert not set(train) & set(validation)
+    assert manifest.train.bytes == sum(len(text.encode()) for text in train)
+    assert len(manifest.train.shards) > 1
+    assert (
+        manifest
+        == read_manifest(tmp_path / "p")
+        == finished(recipe_of(path=str(corpus), validation="10%"), tmp_path / "p")
+    )
+
+
+def test_several_processes_write_the_same_bytes(corpus, tmp_path, recipe_of):
+    for workers in (0, 3):
+        prepare(recipe_of(path=str(corpus), workers=workers), tmp_path / str(workers), limits=SMALL)
+    assert contents(tmp_path / "0") == contents(tmp_path / "3")
+
+
+def test_folder_depends_on_what_changes_tokens_only(corpus, tmp_path, recipe_of):
+    def folder(**data) -> Path:
+        return prepared_folder(recipe_of(path=str(corpus), **data), tmp_path)
+
+    assert folder() == folder(sequence_length=99, layout="padded", prefetch=3, workers=2)
+    assert folder().parent == tmp_path / "prepared"
+    assert folder().name.startswith("small-")
+    assert len({folder(), folder(validation="7%"), folder(glob="*.txt"), folder(on_error="skip")}) == 4
+    assert folder(prepared="/elsewhere") == Path("/elsewhere")
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from bloomery.data.prepare import prepare
+from bloomery.data.preparing import Limits
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Recipe
+recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_bytes())
+print("started", flush=True)
+limits = Limits(shard_tokens=4000, batch_bytes=2000, journal_seconds=0.0)
+prepare(LoadedRecipe(recipe, "small"), Path(sys.argv[2]), limits=limits)
+"""
+
+
+def kill_after(seconds: float, recipe: Path, folder: Path) -> int:
+    """Runs `prepare` in a process, kills it so long after it has begun, and returns its exit code."""
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(recipe), str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"started\n"
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            return process.wait()
+
+
+def killed_runs(count: int, tmp_path: Path, recipe_of) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences(1200, 30)))
+    loaded = recipe_of(path=str(text), validation="5%", workers=2)
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(loaded.recipe.model_dump_json(by_alias=True))
+    started = time.monotonic()
+    assert kill_after(120, recipe, tmp_path / "whole") == 0
+    whole, chance = time.monotonic() - started, random.Random(count)
+    kills = 0
+    while kills < count:
+        code = kill_after(chance.uniform(0, 0.6 * whole), recipe, tmp_path / "killed")
+        kills += 1
+        if code == 0:
+            assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+            shutil.rmtree(tmp_path / "killed")
+    assert kill_after(120, recipe, tmp_path / "killed") == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_killed_and_run_again_gives_the_same_bytes(tmp_path, recipe_of):
+    killed_runs(3, tmp_path, recipe_of)
+
+
+@pytest.mark.soak
+def test_killed_twenty_times(tmp_path, recipe_of):
+    killed_runs(20, tmp_path, recipe_of)
+
+
+class Stop(Exception):
+    """Ends a `prepare` where a test wants it."""
+
+
+@pytest.mark.parametrize("batches", [1, 4, 9])
+def test_what_the_journal_vouches_for_is_not_made_again(corpus, tmp_path, recipe_of, batches, monkeypatch):
+    loaded = recipe_of(path=str(corpus), validation="10%")
+    prepare(loaded, tmp_path / "whole", limits=SMALL)
+    seen = 0
+
+    def stopping(phase: str, done: float, total: float) -> None:
+        nonlocal seen
+        seen += phase == "tokens"
+        if seen > batches:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(loaded, tmp_path / "p", report=stopping, limits=SMALL)
+    journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
+    size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
+    assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
+    monkeypatch.setattr("bloomery.data.preparing.train_tokenizer", None)  # a second training would fail
+    done = []
+    prepare(loaded, tmp_path / "p", report=lambda phase, *_: done.append(phase), limits=SMALL)
+    assert contents(tmp_path / "p") == contents(tmp_path / "whole")
+    assert "tokenizer" not in done
+
+
+def test_shards_shorter_than_the_journal_are_made_again(corpus, tmp_path, recipe_of):
+    loaded = recipe_of(path=str(corpus))
+    prepare(loaded, tmp_path / "whole", limits=SMALL)
+    calls = 0
+
+    def stopping(phase: str, done: float, total: float) -> None:
+        nonlocal calls
+        calls += phase == "tokens"
+        if calls > 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(loaded, tmp_path / "p", report=stopping, limits=SMALL)
+    os.truncate(tmp_path / "p" / "train-00000.bin", 10)
+    prepare(loaded, tmp_path / "p", limits=SMALL)
+    assert contents(tmp_path / "p") == contents(tmp_path / "whole")
+
+
+def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_of):
+    loaded, folder = recipe_of(path=str(corpus)), tmp_path / "p"
+    prepare(loaded, folder)
+    with pytest.raises(UserError, match="other settings of data or tokenizer"):
+        prepare(recipe_of(path=str(corpus), validation="9%"), folder)
+    (corpus / "003.txt").touch()
+    prepare(loaded, folder)  # another time, the same text
+    kept = (corpus / "003.txt").read_text()
+    (corpus / "003.txt").write_text(kept.upper())
+    with pytest.raises(UserError, match=r"changed since: .*003\.txt") as caught:
+        prepare(loaded, folder)
+    assert "rm -r" in caught.value.remedy
+    (corpus / "003.txt").write_text(kept)
+    (corpus / "new.txt").write_text("more")
+    with pytest.raises(UserError, match=r"new\.txt"):
+        prepare(loaded, folder)
+    (corpus / "new.txt").unlink()
+    (corpus / "004.txt").rename(tmp_path / "away")
+    with pytest.raises(UserError, match=r"004\.txt"):
+        prepare(loaded, folder)
+    (tmp_path / "away").rename(corpus / "004.txt")
+    with (folder / "train-00000.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match="bytes where the manifest says"):
+        prepare(loaded, folder)
+    (folder / "train-00000.bin").unlink()
+    with pytest.raises(UserError, match="is missing"):
+        read_manifest(folder)
+    (folder / "manifest.json").write_text('{"format": 1')
+    with pytest.raises(UserError, match="is damaged"):
+        read_manifest(folder)
+    with pytest.raises(UserError, match="holds no prepared text"):
+        read_manifest(tmp_path)
+
+
+def test_tokens_may_travel_without_their_text(corpus, tmp_path, recipe_of):
+    loaded = recipe_of(path=str(corpus))
+    prepare(loaded, tmp_path / "p")
+    shutil.rmtree(corpus)
+    assert finished(loaded, tmp_path / "p")
+
+
+def test_another_tokenizer_beside_the_shards_is_noticed(corpus, tmp_path, recipe_of):
+    prepare(recipe_of(path=str(corpus)), tmp_path / "p")
+    prepare(recipe_of(path=str(corpus), tokenizer={"train": {"vocab_size": 290}}), tmp_path / "q")
+    shutil.copy(tmp_path / "q" / "tokenizer.json", tmp_path / "p" / "tokenizer.json")
+    with pytest.raises(UserError, match="not the one that made them"):
+        read_manifest(tmp_path / "p")
+
+
+def test_folder_of_somebody_else_is_left_alone(corpus, tmp_path, recipe_of):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "thesis.tex").write_text("do not touch")
+    with pytest.raises(UserError, match=r"no `prepare` wrote, such as thesis\.tex"):
+        prepare(recipe_of(path=str(corpus)), tmp_path / "p")
+    assert [path.name for path in (tmp_path / "p").iterdir() if path.name != ".lock"] == ["thesis.tex"]
+
+
+def test_unfinished_folder_of_changed_text_starts_over(corpus, tmp_path, recipe_of):
+    loaded = recipe_of(path=str(corpus))
+
+    def stop(phase: str, done: float, total: float) -> None:
+        if phase == "tokens":
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(loaded, tmp_path / "p", report=stop, limits=SMALL)
+    (corpus / "000.txt").write_text("something else")
+    prepare(loaded, tmp_path / "p", limits=SMALL)
+    prepare(loaded, tmp_path / "q", limits=SMALL)
+    assert contents(tmp_path / "p") == contents(tmp_path / "q")
+
+
+def test_two_at_once_are_one_too_many(corpus, tmp_path, recipe_of):
+    (tmp_path / "p").mkdir()
+    with locked(tmp_path / "p"), pytest.raises(UserError, match="another process is preparing it"):
+        prepare(recipe_of(path=str(corpus)), tmp_path / "p")
+
+
+def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(corpus, tmp_path, recipe_of, monkeypatch):
+    loaded, room = recipe_of(path=str(corpus)), 1500
+    prepare(loaded, tmp_path / "whole", limits=SMALL)
+
+    class FullDisk:
+        def __init__(self, path: Path) -> None:
+            self._file = path.open("ab", buffering=0)
+
+        def write(self, data: bytes) -> int:
+            nonlocal room
+            if room <= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room -= len(data)
+            return self._file.write(data)
+
+        def fileno(self) -> int:
+            return self._file.fileno()
+
+        def close(self) -> None:
+            self._file.close()
+
+    monkeypatch.setattr(shard_writer, "open_to_append", FullDisk)
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        prepare(loaded, tmp_path / "p", limits=SMALL)
+    assert "goes on where it stopped" in caught.value.remedy
+    journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
+    size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
+    assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
+    monkeypatch.undo()
+    prepare(loaded, tmp_path / "p", limits=SMALL)
+    assert contents(tmp_path / "p") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_read_only_folder_is_one_sentence(corpus, tmp_path, recipe_of, number, monkeypatch):
+    def forbidden(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "prepared")
+
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        prepare(recipe_of(path=str(corpus)), tmp_path / "p")
+    assert "data.prepared" in caught.value.remedy
+
+
+def test_empty_and_tiny_corpora(tmp_path, recipe_of):
+    text = tmp_path / "a.txt"
+    text.write_text("")
+    with pytest.raises(UserError, match="there is no text in it"):
+        prepare(recipe_of(path=str(text)), tmp_path / "empty")
+    text.write_text("two words")
+    with pytest.raises(UserError, match="less than one sequence of 512") as caught:
+        prepare(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
+    assert caught.value.where == "data.sequence_length"
+
+
+def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
+    text = tmp_path / "a.jsonl"
+    good = [json.dumps({"text": sentence}) for sentence in sentences(30)]
+    text.write_text("\n".join([*good[:10], '{"text": 3}', *good[10:], "{", ""]))
+    with pytest.raises(UserError, match="is a number, not a text"):
+        prepare(recipe_of(path=str(text)), tmp_path / "p")
+    manifest = prepare(recipe_of(path=str(text), on_error="skip"), tmp_path / "q")
+    assert manifest.skipped == 2
+    assert manifest.first_skipped == "a.jsonl:11, field text: is a number, not a text"
+
+
+def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
+    prepare(recipe_of(path=str(corpus)), tmp_path / "first")
+    rows = [[1, 40 + n, 50, 2] for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    with pytest.raises(UserError, match="no tokenizer is named"):
+        prepare(recipe_of(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
+    named = recipe_of(path=str(tmp_path / "a.jsonl"), validation=0, tokenizer={"from": str(tmp_path / "first")})
+    prepare(named, tmp_path / "p")
+    split = open_split(tmp_path / "p", "train")
+    assert [split.document(index).tolist() for index in range(len(split))] == rows
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 999]}) + "\n")
+    with pytest.raises(UserError, match="token id 999 is not below the tokenizer's"):
+        prepare(named, tmp_path / "q")
+
+
+def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["one"] * 5 + ["two"] * 5))
+    for share in ("1%", "50%", "99%"):
+        data = recipe_of(path=str(tmp_path / "a.jsonl"), validation=share).recipe.data
+        corpora = open_corpora(data)
+        splitter = make_splitter(corpora, data)
+        documents = read_documents(corpora[0], on_error="stop", tally=Tally())
+        sides = {document.text: splitter.keeps(content_key(document)) for document in documents}
+        assert sorted(sides.values()) == [False, True]
+
+
+def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe_of):
+    texts = sentences(40)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts[:3], "new one"]))
+    loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"))
+    manifest = prepare(loaded, tmp_path / "p")
+    assert decoded(tmp_path / "p", "train") == texts[3:]
+    assert decoded(tmp_path / "p", "validation") == [*texts[:3], "new one"]
+    assert manifest.held_back == 3
+
+
+def test_share_of_repeated_lines():
+    assert repeated_lines(["a\n\n  b\nc\n"], ["x\na\n", "  b"]) == 2 / 3
+    assert repeated_lines([], ["a"]) == 0.0

@@ -1,0 +1,242 @@
+"""Nothing is lost, nothing is added, and other people's files cannot take the process down."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.data.builtin import stdlib_files
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.words import _ascii
+from bloomery.errors import UserError
+from bloomery.recipe.schema import TrainTokenizer
+
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+SNIPPETS = [
+    "def ",
+    "x",
+    "\n",
+    "\n    ",
+    "  ",
+    "\t",
+    "'s",
+    "it's",
+    "123",
+    "<PR_TITLE>",
+    "<s>",
+    "</s>",
+    "é",
+    "世界",
+    "\x85",
+    "\x1c",
+]
+SNIPPETS += ["\r\n", "!?", "🎈", "\u200b", "\u2028", "\u3000"]
+CODE_LIKE = st.lists(st.sampled_from(SNIPPETS), max_size=30).map("".join)
+
+
+def code() -> list[str]:
+    return [file.path.read_text(encoding="utf-8") for file in stdlib_files()[:60]]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def trained(request, tmp_path_factory) -> tuple[Tokenizer, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    spec = TrainTokenizer(kind=request.param, vocab_size=800, special_tokens=["<PR_TITLE>", "<PR_BODY>"])
+    return train_tokenizer(iter(code()[:20]), spec, folder), folder
+
+
+def test_special_tokens_have_the_ids_of_the_go_coder_guide(trained):
+    tokenizer, _ = trained
+    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
+    assert tokenizer.encode("<PR_TITLE><PR_BODY>") == [4, 5]
+    assert tokenizer.vocab_size == 800
+
+
+@settings(deadline=None, max_examples=80)
+@given(text=ANY_TEXT | CODE_LIKE)
+def test_any_text_comes_back(trained, text):
+    tokenizer, _ = trained
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.unk_id not in ids
+    assert tokenizer.encode_array(text).tolist() == ids
+
+
+def test_text_cannot_spell_control_tokens(trained):
+    tokenizer, _ = trained
+    assert not {0, 1, 2, 3} & set(tokenizer.encode("<s>a</s><pad><unk>"))
+    assert tokenizer.encode("<s>", special=True) == [1]
+
+
+def test_auto_tokenizer_opens_what_is_saved(trained):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, folder = trained
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "def f(x):\n    return '<PR_TITLE>' + x  # größer\n"
+    assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
+    assert theirs(text).input_ids == [1, *tokenizer.encode(text)]
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (1, 2, 3, 0)
+
+
+def test_save_and_load_give_the_same_tokenizer(trained, tmp_path):
+    tokenizer, folder = trained
+    again = load_tokenizer(folder)
+    again.save(tmp_path)
+    third = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.hash == again.hash == third.hash
+    assert (third.bos_id, third.eos_id, third.pad_id, third.unk_id) == (1, 2, 3, 0)
+
+
+def test_training_bpe_is_deterministic(tmp_path):
+    spec = TrainTokenizer(vocab_size=600)
+    first = train_tokenizer(iter(code()[:10]), spec, tmp_path / "a")
+    assert first.hash == train_tokenizer(iter(code()[:10]), spec, tmp_path / "b").hash
+
+
+def test_remembered_words_are_the_library_s_on_real_code(trained):
+    tokenizer, _ = trained
+    for text in code():
+        assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
+
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def with_pattern(folder: Path, pattern: str, normalizer: dict[str, str] | None) -> Tokenizer:
+    """The trained tokenizer with another way of cutting words."""
+    description = json.loads((folder / "tokenizer.json").read_text())
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    description["normalizer"] = normalizer
+    (folder / "other.json").write_text(json.dumps(description))
+    return load_tokenizer(folder / "other.json")
+
+
+@settings(deadline=None, max_examples=80)
+@given(text=ANY_TEXT | CODE_LIKE)
+def test_remembered_words_of_other_patterns(trained, text):
+    _, folder = trained
+    tokenizer = with_pattern(folder, QWEN, {"type": "NFC"})
+    assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
+
+
+def test_patterns_without_an_ascii_form_are_left_to_the_library():
+    assert _ascii(r" ?\p{L}+") == r" ?[a-zA-Z]+"
+    for pattern in (r"\p{Lu}+", r"[[a-z]&&[^b]]", r"\X"):
+        with pytest.raises(ValueError, match="no ASCII form"):
+            _ascii(pattern)
+
+
+def broken(trained, change) -> Path:
+    _, folder = trained
+    description = json.loads((folder / "tokenizer.json").read_text())
+    change(description)
+    path = folder / "broken" / "tokenizer.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(description))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> tuple[Tokenizer, Path]:
+    folder = tmp_path_factory.mktemp("bpe")
+    return train_tokenizer(iter(code()[:5]), TrainTokenizer(vocab_size=400), folder), folder
+
+
+BROKEN = {
+    "duplicate id": (lambda d: d["model"]["vocab"].update({"zzz": 17}), "id 17 belongs to two tokens"),
+    "huge id": (lambda d: d["model"]["vocab"].update({"zzz": 2**40}), "impossible id"),
+    "negative id": (lambda d: d["model"]["vocab"].update({"zzz": -1}), "impossible id"),
+    "two ids": (lambda d: d["added_tokens"][0].update(id=9), "has two ids"),
+    "merge of nothing": (lambda d: d["model"]["merges"].append(["qqq", "zzz"]), "no tokenizer that can be read"),
+    "no model": (lambda d: d.pop("model"), "describes no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_tokenizer_files(bpe, case):
+    change, problem = BROKEN[case]
+    with pytest.raises(UserError, match=problem):
+        load_tokenizer(broken(bpe, change))
+
+
+def test_truncated_file_missing_file_and_garbage_model(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0')
+    with pytest.raises(UserError, match="is not JSON, or is cut short"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "garbage.model").write_bytes(b"\x00garbage" * 40)
+    with pytest.raises(UserError, match="no SentencePiece model"):
+        load_tokenizer(tmp_path / "garbage.model")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="holds neither"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path / "nothing.json")
+
+
+def test_padding_that_would_abort_the_process_is_dropped(bpe):
+    padding = {
+        "strategy": {"Fixed": 2**40},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<unk>",
+    }
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    path = broken(bpe, lambda d: d.update(padding=padding, truncation=truncation))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("import sys\n") == bpe[0].encode("import sys\n")
+    assert tokenizer.hash == bpe[0].hash
+
+
+def test_panic_of_the_library_is_a_sentence(bpe):
+    """A pattern that backtracks without end makes the library raise PanicException, which is no Exception."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    path = broken(bpe, lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]}))
+    tokenizer = load_tokenizer(path)
+    with pytest.raises(UserError, match="the tokenizer failed on a text"):
+        tokenizer.encode("a" * 5000 + "b")
+
+
+def test_vocabulary_smaller_than_bytes_is_refused(tmp_path):
+    with pytest.raises(UserError, match="fewer than the 260"):
+        train_tokenizer(iter(["a"]), TrainTokenizer(vocab_size=100), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def piece_model(tmp_path_factory) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("sp")
+    (folder / "text.txt").write_text(
+        "\n".join(line for text in code()[:8] for line in text.splitlines() if line.strip())
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "m"),
+        vocab_size=600,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    return folder / "m.model"
+
+
+def test_sentencepiece_ids_are_its_own(piece_model, tmp_path):
+    import sentencepiece
+
+    processor, tokenizer = (
+        sentencepiece.SentencePieceProcessor(model_file=str(piece_model)),
+        load_tokenizer(piece_model),
+    )
+    for text in [*code()[:4], "größer 世界 🎈", "", "  two  spaces "]:
+        assert tokenizer.encode(text) == processor.encode(text)
+        assert tokenizer.encode_array(text).tolist() == processor.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == processor.decode(processor.encode(text))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id, tokenizer.pad_id) == (1, 2, 0, None)
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).hash == tokenizer.hash
