@@ -1,6 +1,5 @@
 """`bloomery plan`: what a run would do, need and take. Nothing is run, and no torch is needed."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,7 +7,6 @@ import click
 from bloomery.cli.common import print_json, recipe_argument
 
 if TYPE_CHECKING:
-    from bloomery.hardware.machine import Machine
     from bloomery.plan.types import Estimate, Plan
     from bloomery.recipe.load import LoadedRecipe
 
@@ -31,7 +29,9 @@ def show_plan(
     loaded: "LoadedRecipe", *, gpu: str | None = None, as_json: bool = False, source: str | None = None
 ) -> int:
     """Print the plan of a recipe for this machine or for `gpu`; 0 when it fits, 1 when it does not."""
-    plan, machine = planned(loaded, gpu=gpu)
+    from bloomery.plan.here import plan_here
+
+    plan, machine = plan_here(loaded, gpu=gpu)
     if as_json:
         print_json(document(plan))
     else:
@@ -41,22 +41,6 @@ def show_plan(
         verbs = cli.list_commands(click.Context(cli))
         click.echo("\n".join(page(plan, machine, source=source or loaded.name, verbs=verbs)))
     return 0 if plan.fits else 1
-
-
-def planned(loaded: "LoadedRecipe", *, gpu: str | None) -> "tuple[Plan, Machine]":
-    """The plan for this machine, or for one that has `gpu`, with the text that is here."""
-    from bloomery.data.prepare import prepared_folder
-    from bloomery.hardware.assume import with_gpu
-    from bloomery.hardware.detect import detect
-    from bloomery.hardware.specs import find_gpu
-    from bloomery.plan.corpus import corpus_of
-    from bloomery.plan.resolve import resolve
-
-    machine = detect()
-    if gpu is not None:
-        machine = with_gpu(machine, find_gpu(gpu))
-    prepared = prepared_folder(loaded, Path.cwd())
-    return resolve(loaded, machine, prepared=prepared, corpus=corpus_of(loaded, prepared)), machine
 
 
 def document(plan: "Plan") -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
         rows *= 2
     because = (
         f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each learn best in batches of about"
-        f" {format_count(best)} tokens (arXiv:2401.02954)"
+        f" {float(f'{best:.3g}'):,.0f} tokens (arXiv:2401.02954)"
     )
     return Choice(rows * sequence_length, because)
 

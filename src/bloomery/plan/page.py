@@ -14,7 +14,7 @@ from bloomery.units import GIB, MIB, format_bytes, format_seconds
 WIDTH = 100
 LABEL = 10
 REASON = 24  # where reasons begin
-BAR = 19  # cells of the longest bar
+BAR = 16  # cells of the longest bar
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
 
@@ -84,7 +84,7 @@ def device_line(profile: Profile, machine: Machine) -> str:
         kind = profile.cpu.name if profile.cpu else "no vector instructions that the table knows"
         memory = f"{format_bytes(machine.host.memory_free_bytes)} of {format_bytes(machine.host.memory_bytes)} free"
         return f"{machine.host.cpu_cores} cores · {machine.host.cpu_name} · {kind} · {memory}"
-    facts = [f"1 x {device.name}", device.arch, f"{device.memory_bytes / GIB:.2f} GiB".replace(".00 ", " ")]
+    facts = [device.name, device.arch, f"{device.memory_bytes / GIB:.2f} GiB".replace(".00 ", " ")]
     if gpu is not None:
         dtype = profile.dtype.value
         peak = gpu.peak_flops(dtype)
@@ -145,13 +145,13 @@ def _part_name(name: str, plan: Plan, profile: Profile) -> str:
 
 def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:
     memory = plan.memory
-    verdict = "fits" if memory.fits else "does not fit"
+    verdict = "fits" if memory.fits else "too much"
     total = f"{memory.total / size:.{digits}f} of {memory.limit / size:,.{digits}f} {unit}: {verdict}"
     band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f} until one step is measured"
     if profile.accelerator is None:
-        return [total, "(limit is the memory that is free now)", band]
+        return [total, "(limit: the memory that is free now)", band]
     return [
-        f"{total} (limit is {MEMORY_SHARE:.0%} of the card,",
+        f"{total} (limit: {MEMORY_SHARE:.0%} of the card,",
         "so that PyTorch fails before the driver hangs)",
         band,
     ]

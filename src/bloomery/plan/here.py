@@ -1,0 +1,22 @@
+"""A recipe planned for this machine, with the text that lies here."""
+
+from pathlib import Path
+
+from bloomery.data.prepare import prepared_folder
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.specs import find_gpu
+from bloomery.plan.corpus import corpus_of
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import LoadedRecipe
+
+
+def plan_here(loaded: LoadedRecipe, *, gpu: str | None = None) -> tuple[Plan, Machine]:
+    """The plan and the machine it is for: this one, or this one with the named GPU of the table. Raises UserError."""
+    machine = detect()
+    if gpu is not None:
+        machine = with_gpu(machine, find_gpu(gpu))
+    prepared = prepared_folder(loaded, Path.cwd())
+    return resolve(loaded, machine, prepared=prepared, corpus=corpus_of(loaded, prepared)), machine

@@ -1,0 +1,103 @@
+"""The table of GPUs: complete, consistent, and never guessing."""
+
+import pytest
+
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Accelerator
+from bloomery.hardware.specs import arch_spec, cpu_efficiency, find_gpu, gpu_spec, table
+from bloomery.units import GIB
+
+
+def device(name: str, arch: str, gib: float) -> Accelerator:
+    return Accelerator(
+        index=0, vendor="amd" if arch.startswith("gfx") else "nvidia", name=name, arch=arch, memory_bytes=int(gib * GIB)
+    )
+
+
+@pytest.mark.parametrize("gpu", table().gpu, ids=lambda gpu: gpu.name)
+def test_every_row_is_consistent(gpu):
+    arch = arch_spec(gpu.arch)
+    assert arch is not None
+    assert gpu.source
+    assert gpu.peak_tflops["float16"] >= gpu.peak_tflops["float32"]
+    assert ("bfloat16" in gpu.peak_tflops) == arch.bf16_matmul
+    assert ("float8" in gpu.peak_tflops) == (arch.fp8 != "none")
+    rate = {"full": 1.0, "half": 0.5, "none": None}[arch.bf16]
+    if rate:
+        assert gpu.peak_tflops["bfloat16"] == pytest.approx(rate * gpu.peak_tflops["float16"], rel=0.01)
+    for dtype, reached in gpu.achievable_tflops.items():
+        assert reached < gpu.peak_tflops[dtype]
+
+
+@pytest.mark.parametrize("arch", table().arch, ids=lambda arch: arch.names[0])
+def test_efficiencies_are_ordered_shares(arch):
+    if arch.efficiency is not None:
+        low, typical, high = arch.efficiency
+        assert 0 < low <= typical <= high < 1
+
+
+def test_no_chip_is_described_twice():
+    names = [name for arch in table().arch for name in arch.names]
+    assert len(names) == len(set(names))
+    assert len({gpu.name for gpu in table().gpu}) == len(table().gpu)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("RX 6700 XT", "Radeon RX 6700 XT"),
+        ("rx6700xt", "Radeon RX 6700 XT"),
+        ("AMD Radeon RX 6700", "Radeon RX 6700"),
+        ("MI250X", "Instinct MI250X (one GCD)"),
+        ("radeon vii", "Radeon VII"),
+        ("H100", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("a100 80gb", "A100 80GB SXM"),
+        ("w7900", "Radeon PRO W7900"),
+        ("gfx908", "Instinct MI100"),
+    ],
+)
+def test_people_are_understood(text, name):
+    assert find_gpu(text).name == name
+
+
+def test_a_name_with_two_sizes_of_memory_is_asked_for():
+    with pytest.raises(UserError, match="how much memory") as error:
+        find_gpu("MI50")
+    assert error.value.remedy == "write Instinct MI50 16GB or Instinct MI50 32GB"
+    assert find_gpu("MI50 32GB").memory_bytes == 32 * GIB
+
+
+def test_a_misspelt_gpu_gets_its_neighbours():
+    with pytest.raises(UserError, match="not in the table") as error:
+        find_gpu("RX 6701 XT")
+    assert "Radeon RX 6700 XT" in error.value.remedy
+
+
+def test_the_visible_memory_is_the_drivers():
+    assert find_gpu("RX 6700 XT").memory_bytes / GIB == pytest.approx(11.98, abs=0.01)
+
+
+def test_detected_devices_are_recognised():
+    assert gpu_spec(device("AMD Radeon RX 6700 XT", "gfx1031", 11.98)).name == "Radeon RX 6700 XT"
+    assert gpu_spec(device("AMD Instinct MI60 / MI50", "gfx906", 16)).name == "Instinct MI50"
+    assert gpu_spec(device("NVIDIA H100 80GB HBM3", "sm_90", 79.6)).name == "H100 SXM"
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        device("AMD Instinct MI60 / MI50", "gfx906", 32),  # both exist with 32 GiB, at different speeds
+        device("gfx1031", "gfx1031", 12),
+        device("Radeon RX 6700 XT", "gfx1030", 12),
+        device("Future Card", "gfx1300", 64),
+    ],
+    ids=lambda d: f"{d.name}-{d.arch}",
+)
+def test_the_unknown_stays_unknown(unknown):
+    assert gpu_spec(unknown) is None
+
+
+def test_wider_models_use_a_processor_better():
+    shares = [cpu_efficiency(width, "bfloat16")[1] for width in (192, 384, 768, 4096)]
+    assert shares == sorted(shares)

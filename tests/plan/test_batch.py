@@ -1,0 +1,80 @@
+"""Steps and their cut: what a step holds never depends on the machine."""
+
+import pytest
+from plan_help import SMALL, gpu_machine, loaded, machine
+
+from bloomery.errors import UserError
+from bloomery.model.presets import build_config, preset
+from bloomery.plan.batch import choose_tokens_per_step
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.load import load_recipe
+from bloomery.recipe.schema import Model
+
+
+def test_the_step_grows_with_the_model_by_the_published_law():
+    # 0.292 (120 N^2)^0.3271 at N = 124,242,432: C = 1.852e18, 276,000 tokens, 2^8.07 rows of 1,024.
+    assert choose_tokens_per_step("auto", preset("go-coder-small"), 1024).value == 262_144
+    # N = 139,584: C = 2.338e12, 3,245 tokens, 2^4.66 rows of 128.
+    assert choose_tokens_per_step("auto", build_config(Model(**SMALL), vocab_size=None), 128).value == 4096
+
+
+@pytest.mark.parametrize("where", [machine(), machine(cores=64), gpu_machine("RX 6700 XT"), gpu_machine("H200")])
+def test_one_recipe_is_one_run_everywhere(where):
+    plan = resolve(loaded(train={"tokens_per_step": "auto"}), where)
+    assert plan.train.tokens_per_step == 4096
+    assert plan.train.micro_batch * plan.train.accumulation == 4096 // 128
+
+
+def test_a_step_of_partial_rows_is_refused_with_its_neighbours():
+    with pytest.raises(UserError) as error:
+        choose_tokens_per_step(1000, preset("go-coder-tiny"), 128)
+    assert error.value.where == "train.tokens_per_step"
+    assert "896 or 1024" in error.value.remedy
+
+
+def test_a_step_shorter_than_a_row_names_one_row():
+    with pytest.raises(UserError) as error:
+        choose_tokens_per_step(100, preset("go-coder-tiny"), 128)
+    assert error.value.remedy == "set train.tokens_per_step=128"
+
+
+def test_a_micro_batch_must_divide_the_step():
+    with pytest.raises(UserError) as error:
+        resolve(loaded(train={"micro_batch": 3}), machine())
+    assert error.value.remedy == "set train.micro_batch to one of 1, 2, 4, 8"
+
+
+def test_a_gpu_takes_the_largest_micro_batch_that_fits():
+    def micro_batch(gpu: str) -> int:
+        recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=65536"])
+        return resolve(recipe, gpu_machine(gpu)).train.micro_batch
+
+    assert [micro_batch(gpu) for gpu in ("RX 6600", "RX 6700 XT", "H200")] == [8, 16, 64]
+
+
+def test_a_processor_keeps_to_its_caches():
+    plan = resolve(loaded(train={"tokens_per_step": 128 * 256}), machine())
+    assert plan.train.micro_batch * 128 == 8192
+
+
+def test_an_odd_number_of_rows_is_cut_into_single_rows():
+    plan = resolve(loaded(train={"tokens_per_step": 128 * 9}), machine())
+    assert (plan.train.micro_batch, plan.train.accumulation) == (1, 9)
+
+
+def test_checkpointing_comes_when_nothing_else_fits():
+    recipe = loaded(
+        model={"hidden_size": 2048, "num_layers": 16, "num_heads": 16, "max_positions": 16384},
+        data={"sequence_length": 16384},
+        train={"tokens_per_step": 16384},
+    )
+    plan = resolve(recipe, gpu_machine("RX 7900 XTX"))
+    assert plan.train.activation_checkpointing == "full"
+    assert plan.fits
+
+
+def test_a_run_that_does_not_fit_says_what_would_help():
+    plan = resolve(loaded(train={"micro_batch": 8, "activation_checkpointing": "none"}), machine(free_gib=0.46))
+    assert not plan.fits
+    assert "train.micro_batch=1" in [remedy.edit for remedy in plan.remedies]
+    assert all("in all" in remedy.saves for remedy in plan.remedies)

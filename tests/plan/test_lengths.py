@@ -1,0 +1,90 @@
+"""Every unit becomes steps, and refuses where it cannot."""
+
+import pytest
+from plan_help import loaded, machine
+
+from bloomery.errors import UserError
+from bloomery.plan.lengths import Scale, complete, provisional_steps, steps_of, total_steps
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import CorpusFacts
+from bloomery.units import Duration, parse_duration
+
+SCALE = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=1000, steps=200, step_seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ("195000 steps", 195_000),
+        ("10B tokens", 610_352),
+        ("16384 tokens", 1),
+        ("16385 tokens", 2),
+        ("1 epoch", 62),
+        ("3 epochs", 187),
+    ],
+)
+def test_the_length_of_a_run(length, steps):
+    assert total_steps(parse_duration(length), SCALE) == steps
+
+
+def test_lengths_that_have_no_steps_yet():
+    unknown = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=None, step_seconds=None)
+    assert total_steps(Duration(2.0, "epochs"), unknown) is None
+    assert total_steps(Duration(60.0, "seconds"), SCALE) is None
+    assert provisional_steps(Duration(60.0, "seconds"), 0.5) == 120
+    assert provisional_steps(Duration(60.0, "seconds"), None) is None
+
+
+def test_text_that_fills_no_step_is_refused():
+    tiny = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=7, steps=None, step_seconds=None)
+    with pytest.raises(UserError, match="14 rows in 2 epochs"):
+        total_steps(Duration(2.0, "epochs"), tiny)
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [("30 steps", 30), ("25%", 50), ("0.1%", 1), ("81920 tokens", 5), ("2 epochs", 125), ("1m", 120), ("0 steps", 0)],
+)
+def test_parts_of_a_run(length, steps):
+    assert steps_of(parse_duration(length), SCALE, key="eval.every") == steps
+
+
+@pytest.mark.parametrize("length", ["1h", "1 epoch"])
+def test_an_unknown_scale_names_the_key(length):
+    unknown = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=None, step_seconds=None)
+    with pytest.raises(UserError) as error:
+        steps_of(parse_duration(length), unknown, key="checkpoint.every")
+    assert error.value.where == "checkpoint.every"
+
+
+def test_a_share_is_no_length_of_a_run():
+    with pytest.raises(UserError, match="a share of what"):
+        total_steps(Duration(20.0, "percent"), SCALE)
+
+
+def test_a_wall_time_run_is_completed_once_it_is_measured():
+    recipe = loaded(
+        train={"length": "90s"},
+        optimizer={"schedule": {"kind": "wsd", "decay": "20%"}, "warmup": "5%"},
+        checkpoint={"every": "25%"},
+        eval={"every": "50%"},
+    )
+    plan = resolve(recipe, machine())
+    assert (plan.train.steps, plan.train.seconds, plan.total_tokens) == (None, 90.0, None)
+    done = complete(plan, steps=400, step_seconds=0.2)
+    assert (done.train.steps, done.total_tokens) == (400, 400 * 1024)
+    assert (done.optimizer.warmup_steps, done.optimizer.decay_steps) == (20, 80)
+    assert (done.checkpoint.every_steps, done.eval.every_steps) == (100, 200)
+
+
+def test_a_wall_time_run_warms_up_while_it_is_measured():
+    plan = resolve(loaded(train={"length": "90s"}, optimizer={"warmup": "3 steps"}), machine())
+    assert plan.optimizer.warmup_steps == 10
+    assert any("optimizer.warmup becomes 10 steps" in doubt for doubt in plan.contradictions)
+
+
+def test_epochs_come_from_the_counted_rows():
+    corpus = CorpusFacts(rows_per_epoch=1001, tokens=128_000, vocab_size=256)
+    plan = resolve(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
+    assert plan.train.steps == 2002 // 8  # the last partial step is dropped
+    assert plan.total_tokens == 250 * 1024

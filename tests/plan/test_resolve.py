@@ -1,0 +1,129 @@
+"""Plans hold no auto, explain themselves, refuse what is not built, and survive the disk."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from plan_help import gpu_machine, loaded, machine
+
+import bloomery
+from bloomery.errors import UserError
+from bloomery.plan.resolve import resolve
+from bloomery.plan.store import read_plan, write_plan
+from bloomery.plan.types import CorpusFacts, Plan
+
+
+@pytest.mark.parametrize(
+    "where", [machine(), machine(flags=("avx2",)), gpu_machine("MI300X"), gpu_machine("RX 6700 XT")]
+)
+def test_nothing_is_left_to_decide(where):
+    plan = resolve(
+        loaded(train={"length": "1 epoch"}), where, corpus=CorpusFacts(rows_per_epoch=99, tokens=12_672, vocab_size=256)
+    )
+    assert '"auto"' not in plan.model_dump_json()
+    assert all(decision.because for decision in plan.decisions)
+
+
+def test_a_plan_survives_the_disk(tmp_path):
+    plan = resolve(loaded(optimizer={"schedule": "wsd"}), machine())
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="no plan yet"):
+        read_plan(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text('{"name": "x"')
+    with pytest.raises(UserError, match="cannot be read"):
+        read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"objective": {"kind": "sft"}}, "objective.kind=sft"),
+        ({"adapter": {"kind": "lora"}}, "adapter.kind=lora"),
+        ({"quantize": {"base": "nf4"}}, "quantize.base=nf4"),
+        ({"optimizer": {"states": "int8"}}, "optimizer.states=int8"),
+        ({"optimizer": {"offload": True}}, "optimizer.offload"),
+        ({"optimizer": {"in_backward": True}}, "optimizer.in_backward"),
+        ({"train": {"offload_activations": True}}, "train.offload_activations"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
+        ({"monitor": {"to": ["wandb"]}}, "monitor.to=wandb"),
+        ({"model": {"implementation": "foreign"}}, "model.implementation=foreign"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(section, key):
+    with pytest.raises(UserError, match="not in this version") as error:
+        resolve(loaded(**section), machine())
+    assert key in error.value.problem
+
+
+def test_everything_unbuilt_is_named_at_once():
+    with pytest.raises(UserError) as error:
+        resolve(loaded(objective={"kind": "dpo"}, parallel={"pipeline": 4}), machine())
+    assert error.value.problem.startswith("objective.kind=dpo, parallel.pipeline=4 are not")
+
+
+def test_rows_longer_than_learned_positions_are_refused():
+    gpt2 = {"family": "gpt2", "max_positions": 64}
+    with pytest.raises(UserError, match="64 positions") as error:
+        resolve(loaded(model=gpt2), machine())
+    assert error.value.where == "data.sequence_length"
+
+
+def test_a_vocabulary_without_embeddings_is_refused():
+    with pytest.raises(UserError, match="300"):
+        resolve(loaded(), machine(), corpus=CorpusFacts(rows_per_epoch=9, tokens=999, vocab_size=300))
+
+
+def test_an_attention_that_cannot_honour_the_recipe_is_refused():
+    with pytest.raises(UserError, match="documents of a row") as error:
+        resolve(loaded(train={"attention": "sdpa"}), machine())
+    assert error.value.where == "train.attention"
+
+
+def test_compiling_must_pay_for_itself_on_a_processor():
+    short = resolve(loaded(), machine())
+    long = resolve(loaded(train={"length": "1M steps"}), machine())
+    timed = resolve(loaded(train={"length": "1h"}), machine())
+    assert (short.train.compile, long.train.compile, timed.train.compile) == (False, True, True)
+
+
+def test_the_processor_repeats_to_the_last_bit():
+    assert resolve(loaded(), machine()).train.deterministic
+    assert not resolve(loaded(), gpu_machine("H200")).train.deterministic
+    assert resolve(loaded(train={"deterministic": True}), gpu_machine("H200")).train.deterministic
+
+
+@pytest.mark.parametrize(
+    ("sections", "doubt"),
+    [
+        ({"optimizer": {"warmup": "500 steps"}}, "never reaches its peak"),
+        ({"optimizer": {"warmup": "50%", "schedule": {"kind": "wsd", "decay": "80%"}}}, "more than the run's 100"),
+        ({"train": {"precision": "float16"}}, "five to nine times slower"),
+        ({"data": {"pin_memory": True}}, "does nothing on a CPU"),
+    ],
+)
+def test_settings_that_contradict_the_run_are_said(sections, doubt):
+    assert any(doubt in text for text in resolve(loaded(**sections), machine()).contradictions)
+
+
+def test_python_asks_for_a_plan_by_calling_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = bloomery.plan("go-coder-125m", gpu="RX 6700 XT")
+    assert isinstance(plan, Plan)
+    assert plan.train.precision == "float16"
+
+
+def test_planning_needs_no_torch(tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from bloomery.cli import main\n"
+        "main(['plan', 'go-coder-125m', '--gpu', 'RX 6700 XT', '--json'])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["fits"] is True
