@@ -46,7 +46,7 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | 
         tokenizer = load_tokenizer(plan.data.prepared)
         tokens = _document(plan.data.prepared, tokenizer)
     except UserError as error:
-        return f"the held-out text cannot be read: {error.problem}"
+        return f"the held-out text cannot be read: {error.where} {error.problem}"
     if len(tokens) < 2:
         return "the validation split is empty"
     return _price(plan, checkpoint, tokens, tokenizer)

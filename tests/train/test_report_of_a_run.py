@@ -1,0 +1,61 @@
+"""The report, `eval` and the live figures of a run that was really trained."""
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run
+
+from bloomery.data.shards import open_split
+from bloomery.evaluate import evaluate, load_to_evaluate
+from bloomery.monitor.events import EvalDone, RunEnded, event_log
+from bloomery.plan.store import write_plan
+from bloomery.report import write_report
+from bloomery.report.heldout import price_held_out
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    plan = tiny_plan(prepared, config=CONFIG, train={"steps": 12}, eval={"every_steps": 12, "prompts": ("def f",)})
+    run = Run(plan, folder)
+    with event_log(folder / "events.jsonl") as emit:
+        for event in run.events:
+            emit(event)
+        emit(RunEnded(step=12, why="done"))
+    write_plan(plan, folder / "plan.json")
+    return run, plan
+
+
+def test_the_held_out_text_costs_less_after_training(trained):
+    run, plan = trained
+    told = price_held_out(plan, run.folder / "checkpoints", parameters=1)
+    assert told.step == 12 and "".join(part.text for part in told.before) == "".join(part.text for part in told.after)
+    before, after = (sum(part.nats or 0 for part in side) for side in (told.before, told.after))
+    assert after < 0.8 * before
+
+
+def test_the_report_shows_it_beside_memory_and_choices(trained):
+    run, _ = trained
+    text = write_report(run.folder).read_text()
+    assert "before training" in text and "after step 12" in text and 'class="n6"' in text
+    assert "Memory of one device" in text and "measured" in text
+
+
+def test_damaged_checkpoints_and_missing_text_are_said(trained, tmp_path):
+    run, plan = trained
+    assert price_held_out(plan, tmp_path, 1) == "there is no checkpoint"
+    elsewhere = plan.model_copy(update={"data": plan.data.model_copy(update={"prepared": tmp_path})})
+    assert "holds neither tokenizer.json" in price_held_out(elsewhere, run.folder / "checkpoints", 1)
+    assert "too large" in price_held_out(plan, run.folder / "checkpoints", 10**12)
+
+
+def test_eval_of_the_validation_split_counts_its_text(trained):
+    """All documents, whole, where training's own evaluation cuts them to its rows: more tokens, about the same loss."""
+    run, plan = trained
+    decoder, tokenizer = load_to_evaluate(run.folder, step="last")
+    result, _ = evaluate(decoder, tokenizer, plan.data.prepared)
+    split = open_split(plan.data.prepared, "validation")
+    assert result.bytes == split.record.bytes and result.tokens == split.record.tokens - len(split)
+    (inside,) = run.of(EvalDone)[-1:]
+    assert abs(result.loss - inside.loss) < 0.25 * inside.loss
+    assert next(decoder.parameters()).dtype == torch.float32
