@@ -174,7 +174,9 @@ class EventLog:
         """Raises UserError when the disk is full or the folder went away."""
         line = (to_json(without_secrets(event)) + "\n").encode("utf-8", errors="backslashreplace")
         try:
-            os.write(self._file, line if self._on_fresh_line() else b"\n" + line)
+            rest = line if self._on_fresh_line() else b"\n" + line
+            while rest:  # a disk that fills up takes a part first and says why on the next call
+                rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             raise UserError(
                 f"an event could not be written: {error.strerror}",
