@@ -1,0 +1,115 @@
+"""An export is whole, equal, opens elsewhere, and says what it is."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models_for_tests import make_model, make_run
+from safetensors.torch import load_file, save_file
+
+from bloomery.errors import UserError
+from bloomery.export import hf
+from bloomery.export.hf import export
+from bloomery.model.weights import load_decoder, model_state
+
+TOKENS = torch.arange(40)[None]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_export_opens_in_transformers_with_equal_logits(family: str, tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source", family)
+    done = export(source, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS).logits, load_decoder(source)(TOKENS), atol=1e-4, rtol=0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder)
+    assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False).input_ids) == "def f(x):"
+    assert theirs.generation_config.eos_token_id == 2
+    assert len(done.proofs) == 2
+    assert transformers.__version__ in done.proofs[1]
+    assert done.bytes == sum(path.stat().st_size for path in done.folder.iterdir())
+
+
+def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tiny", 10, 20, best=10)
+    done = export(run / "checkpoints" / "step-00000010", tmp_path / "out", verify=False)
+    assert done.proofs == ()
+    assert {path.name for path in done.folder.iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    card = (done.folder / "README.md").read_text()
+    for told in ("corpus.txt", "10 steps", "640", "a small CPU", "| 4.000 | 54.60 | 2.500 |", "4.900 nats"):
+        assert told in card
+    assert "secret" not in card, "a path tells more of its owner than the reader needs"
+    assert "{" not in card.split("```")[0]
+    first, second = (model_state(load_decoder(folder)) for folder in (run / "checkpoints/step-00000010", done.folder))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    export(source, tmp_path / "out", verify=False)
+    with pytest.raises(UserError, match="taken"):
+        export(source, tmp_path / "out", verify=False)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model(tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="tokenizer"):
+        export(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model(tmp_path / "source")
+    copy = shutil.copyfile
+
+    def careless(origin: Path, target: Path) -> None:
+        copy(origin, target)
+        tensors = load_file(target)
+        tensors["model.norm.weight"][0] += 1e-6
+        save_file(tensors, target)
+
+    monkeypatch.setattr(hf.shutil, "copyfile", careless)
+    with pytest.raises(UserError, match=r"model\.norm\.weight changed"):
+        export(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_diverged_model_is_refused(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(UserError, match="not finite"):
+        export(source, tmp_path / "out")
+
+
+def test_remote_code_does_not_travel(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    for name in ("config.json", "tokenizer_config.json"):
+        stated = json.loads((source / name).read_text())
+        (source / name).write_text(json.dumps(stated | {"auto_map": {"AutoModel": "evil.Evil"}}))
+    (source / "evil.py").write_text("raise SystemExit")
+    export(source, tmp_path / "out", verify=False)
+    assert not any(b"evil" in path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert not (tmp_path / "out" / "evil.py").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "tiny", 10)
+    words = ["export", "tiny", "--to", "hf", "--out", "taken/here"]
+    command = [sys.executable, "-m", "bloomery", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("export     taken/here (")
+    assert done.stderr.count("verified") == 2
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (again.returncode, again.stderr.splitlines()[0]) == (1, "error: this place is taken; nothing is overwritten")

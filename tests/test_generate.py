@@ -1,0 +1,157 @@
+"""Continuing a text: whole characters, stop texts, the command line, and which folder a MODEL is."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models_for_tests import TEXT, make_model, make_run, make_tokenizer
+
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.generate import Stops, TextStream, generate, load_model
+from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.model.weights import load_decoder
+from bloomery.train.model_folder import model_folder
+
+HOT = Sampling(max_tokens=60, temperature=2.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("text", [*TEXT[:2], "🙂", "é" * 30, "", "\ufffd broken \ufffd", "a\u0301"])
+def test_streaming_gives_the_same_text_in_whole_characters(text: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    stream = TextStream(tokenizer, [tokenizer.bos_id])
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + stream.flush() == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_streaming_random_tokens_equals_decoding_them_where_they_are_text(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    for seed in range(20):
+        choose = random.Random(seed)
+        ids = [token for _ in range(10) for token in tokenizer.encode(choose.choice(["ü", "東", "🙂", "ab", " ", "\n"]))]
+        stream = TextStream(tokenizer, [])
+        assert "".join(stream.push(token) for token in ids) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_generate_is_sampling_after_bos(folder: Path) -> None:
+    decoder, tokenizer = load_model(folder)
+    ids = [tokenizer.bos_id, *tokenizer.encode("def f")]
+    drawn = sample_tokens(decoder, ids, Sampling(max_tokens=30, temperature=0.0, stop_ids=(tokenizer.eos_id,)))
+    expected = tokenizer.decode(ids + list(drawn))[len(tokenizer.decode(ids)) :]
+    assert "".join(generate(decoder, tokenizer, "def f", Sampling(max_tokens=30, temperature=0.0))) == expected
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "shown"),
+    [
+        (["ab", "cd", "ef"], [], "abcdef"),
+        (["ab", "cd", "ef"], ["bcd"], "a"),
+        (["ab", "c", "x"], ["bcd"], "abcx"),
+        (["a", "a", "a", "b"], ["aab"], "a"),
+        (["hello\n", "\n", "rest"], ["\n\n"], "hello"),
+        (["hello"], ["lo", "el"], "h"),
+        (["ab"], [""], "ab"),
+        (["ab", "b"], ["bbb"], "abb"),
+    ],
+)
+def test_stop_texts_are_never_shown(pieces: list[str], stops: list[str], shown: str) -> None:
+    watch = Stops(stops)
+    told = ""
+    for piece in pieces:
+        told += watch.push(piece)
+        if watch.found:
+            break
+    assert told + ("" if watch.found else watch.flush()) == shown
+
+
+def test_generate_stops_before_a_stop_text(folder: Path) -> None:
+    decoder, tokenizer = load_model(folder)
+    whole = "".join(generate(decoder, tokenizer, "def", HOT))
+    stop = whole[10:13]
+    assert "".join(generate(decoder, tokenizer, "def", HOT, [stop])) == whole[: whole.index(stop)]
+
+
+def test_a_prompt_that_fills_the_context(folder: Path) -> None:
+    decoder, tokenizer = load_model(folder)
+    with pytest.raises(UserError, match="128"):
+        generate(decoder, tokenizer, "東" * 200, HOT)
+    assert "".join(generate(decoder, tokenizer, "\x00" * 120, HOT)), "what room there is, is used"
+
+
+class TestModelFolder:
+    @pytest.fixture(scope="class")
+    def run(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_run(tmp_path_factory.mktemp("runs") / "tiny", 10, 20, 30, best=20)
+
+    @pytest.mark.parametrize(("step", "name"), [("best", 20), ("last", 30), ("10", 10), ("00010", 10)])
+    def test_steps(self, run: Path, step: str, name: int) -> None:
+        assert model_folder(run, step).name == f"step-{name:08d}"
+
+    def test_a_folder_is_itself(self, folder: Path, run: Path) -> None:
+        assert model_folder(folder) == folder
+        checkpoint = run / "checkpoints" / "step-00000010"
+        assert model_folder(checkpoint) == checkpoint
+        with pytest.raises(UserError, match="no step 10"):
+            model_folder(folder, "10")
+
+    @pytest.mark.parametrize("step", ["11", "-1", "newest", ""])
+    def test_steps_that_are_not_there(self, run: Path, step: str) -> None:
+        with pytest.raises(UserError, match="10, 20, 30") as caught:
+            model_folder(run, step)
+        assert caught.value.code == 2
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="no such folder"):
+            model_folder(tmp_path / "none")
+        with pytest.raises(UserError, match="neither a model nor a run"):
+            model_folder(tmp_path)
+        with pytest.raises(UserError, match="no checkpoint yet"):
+            model_folder(make_run(tmp_path / "run"))
+
+    def test_damage_is_passed_over_loudly(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = make_run(tmp_path / "run", 10, 20)
+        (run / "checkpoints" / "step-00000020" / "model.safetensors").write_bytes(b"x")
+        assert model_folder(run, "last").name == "step-00000010"
+        assert "damaged" in capsys.readouterr().err
+        with pytest.raises(UserError, match="damaged"):
+            model_folder(run, "20")
+
+
+class TestCommandLine:
+    def bloomery(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, cwd=cwd)
+
+    def test_a_prompt_is_continued_on_stdout(self, folder: Path) -> None:
+        words = ("generate", str(folder), "--prompt", "def", "--max-tokens", "20", "--temperature", "0")
+        done = self.bloomery(*words, cwd=folder)
+        decoder, tokenizer = load_decoder(folder), load_tokenizer(folder)
+        expected = "".join(generate(decoder, tokenizer, "def", Sampling(max_tokens=20, temperature=0.0)))
+        assert (done.returncode, done.stdout) == (0, "def" + expected + "\n")
+
+    def test_a_run_by_its_name_and_json(self, tmp_path: Path) -> None:
+        make_run(tmp_path / "runs" / "tiny", 10)
+        (tmp_path / "prompts.txt").write_text("def\n\nclass\n")
+        words = ("generate", "tiny", "--prompts", "prompts.txt", "--json", "--max-tokens", "8", "--top-k", "5",
+                 "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--stop", "zzz", "--seed", "4",
+                 "--step", "last")  # fmt: skip
+        done = self.bloomery(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert [result["prompt"] for result in json.loads(done.stdout)["results"]] == ["def", "class"]
+
+    @pytest.mark.parametrize("words", [(), ("--prompt", "a", "--prompts", "b"), ("--prompts", "none.txt"),
+                                       ("--prompt", "a", "--temperature", "-1"), ("--prompt", "a", "--top-p", "0")])
+    def test_wrong_words(self, folder: Path, words: tuple[str, ...]) -> None:
+        done = self.bloomery("generate", str(folder), *words, cwd=folder)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert done.stderr.startswith("error: ")
