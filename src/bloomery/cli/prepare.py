@@ -41,7 +41,7 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
         return
     with reporting() as report:
         manifest = prepare(loaded, folder, report=report)
-    _summarise(manifest, folder)
+    _summarise(manifest, loaded, folder)
     if check:
         _show_health(health(folder, manifest, sequence_length=data.sequence_length, layout=data.layout))
 
@@ -75,7 +75,7 @@ def _lines() -> "Report":
     return report
 
 
-def _summarise(manifest: "Manifest", folder: Path) -> None:
+def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.units import format_count
 
     train, validation = manifest.train, manifest.validation
@@ -91,8 +91,16 @@ def _summarise(manifest: "Manifest", folder: Path) -> None:
     click.echo(
         f"tokens     {format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation{each}"
     )
-    click.echo(f"tokenizer  {manifest.vocab_size:,} tokens · {manifest.tokenizer_hash[:12]}")
+    tell_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
     click.echo(f"folder     {folder}")
+
+
+def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
+    """Its size and identity, and whether the text was too little for the size asked."""
+    asked = loaded.recipe.tokenizer.train
+    short = asked is not None and vocab_size < asked.vocab_size
+    remark = f" · the text has no more to merge; {asked.vocab_size:,} were asked for" if asked and short else ""
+    click.echo(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
 
 
 def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:

@@ -16,7 +16,7 @@ def command() -> None:
 @recipe_argument
 def train(recipe: str, overrides: tuple[str, ...]) -> None:
     """Train the tokenizer of RECIPE on its text, once; `prepare` and `train` use the same one."""
-    from bloomery.cli.prepare import reporting
+    from bloomery.cli.prepare import reporting, tell_tokenizer
     from bloomery.data.prepare import prepared_folder, working
     from bloomery.recipe.load import load_recipe
 
@@ -24,10 +24,7 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     folder = prepared_folder(loaded, Path())
     with reporting() as report, working(loaded, folder, report=report) as work:
         _, tokenizer = work.begin()
-    asked = loaded.recipe.tokenizer.train
-    click.echo(f"tokenizer  {tokenizer.vocab_size:,} tokens · {tokenizer.hash[:12]}")
-    if asked is not None and tokenizer.vocab_size < asked.vocab_size:
-        click.echo(f"           the text has no more words to merge; {asked.vocab_size:,} were asked for")
+    tell_tokenizer(loaded, tokenizer.vocab_size, tokenizer.hash)
     click.echo(f"folder     {folder}")
 
 

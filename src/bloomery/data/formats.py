@@ -197,7 +197,7 @@ def read_parquet(path: Path, name: str, columns: list[str] | None) -> Iterator[V
     """Rows, page by page; only the columns that are needed are read."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path, memory_map=True, pre_buffer=False, buffer_size=MIB) as file:
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB) as file:
         yield from _batches(file.iter_batches(batch_size=64, columns=columns), file.schema_arrow, name, columns)
 
 

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.errors import UserError
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data
-from bloomery.units import format_bytes
 
 DEFAULT = Limits()
 _NOT_TOKENS = {
@@ -126,9 +124,8 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(folder).free if folder.exists() else 0
             raise UserError(
-                f"the disk is full ({format_bytes(free)} are free)",
+                "the disk is full",
                 where=str(folder),
                 remedy="free some space and run the same command again: it goes on where it stopped",
             ) from error

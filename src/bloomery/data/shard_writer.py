@@ -136,7 +136,9 @@ def _cut(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else 0
     if found < size:
         raise Lost(path)
-    if path.exists() and found > size:
+    if size == 0:
+        path.unlink(missing_ok=True)
+    elif found > size:
         os.truncate(path, size)
 
 

@@ -93,8 +93,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
 
 
 def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | Flaw]]:
-    """Numbered lines without their ends; one longer than MAX_BYTES comes as a Flaw and is passed over piece by piece.
-    """
+    """Numbered lines; one longer than MAX_BYTES comes as a Flaw and is passed over piece by piece."""
     number = 0
     while line := stream.readline(MAX_BYTES + 1):
         number += 1
