@@ -63,7 +63,7 @@ def test_muon_equals_torch_up_to_bfloat16_rounding():
 
 
 def test_orthogonalised_singular_values_are_near_one():
-    for shape in ((3, 8, 16), (3, 16, 8), (2, 8, 8)):
+    for shape in ((3, 8, 16), (2, 8, 8)):
         stack_NRC = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         singular = torch.linalg.svdvals(orthogonalised(stack_NRC).float())
         assert singular.min() > 0.3
@@ -71,7 +71,7 @@ def test_orthogonalised_singular_values_are_near_one():
 
 
 def test_stacks_hold_one_shape_and_keep_the_order():
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (3, 2), (2, 3))]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (3, 3), (3, 2))]
     first, second = stacks(parameters)
     assert [p is q for p, q in zip(first, [parameters[0], parameters[2]], strict=True)] == [True, True]
     assert second[0] is parameters[1]

@@ -216,6 +216,7 @@ def fix_length(job: Job) -> None:
 def measure_costs(job: Job) -> Costs:
     """What the run repeats, timed on small parts of it that leave no trace."""
     plan = job.plan
+    evaluate_rows(job, plan.eval.micro_batch)  # the first one compiles
     begun = time.perf_counter()
     evaluate_rows(job, plan.eval.micro_batch)
     looked = time.perf_counter()
@@ -235,7 +236,7 @@ def measure_costs(job: Job) -> Costs:
 def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) -> Job:
     """Everything that must stand before the first step."""
     began = time.perf_counter()
-    set_up_process(plan.train)
+    set_up_process(plan)
     state = build_state(plan, resume_from=resume_from)
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)

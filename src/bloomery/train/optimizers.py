@@ -17,28 +17,34 @@ _STACK_ELEMENTS = 2**24  # matrices orthogonalised at once: enough to fill a dev
 
 
 def orthogonalised(stack_NRC: Tensor) -> Tensor:
-    """The nearest half-orthogonal matrix to each of a stack, roughly (singular values 0.7 to 1.2), in bfloat16."""
+    """Roughly the nearest matrix with orthonormal rows to each of a stack (singular values 0.7 to 1.2), in bfloat16.
+
+    The matrices are wide or square: the product of rows is then the smaller one.
+    """
+    assert stack_NRC.shape[1] <= stack_NRC.shape[2]
     a, b, c = _NEWTON_SCHULZ
-    tall = stack_NRC.shape[1] > stack_NRC.shape[2]
     x = stack_NRC.to(torch.bfloat16)
-    x = x.mT.contiguous() if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x
 
 
 def stacks(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Matrices of one shape together, in runs that keep scratch memory bounded; a fixed order, for equal bits."""
-    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+    """Matrices of one shape, lying or standing, in runs that bound scratch memory; in a fixed order, for equal bits."""
+    by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_shape.setdefault(parameter.shape, []).append(parameter)
+        by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
     runs = []
     for shape, members in by_shape.items():
-        size = max(1, _STACK_ELEMENTS // shape.numel())
+        size = max(1, _STACK_ELEMENTS // math.prod(shape))
         runs += [members[i : i + size] for i in range(0, len(members), size)]
     return runs
+
+
+def _lying(matrix: Tensor) -> Tensor:
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 @final
@@ -63,9 +69,10 @@ class Muon(torch.optim.Optimizer):
         gradients = [p.grad for p in run if p.grad is not None]
         buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in run]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        update_NRC = orthogonalised(torch.stack([g.lerp(m, momentum) for g, m in zip(gradients, buffers, strict=True)]))
+        steepest = [_lying(g.lerp(m, momentum)) for g, m in zip(gradients, buffers, strict=True)]
+        stack_NRC = orthogonalised(torch.stack(steepest))
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
-        update = [u.to(run[0].dtype) for u in update_NRC.unbind()]
+        update = [(u if p.shape == u.shape else u.mT).to(p.dtype) for u, p in zip(stack_NRC, weights, strict=True)]
         torch._foreach_add_(weights, update, alpha=-lr * 0.2 * math.sqrt(max(run[0].shape)))
 
 

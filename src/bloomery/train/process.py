@@ -5,16 +5,20 @@ import sys
 
 import torch
 
-from bloomery.plan.types import TrainPlan
+from bloomery.plan.types import Plan
 from bloomery.units import GIB
 
 
-def set_up_process(plan: TrainPlan) -> None:
-    """Threads and determinism as planned: both decide about the last bit of every sum."""
-    torch.set_num_threads(plan.threads)
-    torch.use_deterministic_algorithms(plan.deterministic)
+def set_up_process(plan: Plan) -> None:
+    """Threads and determinism as planned, which both decide about the last bit of a sum, and an end to GPU memory."""
+    torch.set_num_threads(plan.train.threads)
+    torch.use_deterministic_algorithms(plan.train.deterministic)
     # Filling fresh memory with NaN finds reads of uninitialised values at the price of one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if plan.train.device == "cuda":
+        # A driver that runs out of memory can hang the machine (ROCm); PyTorch's own limit raises an error instead.
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / whole))
 
 
 def peak_memory_gib(device: str) -> float:
