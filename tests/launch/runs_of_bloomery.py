@@ -43,14 +43,15 @@ class Bloomery:
 
     folder: Path
 
-    def start(self, *words: str) -> "subprocess.Popen[str]":
+    def start(self, *words: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [sys.executable, "-m", "bloomery", *words],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
+            env=os.environ | {"TERM": "xterm"},
             start_new_session=True,
         )
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from bloomery.train.sealed import newest_valid, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
 RESUME = ("resume", "one")
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def worker_of(run: Path) -> int | None:
@@ -35,6 +37,15 @@ def is_gone(process: int) -> bool:
     except OSError:
         return True
     return state in "ZX"
+
+
+def read_all(screen: int, into: bytearray) -> None:
+    """What is drawn on a terminal, until everybody has left it."""
+    try:
+        while chunk := os.read(screen, 4096):
+            into += chunk
+    except OSError:  # how Linux tells that
+        os.close(screen)
 
 
 def last(bloomery: Bloomery, kind: type):
@@ -66,7 +77,7 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert "model.safetensors has changed" in " ".join(done.stdout.split())
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
     metrics = json.loads((bloomery.run_dir / "metrics.json").read_text())
-    assert (metrics["steps"], metrics["ended"]) == (16, "done")
+    assert (metrics["steps"], metrics["planned"]["steps"], metrics["ended"]) == (16, 16, "done")
 
 
 def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
@@ -98,7 +109,12 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
 
 
 def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) -> None:
-    with bloomery.start(*TRAIN) as process:
+    screen, terminal = os.openpty()
+    drawn = bytearray()
+    reader = threading.Thread(target=read_all, args=(screen, drawn))
+    reader.start()
+    with bloomery.start(*TRAIN, stdout=terminal) as process:
+        os.close(terminal)
         wait_for(bloomery.saw(Saved))
         worker = worker_of(bloomery.run_dir)
         assert worker is not None
@@ -108,7 +124,9 @@ def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) 
             process.wait(0.5)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
+    reader.join()
     assert process.returncode == 130
+    assert drawn.rfind(SHOW_CURSOR) > drawn.rfind(HIDE_CURSOR) >= 0  # the terminal is as it was
     assert "bloomery resume one" in err
     assert "Traceback" not in err
     assert is_gone(worker)

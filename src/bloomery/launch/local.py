@@ -39,7 +39,7 @@ from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.train.run import Run
 from bloomery.train.sealed import damage, saved_steps, step_folder, write_durably
-from bloomery.units import format_bytes
+from bloomery.units import GIB, format_bytes
 
 INTERRUPTED = 130
 
@@ -85,7 +85,20 @@ class _Flow:
         """Write RunEnded, once, and metrics.json."""
         if not self.book.ended:
             self.book.emit(RunEnded(step=last_step(self.folder), why=why))
-            write_metrics(self.folder.path)
+            write_metrics(self.folder.path, self._planned())
+
+    def _planned(self) -> dict[str, float | None]:
+        """The plan's figures under the names of what metrics.json measured."""
+        if not self.folder.plan.exists():
+            return {}
+        plan = read_plan(self.folder.plan)
+        rate = plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds is not None else None
+        return {
+            "steps": plan.train.steps,
+            "tokens_per_second": rate,
+            "seconds": plan.seconds.value if plan.seconds is not None else None,
+            "peak_memory_gib": plan.memory.total / GIB,
+        }
 
 
 def start(loaded: LoadedRecipe, *, run_dir: Path | None = None, devices: str | None = None, quiet: bool = False) -> Run:

@@ -4,7 +4,7 @@ import json
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -220,8 +220,8 @@ def open_sinks(
     return sinks
 
 
-def write_metrics(run_dir: Path) -> Path:
-    """`metrics.json`: what the run reached, computed from its events; replaced whole."""
+def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:
+    """`metrics.json`: what the run reached, computed from its events, beside what was `planned`; replaced whole."""
     tally = tally_of(read_events(run_dir / "events.jsonl"))
     summary = {
         "steps": tally.step,
@@ -240,6 +240,7 @@ def write_metrics(run_dir: Path) -> Path:
         "recoveries": tally.recoveries,
         "warnings": [scrub(text) for text in tally.warnings],
         "ended": scrub(tally.ended.why) if tally.ended else None,
+        "planned": dict(planned or {}),
     }
     path = run_dir / "metrics.json"
     partial = path.with_suffix(".json.partial")
