@@ -6,8 +6,10 @@ from attention_for_tests import documents_of, inputs, run, with_gradients
 from benchmarks.memory_tracker import peak_bytes
 from torch.autograd import gradcheck
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from bloomery.model import blockwise
+from bloomery.model.attention import attend, layout_of
 
 PACKED = documents_of([2, 5, -1])
 FEATURES = {"window": 3, "softcap": 1.5, "dropout": 0.4}
@@ -30,10 +32,20 @@ def test_gradients(backend: str, documents: torch.Tensor | None, features: str, 
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_rows_of_a_batch_may_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, documents = inputs(40), documents_of([3, 37], [20, 11, -9])
+    together = with_gradients("blockwise", qkv, documents, window=7)
+    monkeypatch.setattr(blockwise, "CPU_SCORES", 1)
+    assert_close(with_gradients("blockwise", qkv, documents, window=7), together)
+    few = inputs(5, heads=1, key_heads=1, width=2)
+    assert gradcheck(lambda *qkv: run("blockwise", qkv, dropout=0.4), few)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_foreign_and_far_blocks_are_skipped() -> None:
     first_BT = torch.tensor([[0] * 5 + [5] * 7, [0] * 3 + [3] * 9])
-    tiles = _touched(blockwise.Task(first_BT, blockwise.reach_of(first_BT), None, None, None, 1.0, 0.0))
-    assert tiles == [[0], [1, 0], [2, 1], [3, 2, 1]]
+    task = blockwise.Task(first_BT, blockwise.reach_of(first_BT), None, None, None, 1.0, 0.0)
+    assert _touched(task) == [[0], [1, 0], [2, 1], [3, 2, 1]]
     assert _touched(blockwise.Task(None, None, None, 2, None, 1.0, 0.0)) == [[0], [1, 0], [2, 1], [3, 2]]
 
 
@@ -63,6 +75,21 @@ def test_dropout_repeats_with_the_default_generator_alone(backend: str) -> None:
     torch.randint(2**62, ())
     torch.set_rng_state(state)
     assert torch.equal(run(backend, qkv, documents, dropout=0.2), run(backend, qkv, documents, dropout=0.2))
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "per_document"])
+def test_activation_checkpointing_regenerates_the_same_mask(backend: str) -> None:
+    q, k, v = inputs(60)
+    layout = layout_of(documents_of([20, 40], [60]), backend=backend)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, layout, backend=backend, window=None, softcap=None, scale=0.4, dropout=0.5)
+
+    gradients = []
+    for forward in (layer, lambda q: checkpoint(layer, q, use_reentrant=False)):
+        torch.manual_seed(4)
+        gradients.append(torch.autograd.grad(forward(q).square().sum(), q)[0])
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.usefixtures("small_blocks")

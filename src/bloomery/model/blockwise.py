@@ -9,13 +9,14 @@ of a tile. Sums run in float32 for half types (float64 stays); every step is det
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 BLOCK = 256
+CPU_SCORES, GPU_SCORES = 2**20, 2**23  # that exist at once: a cache's worth, or enough to fill a GPU
 
 
 class Options(NamedTuple):
@@ -48,7 +49,7 @@ class Task:
     """One call: who sees whom, and what the scores go through."""
 
     first_BT: Tensor | None
-    reach: Tensor | None  # [2, blocks] on the CPU: lowest and highest document start of each query block
+    reach: Tensor | None  # [2, B, blocks] on the CPU: lowest and highest document start of each query block
     seed: Tensor | None
     window: int | None
     softcap: float | None
@@ -57,8 +58,10 @@ class Task:
 
     def query_blocks(self, length: int) -> Iterator[tuple[slice, list[Tile]]]:
         """Each query block with its tiles from the diagonal down: the running maximum is finite at once."""
-        reach = [[0] * -(-length // BLOCK)] * 2 if self.reach is None else self.reach.tolist()
-        for index, (lowest, highest) in enumerate(zip(*reach, strict=True)):
+        lowest_N, highest_N = [[0] * -(-length // BLOCK)] * 2
+        if self.reach is not None:
+            lowest_N, highest_N = self.reach[0].amin(0).tolist(), self.reach[1].amax(0).tolist()
+        for index, (lowest, highest) in enumerate(zip(lowest_N, highest_N, strict=True)):
             start, stop = index * BLOCK, min(index * BLOCK + BLOCK, length)
             hidden = 0 if self.window is None else stop - self.window  # keys below are hidden from some query
             bottom = lowest if self.window is None else max(lowest, start - self.window + 1)
@@ -71,6 +74,18 @@ class Task:
                 for block in range(index, bottom // BLOCK - 1, -1)
             ]
             yield slice(start, stop), tiles
+
+    def groups(self, q_BHTE: Tensor) -> Iterator[tuple[slice, "Task"]]:
+        """Rows of the batch that go together, each group with its own task."""
+        batch, heads, length, _ = q_BHTE.shape
+        together = CPU_SCORES if q_BHTE.device.type == "cpu" else GPU_SCORES
+        size = max(1, together // (heads * min(length, BLOCK) ** 2))
+        for number, start in enumerate(range(0, batch, size)):
+            rows = slice(start, start + size)
+            first = None if self.first_BT is None else self.first_BT[rows]
+            reach = None if self.reach is None else self.reach[:, rows]
+            seed = None if self.seed is None else self.seed + (number << 32)
+            yield rows, replace(self, first_BT=first, reach=reach, seed=seed)
 
     def hidden(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """[B or 1, 1, 1, n, m], True where the query does not see the key."""
@@ -115,10 +130,10 @@ def _mixed(value: int) -> int:
 
 
 def reach_of(first_BT: Tensor) -> Tensor:
-    """[2, blocks] on the CPU: the lowest and the highest document start among the queries of each block."""
+    """[2, B, blocks] on the CPU: the lowest and the highest document start among the queries of each block."""
+    lowest_BN = first_BT[:, ::BLOCK]
     last_BN = torch.cat([first_BT[:, BLOCK - 1 :: BLOCK], first_BT[:, -1:]], 1)  # starts never fall along a row
-    lowest_N = first_BT[:, ::BLOCK].amin(0)
-    return torch.stack([lowest_N, last_BN.amax(0)[: len(lowest_N)]]).cpu()
+    return torch.stack([lowest_BN, last_BN[:, : lowest_BN.shape[1]]]).cpu()
 
 
 def _grouped(x_BHTE: Tensor, key_heads: int) -> Tensor:
@@ -220,8 +235,11 @@ def _forward(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
+    out_BHTE, sums_BHT = like_projection(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=_exact(q_BHTE))
     with torch.autocast(q_BHTE.device.type, enabled=False):
-        return forward(q_BHTE, k_BKTE, v_BKTE, Task(first_BT, reach, seed, window, softcap, scale, dropout))
+        for rows, task in Task(first_BT, reach, seed, window, softcap, scale, dropout).groups(q_BHTE):
+            out_BHTE[rows], sums_BHT[rows] = forward(q_BHTE[rows], k_BKTE[rows], v_BKTE[rows], task)
+    return out_BHTE, sums_BHT
 
 
 @_forward.register_fake
@@ -245,14 +263,18 @@ def _backward(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    task = Task(first_BT, reach, seed, window, softcap, scale, dropout)
+    dq, dk, dv = (like_projection(x) for x in (q_BHTE, k_BKTE, v_BKTE))
     with torch.autocast(q_BHTE.device.type, enabled=False):
-        return backward(grad_BHTE, q_BHTE, k_BKTE, v_BKTE, out_BHTE, sums_BHT, task)
+        for rows, task in Task(first_BT, reach, seed, window, softcap, scale, dropout).groups(q_BHTE):
+            dq[rows], dk[rows], dv[rows] = backward(
+                grad_BHTE[rows], q_BHTE[rows], k_BKTE[rows], v_BKTE[rows], out_BHTE[rows], sums_BHT[rows], task
+            )
+    return dq, dk, dv
 
 
 @_backward.register_fake
 def _(_grad: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return like_projection(q_BHTE), k_BKTE.new_empty(k_BKTE.shape), v_BKTE.new_empty(v_BKTE.shape)
+    return like_projection(q_BHTE), like_projection(k_BKTE), like_projection(v_BKTE)
 
 
 def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
