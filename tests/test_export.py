@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models_for_tests import make_model, make_run
 from safetensors.torch import load_file, save_file
 
 from bloomery.errors import UserError
 from bloomery.export import hf
 from bloomery.export.hf import export
 from bloomery.model.weights import load_decoder, model_state
+from models_for_tests import make_model, make_run
 
 TOKENS = torch.arange(40)[None]
 
@@ -40,7 +40,8 @@ def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
     done = export(run / "checkpoints" / "step-00000010", tmp_path / "out", verify=False)
     assert done.proofs == ()
     assert {path.name for path in done.folder.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
     card = (done.folder / "README.md").read_text()
     for told in ("corpus.txt", "10 steps", "640", "a small CPU", "| 4.000 | 54.60 | 2.500 |", "4.900 nats"):

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
@@ -15,6 +14,7 @@ from bloomery.generate import Stops, TextStream, generate, load_model
 from bloomery.model.sampling import Sampling, sample_tokens
 from bloomery.model.weights import load_decoder
 from bloomery.train.model_folder import model_folder
+from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
 HOT = Sampling(max_tokens=60, temperature=2.0)
 
@@ -38,7 +38,8 @@ def test_streaming_random_tokens_equals_decoding_them_where_they_are_text(folder
     tokenizer = load_tokenizer(folder)
     for seed in range(20):
         choose = random.Random(seed)
-        ids = [token for _ in range(10) for token in tokenizer.encode(choose.choice(["ü", "東", "🙂", "ab", " ", "\n"]))]
+        text = "".join(choose.choice(["ü", "東", "🙂", "ab", " ", "\n"]) for _ in range(10))
+        ids = tokenizer.encode(text)
         stream = TextStream(tokenizer, [])
         assert "".join(stream.push(token) for token in ids) + stream.flush() == tokenizer.decode(ids)
 

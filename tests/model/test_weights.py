@@ -212,6 +212,13 @@ class TestRefusals:
         (tmp_path / "model.safetensors").write_bytes(damage)
         self.refused(tmp_path, "cannot be read as safetensors|missing")
 
+    def test_a_config_that_lies_takes_no_memory(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        stated = json.loads((tmp_path / "config.json").read_text())
+        huge = {"hidden_size": 2**18, "intermediate_size": 2**21, "num_attention_heads": 4096, "num_key_value_heads": 4}
+        (tmp_path / "config.json").write_text(json.dumps(stated | huge | {"head_dim": 64}))
+        self.refused(tmp_path, "config.json makes it")
+
     def test_a_cut_file(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         path = tmp_path / "model.safetensors"

@@ -51,13 +51,15 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None) -> Tensor:
         config = self.config
         q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        # Norm and rotation both compute in float32: nothing is rounded between them.
+        between = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
         if config.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, between), self.k_norm(k, between)
         q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
         if config.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, between), self.k_norm(k, between)
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = rotate(q, rotary, v.dtype), rotate(k, rotary, v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
         backend = self.backend
         if cache is not None:

@@ -33,11 +33,11 @@ class _LeanRms(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, gain, scale = ctx.saved_tensors
         grad, normed = widened(grad), widened(x) * scale
-        grad_gain = (grad * normed).flatten(0, -2).sum(0)
-        slope = grad * gain
-        overlap = torch.linalg.vecdot(slope, normed).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = slope.addcmul_(normed, overlap, value=-1.0).mul_(scale)
-        return grad_x.to(x.dtype), grad_gain, None, None
+        product = grad * normed
+        with torch.autocast(x.device.type, enabled=False):
+            overlap = (product @ gain).unsqueeze(-1).div_(-x.shape[-1])
+        grad_x = (grad * gain).addcmul_(normed, overlap).mul_(scale)
+        return grad_x.to(x.dtype), product.flatten(0, -2).sum(0), None, None
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -58,9 +58,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.eps, self.unit_offset = eps, unit_offset
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `dtype`; None: as the next matrix product reads it."""
         gain = widened(self.weight) + 1 if self.unit_offset else self.weight
-        return rms_norm(x, gain, self.eps, working_dtype(x))
+        return rms_norm(x, gain, self.eps, dtype or working_dtype(x))
 
 
 class LayerNorm(nn.Module):
@@ -70,8 +71,10 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps).to(working_dtype(x))
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `dtype`; None: as the next matrix product reads it."""
+        normed = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return normed.to(dtype or working_dtype(x))
 
 
 def build_norm(config: ModelConfig, width: int) -> nn.Module:

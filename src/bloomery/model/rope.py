@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bloomery.model.config import ModelConfig, RopeScaling
+from bloomery.model.precision import widened
 
 
 class Rotary(NamedTuple):
@@ -104,27 +105,31 @@ def rotary_tables(positions: Tensor, config: ModelConfig, theta: float, scaling:
 
 
 class _Rotate(torch.autograd.Function):
-    """Two passes forward, two backward, nothing saved but the tables."""
+    """Few passes, and nothing saved but the tables."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BTHE: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x_BTHE, cos, sin, 1.0)
+        ctx.dtype = x_BTHE.dtype
+        return _turned(x_BTHE, cos, sin).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTHE: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_BTHE: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad_BTHE, cos, sin, -1.0), None, None
+        return _turned(grad_BTHE, cos, -sin).to(ctx.dtype), None, None, None
 
 
-def _turn(x_BTHE: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half against half (as transformers lays heads out), not neighbour against neighbour."""
     half = cos.shape[-1]
-    first, second, rest = torch.tensor_split(x_BTHE, (half, 2 * half), dim=-1)
-    turned = [first * cos - second * (direction * sin), second * cos + first * (direction * sin)]
-    return torch.cat([part.to(x_BTHE.dtype) for part in turned] + ([rest] if rest.shape[-1] else []), dim=-1)
+    x_BTHE, rest = widened(x_BTHE[..., : 2 * half]), x_BTHE[..., 2 * half :]
+    turned = x_BTHE * torch.cat((cos, cos), -1)
+    turned[..., :half].addcmul_(x_BTHE[..., half:], sin, value=-1.0)
+    turned[..., half:].addcmul_(x_BTHE[..., :half], sin)
+    return torch.cat((turned, rest.to(turned.dtype)), -1) if rest.shape[-1] else turned
 
 
-def rotate(x_BTHE: Tensor, rotary: Rotary) -> Tensor:
-    """Turns the first 2R numbers of every head, half against half, in float32; the rest of the head stays."""
-    turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin)  # type: ignore[no-untyped-call]
+def rotate(x_BTHE: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:
+    """Turns the first 2R numbers of every head, in float32 at least, and answers as `dtype`; the rest stays."""
+    turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin, dtype)  # type: ignore[no-untyped-call]
     return turned

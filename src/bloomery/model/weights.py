@@ -38,11 +38,10 @@ def load_decoder(
     `dtype`: of the parameters; None keeps the one of the file. Raises UserError when the folder holds no such model.
     """
     config = read_config(folder)
+    stored = stored_parameters(folder, config)  # before any memory is taken: a config may say anything
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
-    if dtype is None:
-        dtype = next(iter(find_tensors(folder).values())).dtype
-    materialize(decoder, dtype=dtype, device=device)
+    materialize(decoder, dtype=dtype or stored["model.embed_tokens.weight"].dtype, device=device)
     read_model(decoder, folder)
     return decoder.eval()
 
@@ -156,23 +155,31 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 def read_model(decoder: Decoder, folder: Path) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
-    Raises UserError when a tensor is missing, unexpected, or of another shape than the config says.
+    Raises UserError as `stored_parameters` does.
     """
-    config = decoder.config
-    found = _named_as_saved(find_tensors(folder), config)
-    shapes, where = parameter_shapes(config), places(config)
+    stored, where = stored_parameters(folder, decoder.config), places(decoder.config)
     with Reader() as reader:
         for name, parameter in decoder.named_parameters():
             place = where[name]
-            stored, expected = found.get(place.name), place.stored_shape(shapes[name])
-            if stored is None:
-                raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
-            if stored.shape != expected:
-                raise UserError(
-                    f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
-                    where=str(stored.path),
-                )
-            reader.fill(parameter.data, stored, first=place.first, transposed=place.transposed)
+            reader.fill(parameter.data, stored[name], first=place.first, transposed=place.transposed)
+
+
+def stored_parameters(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+    """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
+
+    Raises UserError when a tensor is missing, unexpected, or of another shape than the config says.
+    """
+    found = _named_as_saved(find_tensors(folder), config)
+    shapes, where = parameter_shapes(config), places(config)
+    for name, place in where.items():
+        stored, expected = found.get(place.name), place.stored_shape(shapes[name])
+        if stored is None:
+            raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
+        if stored.shape != expected:
+            raise UserError(
+                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}", where=str(stored.path)
+            )
+    return {name: found[place.name] for name, place in where.items()}
 
 
 def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
