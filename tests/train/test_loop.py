@@ -79,6 +79,18 @@ def test_a_resumed_run_equals_the_undisturbed_one_bitwise(prepared, tmp_path, ki
     assert_same_tensors(second.tensors(6), whole.tensors(6))
 
 
+@pytest.mark.soak  # a minute of compilation
+def test_a_resumed_compiled_run_equals_the_undisturbed_one_bitwise(plan, tmp_path):
+    changed = plan.train.model_copy(update={"compile": True, "precision": "bfloat16"})
+    compiled = plan.model_copy(update={"train": changed})
+    whole = Run(compiled, tmp_path / "whole")
+    first = Run(compiled, tmp_path / "halves", stop_after=4)
+    torch._dynamo.reset()
+    second = Run(compiled, tmp_path / "halves", resume_from=first.checkpoint(4))
+    assert first.losses() | second.losses() == whole.losses()
+    assert_same_tensors(second.tensors(8), whole.tensors(8))
+
+
 def test_a_stop_before_the_first_step_saves_nothing(plan, tmp_path):
     stopped = Run(plan, tmp_path / "run", stop_after=0)
     assert stopped.outcome == "stopped"

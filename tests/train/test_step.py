@@ -1,8 +1,10 @@
 import math
+from collections import Counter
 
 import pytest
 import torch
 from plans_for_tests import tiny_config, tiny_plan
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.data.loader import Batch
 from bloomery.parallel.apply import apply
@@ -145,10 +147,11 @@ def test_loss_scale_follows_torchs_grad_scaler():
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "every-2"])
-def test_activation_checkpointing_changes_no_bit(mode):
+@pytest.mark.parametrize("attention", ["mask", "per_document", "blockwise"])
+def test_activation_checkpointing_changes_no_bit(mode, attention):
     config = tiny_config(residual_dropout=0.2)
-    plain, plan = trainee(config)
-    saving, _ = trainee(config, train={"activation_checkpointing": mode})
+    plain, plan = trainee(config, model={"attention": attention})
+    saving, _ = trainee(config, model={"attention": attention}, train={"activation_checkpointing": mode})
     assert [n for n, _ in plain.model.named_parameters()] == [n for n, _ in saving.model.named_parameters()]
     losses = []
     for who in (plain, saving):
@@ -159,21 +162,29 @@ def test_activation_checkpointing_changes_no_bit(mode):
         assert torch.equal(p, q)
 
 
-def test_full_checkpointing_keeps_fewer_activations():
-    sizes = {}
-    for mode in ("none", "selective", "full"):
-        who, plan = trainee(tiny_config(num_layers=6), train={"activation_checkpointing": mode})
-        kept = 0
+class Counted(TorchDispatchMode):
+    """How often each operation runs."""
 
-        def note(tensor):
-            nonlocal kept
-            kept += tensor.nbytes
-            return tensor
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            train_step(who, [batch(4)], OBJECTIVE, plan=plan, share=1.0)
-        sizes[mode] = kept
-    assert sizes["full"] < sizes["selective"] < sizes["none"] or sizes["full"] < sizes["none"] / 3
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_checkpointing_repeats_what_its_mode_says():
+    calls = {}
+    for mode in ("none", "selective", "every-2", "full"):
+        who, plan = trainee(tiny_config(num_layers=4), train={"activation_checkpointing": mode})
+        with Counted() as counted:
+            train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+        calls[mode] = counted.calls
+    products = {mode: count["mm"] for mode, count in calls.items()}
+    assert products["none"] == products["selective"] < products["every-2"] < products["full"]
+    activations = {mode: count["silu"] for mode, count in calls.items()}
+    assert activations == {"none": 4, "every-2": 6, "selective": 8, "full": 8}
 
 
 def test_compiled_blocks_are_asked_for_one_by_one(monkeypatch):

@@ -55,4 +55,5 @@ def _selective_contexts() -> Any:
 
 
 def _keep_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operation in _KEPT or getattr(operation, "namespace", "") == "bloomery"  # our own attention kernels
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -237,6 +237,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
     """Everything that must stand before the first step."""
     began = time.perf_counter()
     set_up_process(plan)
+    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
     state = build_state(plan, resume_from=resume_from)
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)
@@ -273,6 +274,8 @@ def announce(job: Job) -> None:
             because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
         )
     )
+    if plan.train.compile:
+        job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
 
 
 def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:
