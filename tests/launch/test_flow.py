@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,15 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert last(bloomery, Resumed).step == 2
     assert len(losses(bloomery.run_dir)) == 6
     assert list((bloomery.run_dir / "checkpoints").glob("before-*/step-00000004"))
+    shutil.rmtree(bloomery.folder / "prepared")
+    after_loss = bloomery.run(*RESUME, "train.length=7 steps")
+    assert after_loss.returncode == 0, after_loss.stderr
+    assert any("is made again" in event.because for event in bloomery.events() if isinstance(event, Warned))
+    shutil.rmtree(bloomery.folder / "prepared")
+    (bloomery.folder / "text/0.txt").write_text("another text " * 50)
+    other_text = bloomery.run(*RESUME, "train.length=8 steps")
+    assert other_text.returncode == 1
+    assert "the sources have changed" in " ".join(other_text.stderr.split())
     missing = bloomery.run(*RESUME, "--from", "3")
     assert missing.returncode == 1
     assert "checkpoints: " in missing.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import final
 
 from bloomery.data.prepare import finished, prepared_folder
+from bloomery.data.shards import MANIFEST
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
@@ -197,6 +198,8 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
     if not folder.plan.exists() or not folder.machine.exists():
         return _from_the_beginning(flow, loaded, devices, resumed=True)
     plan = read_plan(folder.plan)
+    if not (plan.data.prepared / MANIFEST).is_file():
+        _prepare_again(flow, loaded, plan)
     before = Machine.model_validate_json(folder.machine.read_bytes())
     machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
     changes = differences(before, machine)
@@ -212,6 +215,22 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
         write_plan(plan, folder.plan)
         write_durably(folder.machine, machine.model_dump_json(indent=1))
     return _train(flow, plan, machine, resumed=True)
+
+
+def _prepare_again(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
+    """Somebody deleted the prepared text. Raises UserError unless it can be made again as it was."""
+    data = plan.data.prepared
+    flow.book.emit(Warned(because=f"the prepared text is gone from {data}: it is made again"))
+    _prepare(flow, data)
+    steps = saved_steps(flow.folder.checkpoints)
+    ours = step_folder(flow.folder.checkpoints, steps[-1]) / "tokenizer.json" if steps else None
+    same_tokenizer = ours is None or ours.read_bytes() == (data / "tokenizer.json").read_bytes()
+    if corpus_of(loaded, data) != plan.corpus or not same_tokenizer:
+        raise UserError(
+            "the prepared text is gone, and made again it is another one: the sources have changed since the run began",
+            where=str(data),
+            remedy="bring that folder back, or start a new run with `bloomery train`",
+        )
 
 
 def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
