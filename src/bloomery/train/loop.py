@@ -80,7 +80,7 @@ def train(job: Job, stop: Callable[[], bool]) -> Outcome | Literal["rewind"]:
             action = take_step(job, stream)
             if action == "rewind":
                 return "rewind"
-            if job.plan.train.steps is None and len(job.step_seconds) == MEASURED_STEPS:
+            if job.plan.train.steps is None and len(job.step_seconds) >= MEASURED_STEPS:
                 fix_length(job)
             if job.step % job.plan.eval.every_steps == 0:
                 look(job)

@@ -1,0 +1,92 @@
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+
+from bloomery.data.loader import Cursor
+from bloomery.errors import UserError
+from bloomery.model.weights import write_model
+from bloomery.train.checkpoint import Saver
+from bloomery.train.state import Progress, build_state, go_back, random_states, set_random_states
+
+
+def worked_on(plan):
+    """A state that differs from a fresh one in every part."""
+    state = build_state(plan)
+    for number, parameter in enumerate(state.trainee.optimizer.parameters):
+        parameter.grad = torch.full_like(parameter, 0.01 * (number + 1))
+    state.trainee.optimizer.step(1.0)
+    state.cursor = Cursor(plan.train.seed, 24)
+    state.progress = Progress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_saved=4.6)
+    state.policy.judge(False, step=6, rows=range(20, 24))
+    if state.trainee.scale is not None:
+        state.trainee.scale.update(finite=False)
+    torch.rand(3)
+    return state
+
+
+def saved(state, plan, folder):
+    Saver(folder, 3, False).save(6, state.parts(), plan.model.config, state.scalars())
+    return folder / "step-00000006"
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16-pure"])
+def test_a_checkpoint_brings_everything_back(precision, tmp_path):
+    plan = tiny_plan(train={"precision": precision}, optimizer={"kind": "muon"})
+    state = worked_on(plan)
+    folder = saved(state, plan, tmp_path)
+    drawn = torch.rand(4)
+    torch.manual_seed(77)
+    again = build_state(plan, resume_from=folder)
+    assert torch.equal(torch.rand(4), drawn)
+    assert again.scalars() == state.scalars()
+    for part in ("model", "optimizer"):
+        ours, theirs = again.parts()[part], state.parts()[part]
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_going_back_without_a_checkpoint_is_how_the_run_began():
+    plan = tiny_plan(optimizer={"kind": "muon"})
+    fresh = build_state(plan)
+    drawn = torch.rand(4)
+    state = worked_on(plan)
+    go_back(state, plan, None)
+    assert torch.equal(torch.rand(4), drawn)
+    assert state.progress == Progress()
+    assert state.trainee.optimizer.named_tensors() == {}
+    pairs = zip(state.trainee.model.parameters(), fresh.trainee.model.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_nothing_is_left_on_the_meta_device_and_tied_weights_stay_tied():
+    model = build_state(tiny_plan()).trainee.model
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_training_starts_from_pretrained_weights(tmp_path):
+    config = tiny_config()
+    model = build_state(tiny_plan(train={"seed": 5})).trainee.model
+    write_model(dict(model.named_parameters()), config, tmp_path)
+    started = build_state(tiny_plan(model={"source": tmp_path})).trainee.model
+    assert all(torch.equal(p, q) for p, q in zip(started.parameters(), model.parameters(), strict=True))
+
+
+def test_seeds_decide_the_weights():
+    first, second = (build_state(tiny_plan(train={"seed": seed})).trainee.model.lm_head.weight for seed in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_random_states_of_another_torch_are_refused_in_words():
+    states = random_states()
+    with pytest.raises(UserError, match="random state"):
+        set_random_states({"cpu": states["cpu"][:100]})
+
+
+def test_the_best_is_the_lowest_finite_loss():
+    progress = Progress()
+    for loss in (3.0, float("nan"), 2.0, 2.5):
+        progress.note_evaluation(loss)
+    assert (progress.best_loss, progress.evaluations_since_best) == (2.0, 1)
+    marked = [progress.note_save(loss) for loss in (3.0, None, float("nan"), 2.0, 2.5)]
+    assert marked == [True, False, False, True, False]
