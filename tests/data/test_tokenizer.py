@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bloomery.data.builtin import stdlib_files
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from bloomery.data.words import _ascii
+from bloomery.data.words import ascii_pattern
 from bloomery.errors import UserError
 from bloomery.recipe.schema import TrainTokenizer
 
@@ -126,10 +126,10 @@ def test_remembered_words_of_other_patterns(trained, text):
 
 
 def test_patterns_without_an_ascii_form_are_left_to_the_library():
-    assert _ascii(r" ?\p{L}+") == r" ?[a-zA-Z]+"
+    assert ascii_pattern(r" ?\p{L}+") == r" ?[a-zA-Z]+"
     for pattern in (r"\p{Lu}+", r"[[a-z]&&[^b]]", r"\X"):
         with pytest.raises(ValueError, match="no ASCII form"):
-            _ascii(pattern)
+            ascii_pattern(pattern)
 
 
 def broken(trained, change) -> Path:

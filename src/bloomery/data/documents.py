@@ -101,25 +101,29 @@ def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[D
 
 
 def _read_file(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
+    try:
+        yield from _typed_rows(file, corpus) if file.format in ("parquet", "arrow") else _rows(file, corpus)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path)) from error
+
+
+def _typed_rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
     import pyarrow as pa
 
     try:
-        yield from _rows(file, corpus)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
+        role, column = _typed_column(file, corpus)
+        for value in READERS[file.format](file.path, file.name, [column]):
+            yield _document(value, role, column)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise UserError(f"cannot be read: {error.strerror}", where=str(file.path)) from error
+            raise
         reason = str(error).splitlines()[0][:120]  # pyarrow raises OSError without a number for damaged files
         yield Flaw(file.name, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
 
 
 def _rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
-    if file.format in ("parquet", "arrow"):
-        role, column = _typed_column(file, corpus)
-        for value in READERS[file.format](file.path, file.name, [column]):
-            yield _document(value, role, column)
-        return
     chosen: tuple[str, str] | None = None
     for value in READERS[file.format](file.path, file.name, None):
         if isinstance(value, Value) and isinstance(value.content, dict):

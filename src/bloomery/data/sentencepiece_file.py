@@ -39,6 +39,10 @@ class SentencePiece:
         ids: list[list[int]] = self._processor.encode(texts)
         return ids
 
+    def merge(self, word: str) -> list[int]:
+        """Ids of one word; SentencePiece has no words of its own."""
+        return self.encode_batch([word], special=False)[0]
+
     def decode(self, ids: list[int]) -> str:
         text: str = self._processor.decode(ids)
         return text

@@ -1,8 +1,10 @@
 """Text to token ids and back, whoever made the tokenizer."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
@@ -25,6 +27,7 @@ class Backend(Protocol):
     description: Json
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
+    def merge(self, word: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def token_bytes(self) -> list[int]: ...
     def id_of(self, token: str) -> int | None: ...
@@ -50,21 +53,24 @@ class JsonBackend:
     """A tokenizer.json in the tokenizers library."""
 
     def __init__(self, description: Json, where: str, control: set[str]) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # whole batches go to processes instead
-        from tokenizers import Tokenizer as Library
-
         tokenizer_file.check_ids(description, where)
         self.description, self._where = description, where
-        load = Library.from_str
-        self._library = guarded(
-            lambda: load(tokenizer_file.canonical(description)), "is no tokenizer that can be read", where
-        )
-        plain = {
-            **description,
-            "added_tokens": [_demoted(entry, control) for entry in description.get("added_tokens") or []],
-        }
-        self._plain = guarded(lambda: load(tokenizer_file.canonical(plain)), "is no tokenizer that can be read", where)
+        self._text = tokenizer_file.canonical(description)
+        added = description.get("added_tokens") or []
+        plain = {**description, "added_tokens": [_demoted(entry, control) for entry in added]}
+        text = tokenizer_file.canonical(plain) if plain != description else self._text
+        self._plain = self._loaded(text)
         self._plain.encode_special_tokens = True
+
+    def _loaded(self, text: str) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        return guarded(lambda: Library.from_str(text), "is no tokenizer that can be read", self._where)
+
+    @cached_property
+    def _library(self) -> Any:
+        """As the file says; `_plain` differs in what it reads out of a text."""
+        return self._loaded(self._text)
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         library = self._library if special else self._plain
@@ -74,14 +80,18 @@ class JsonBackend:
         )
         return [encoding.ids for encoding in encodings]
 
+    def merge(self, word: str) -> list[int]:
+        """Ids of one word in the model's own spelling: neither normalised nor cut."""
+        return [token.id for token in self._plain.model.tokenize(word)]
+
     def decode(self, ids: list[int]) -> str:
         text: str = guarded(
-            lambda: self._library.decode(ids, skip_special_tokens=False), "the tokenizer cannot decode", self._where
+            lambda: self._plain.decode(ids, skip_special_tokens=False), "the tokenizer cannot decode", self._where
         )
         return text
 
     def token_bytes(self) -> list[int]:
-        vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        vocab: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
         byte_level = '"ByteLevel"' in json.dumps(
             [self.description.get("pre_tokenizer"), self.description.get("decoder")]
@@ -96,14 +106,14 @@ class JsonBackend:
         return sizes
 
     def id_of(self, token: str) -> int | None:
-        index: int | None = self._library.token_to_id(token)
+        index: int | None = self._plain.token_to_id(token)
         return index
 
     def fingerprint(self) -> str:
-        return tokenizer_file.fingerprint(self.description)
+        return hashlib.sha256(self._text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        return {"tokenizer.json": (tokenizer_file.canonical(self.description) + "\n").encode("utf-8", "surrogatepass")}
+        return {"tokenizer.json": (self._text + "\n").encode("utf-8", "surrogatepass")}
 
 
 def _demoted(entry: Json, control: set[str]) -> Json:
@@ -166,9 +176,7 @@ class Tokenizer:
         control = set(tokenizer_file.roles(description, self._config).values())
         added = [entry["content"] for entry in description.get("added_tokens") or [] if entry["content"] not in control]
         try:
-            return words.WordEncoder(
-                pattern, added, lambda texts: self._backend.encode_batch(texts, special=False), self.dtype
-            )
+            return words.WordEncoder(pattern, added, self.encode, self._backend.merge, self.dtype)
         except ValueError:  # the pattern has no ASCII form
             return None
 

@@ -1,6 +1,5 @@
 """tokenizer.json as others write it, made safe before the library sees it."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,6 @@ def canonical(description: Json) -> str:
     """
     kept = {key: value for key, value in description.items() if key not in ("padding", "truncation")}
     return json.dumps({**kept, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
-
-
-def fingerprint(description: Json) -> str:
-    return hashlib.sha256(canonical(description).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def check_ids(description: Json, where: str) -> None:

@@ -1,31 +1,32 @@
 """Byte-level BPE, remembered word by word: text repeats itself, so most words of it were merged before.
 
 The library cuts a text into words with a regular expression and merges each word alone; the expression is the greater
-part of its time.
-For ASCII the same expression runs in Python's own engine, and a dictionary answers for the words. Ids are the
-library's to the last one;
-what this cannot prove to be the same (other alphabets, other pipelines) goes to the library whole.
+part of its time. For ASCII the same expression runs in Python's own engine, and a dictionary answers for the words. Ids
+are the library's to the last one; what this cannot prove to be the same (other alphabets, other pipelines) goes to the
+library whole.
 """
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, final
 
 import numpy as np
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _MAX_WORDS = 2_000_000  # some 300 MB; later words are merged each time they come
-_LINE = re.compile(
-    r"(?<=[!-~])(?=\n)"
-)  # every word of GPT2_PATTERN ends before a line end that follows something visible
+_LINE = re.compile(r"(?<=[!-~])(?=\n)")  # where a word of GPT2_PATTERN ends for certain
+# Byte-level BPE spells a byte as a letter: a visible one as itself, the others as 256, 257, ... in their order (GPT-2).
+_SPELLING = {byte: 256 + order for order, byte in enumerate([*range(33), 127])}
 
 Ids = np.ndarray[Any, np.dtype[Any]]
+Encode = Callable[[str], list[int]]
 
 
 class _Merged(dict[str, bytes]):
     """Word -> its ids as bytes."""
 
-    def __init__(self, merge: Callable[[str], list[int]], dtype: str) -> None:
+    def __init__(self, merge: Encode, dtype: str) -> None:
         super().__init__()
         self._merge, self._dtype = merge, dtype
 
@@ -38,57 +39,42 @@ class _Merged(dict[str, bytes]):
 
 @final
 class WordEncoder:
-    """Encodes ASCII by `pattern`, anything else through `whole`."""
+    """Encodes ASCII by `pattern`, its words (in byte-level spelling) by `merge`, and all else by `whole`."""
 
-    def __init__(
-        self, pattern: str, added: list[str], whole: Callable[[list[str]], list[list[int]]], dtype: str
-    ) -> None:
-        self._words = re.compile(_ascii(pattern), re.ASCII).findall
+    def __init__(self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str) -> None:
+        self._words = re.compile(ascii_pattern(pattern), re.ASCII).findall
         self._lines = pattern == GPT2_PATTERN
         self._added = (
             re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))) if added else None
         )
         self._whole, self._dtype = whole, dtype
-        self._merged = _Merged(lambda word: whole([word])[0], dtype)
+        self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(b"".join(self._parts(text)), dtype=self._dtype)
+        return np.frombuffer(self._encode(text), dtype=self._dtype)
 
-    def _parts(self, text: str) -> Iterator[bytes]:
+    def _encode(self, text: str) -> bytes:
         if self._added and self._added.search(text):
-            yield self._library(text)
-        elif text.isascii():
-            yield from self._ascii_parts(text)
-        elif self._lines:
-            yield from self._line_parts(text)
-        else:
-            yield self._library(text)
+            return self._library(text)
+        if text.isascii():
+            return self._ascii(text)
+        return b"".join(self._line_parts(text)) if self._lines else self._library(text)
 
-    def _ascii_parts(self, text: str) -> Iterator[bytes]:
+    def _ascii(self, text: str) -> bytes:
         words: list[str] = self._words(text)
-        if sum(map(len, words)) == len(text):
-            yield from map(self._merged.__getitem__, words)
-        else:
-            yield self._library(text)
+        complete = sum(map(len, words)) == len(text)
+        return b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
 
     def _line_parts(self, text: str) -> Iterator[bytes]:
-        foreign: list[str] = []
-        for line in _LINE.split(text):
-            if not line.isascii():
-                foreign.append(line)
-                continue
-            if foreign:
-                yield self._library("".join(foreign))
-                foreign = []
-            yield from self._ascii_parts(line)
-        if foreign:
-            yield self._library("".join(foreign))
+        """Runs of ASCII lines and of others, each as a whole."""
+        for ascii_only, lines in groupby(_LINE.split(text), str.isascii):
+            yield (self._ascii if ascii_only else self._library)("".join(lines))
 
     def _library(self, text: str) -> bytes:
-        return np.array(self._whole([text])[0], dtype=self._dtype).tobytes()
+        return np.array(self._whole(text), dtype=self._dtype).tobytes()
 
 
-def _ascii(pattern: str) -> str:
+def ascii_pattern(pattern: str) -> str:
     """The pattern for ASCII text in Python's dialect; ValueError when it has no such form."""
     inside = re.sub(r"\[[^\]]*\]", lambda match: match[0].replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9"), pattern)
     plain = inside.replace(r"\p{L}", "[a-zA-Z]").replace(r"\p{N}", "[0-9]")
