@@ -12,6 +12,7 @@ from benchmarks.memory_tracker import peak_bytes
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from bloomery.model import heads
 from bloomery.model.heads import LabelScores, LastLogits, Logits, Settings, label_scores
@@ -128,6 +129,26 @@ def test_memory_follows_the_chunk() -> None:
     assert peak(32) < peak(1024) / 10
 
 
+def test_logits_that_fit_one_chunk_are_not_computed_twice() -> None:
+    hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(128, 16, requires_grad=True)
+
+    def flops(chunk: int) -> int:
+        settings = Settings(None, chunk, compiled=False)
+        with FlopCounterMode(display=False) as counted:
+            label_scores(hidden, weight, torch.zeros(64, dtype=torch.int64), settings).sum().backward()
+        return counted.get_total_flops()
+
+    assert flops(16) - flops(64) == 2 * 64 * 16 * 128
+
+
+def test_kept_logits_serve_one_backward_and_refuse_a_second() -> None:
+    hidden, output, labels, weights = example()
+    scores = LabelScores(labels, weights, 1000)(hidden, output, None)
+    scores.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.sum().backward()
+
+
 def test_last_logits() -> None:
     hidden, output, _, _ = example()
     assert_close(LastLogits()(hidden, output, 3.0), Logits()(hidden, output, 3.0)[:, -1])
@@ -135,19 +156,21 @@ def test_last_logits() -> None:
 
 def test_whole_model_compilation_keeps_shapes() -> None:
     hidden, output, labels, weights = example()
+    head = LabelScores(labels, weights, 4)
     compiled = torch.compile(
-        lambda h, y, w: LabelScores(y, w, 4)(h, output, None), backend="eager", fullgraph=True, dynamic=False
+        lambda hidden: head(hidden, output, None), backend="eager", fullgraph=True, dynamic=False
     )
-    assert_close(compiled(hidden, labels, weights), reference(hidden, output, labels, weights, None))
+    assert_close(compiled(hidden), reference(hidden, output, labels, weights, None))
 
 
 @needs_compiler
+@pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_compiled_pointwise_parts(softcap: float | None) -> None:
+def test_compiled_pointwise_parts(softcap: float | None, chunk: int) -> None:
     hidden, output, labels, weights = example()
     results = []
     for _ in range(2):
-        ours = LabelScores(labels, weights, 7, compiled=True)(hidden, output, softcap)
+        ours = LabelScores(labels, weights, chunk, compiled=True)(hidden, output, softcap)
         results.append((ours.detach(), *gradients(ours, hidden, output)))
     theirs = reference(hidden, output, labels, weights, softcap)
     assert_close(results[0], (theirs.detach(), *gradients(theirs, hidden, output)))
@@ -161,11 +184,11 @@ from bloomery.model.heads import LabelScores
 torch.manual_seed(0)
 digest = hashlib.sha256()
 output = nn.Linear(96, 5003, bias=False)
-for step in range(4):
+for step in range(6):
     hidden = torch.randn(4, 128, 96, requires_grad=True)
     labels, weights = torch.randint(5003, (4, 128)), (torch.rand(4, 128) < 0.9).float()
     with torch.autocast("cpu", torch.bfloat16):
-        scores = LabelScores(labels, weights, 200, compiled=True)(hidden, output, None)
+        scores = LabelScores(labels, weights, 200 if step % 2 else 512, compiled=True)(hidden, output, None)
     (-scores.sum() / weights.sum()).backward()
     for x in (scores, hidden.grad, output.weight.grad):
         digest.update(x.detach().numpy().tobytes())

@@ -6,12 +6,14 @@ Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label t
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+R = TypeVar("R")
 
 
 class Head(Protocol):
@@ -38,7 +40,8 @@ class LastLogits:
 class LabelScores:
     """The float32 log-probability of each label, [B, T]; 0 where the weight is 0.
 
-    Logits exist for `chunk` rows at a time, forward and backward; rows of weight 0 are left out before the matmul.
+    Logits exist for `chunk` rows at a time, forward and backward, and are computed anew in backward; those of a single
+    chunk are kept instead. Rows of weight 0 are left out before the matmul.
     `compiled`: what lies between the matmuls is one kernel each way, for chunks of one shape.
     """
 
@@ -88,15 +91,15 @@ def _log_sums(logits_CV: Tensor, softcap: float | None) -> Tensor:
     return torch.logsumexp(capped(_exact(logits_CV), softcap), 1)
 
 
-def _other_gradient(logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> Tensor:
-    """-grad times the softmax, through the soft-cap: right everywhere but at the label. May overwrite the logits."""
+def _to_other_gradient(logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> None:
+    """Turns logits into -grad times the softmax, through the soft-cap: right everywhere but at the label."""
     exact_CV, slope_CV = _exact(logits_CV), None
     if softcap is not None:
         exact_CV = exact_CV.div_(softcap).tanh_()
         slope_CV = exact_CV.square().neg_().add_(1)
         exact_CV = exact_CV.mul_(softcap)
     gradient_CV = exact_CV.sub_(sums_C[:, None]).exp_().mul_(-grad_C[:, None])
-    return (gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV)).to(logits_CV.dtype)
+    logits_CV.copy_(gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV))
 
 
 def _label_gradient(scores_C: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> Tensor:
@@ -110,11 +113,11 @@ def _exact(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., R]) -> Callable[..., R]:
     return torch.compile(function, dynamic=False)
 
 
-def _chosen(function: Callable[..., Tensor], settings: Settings) -> Callable[..., Tensor]:
+def _chosen(function: Callable[..., R], settings: Settings) -> Callable[..., R]:
     return _compiled(function) if settings.compiled else function
 
 
@@ -129,7 +132,10 @@ class _Context(Protocol):
 
 
 class _LabelScores(torch.autograd.Function):
-    """Saves a log-sum-exp a row, recomputes a chunk's logits in backward: one matmul more, any upstream gradient."""
+    """Saves a log-sum-exp a row and, of several chunks, recomputes the logits in backward: a matmul more, less memory.
+
+    Takes any upstream gradient. Logits that were kept become their gradient: a second backward is refused by autograd.
+    """
 
     @staticmethod
     def forward(
@@ -144,22 +150,24 @@ class _LabelScores(torch.autograd.Function):
             labelled_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
             scores.append(capped(_exact(labelled_C), settings.softcap) - sums[-1])
         scores_N, sums_N = torch.cat(scores), torch.cat(sums)
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N)
+        kept = (logits_CV,) if len(sums) == 1 else ()
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept)
         ctx.settings = settings
         return scores_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, scores_N, sums_N = ctx.saved_tensors
+        hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept = ctx.saved_tensors
         settings, weight = ctx.settings, weight_VD.to(hidden_ND.dtype)
-        other_gradient = _chosen(_other_gradient, settings)
+        to_other_gradient = _chosen(_to_other_gradient, settings)
         d_hidden = torch.empty_like(hidden_ND)
         d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden_ND), settings.chunk):
             rows = slice(start, start + settings.chunk)
             hidden_CD, sums_C, grad_C = hidden_ND[rows], sums_N[rows], grad_N[rows]
-            gradient_CV = other_gradient(hidden_CD @ weight.T, sums_C, grad_C, settings.softcap)
+            gradient_CV = kept[0] if kept else hidden_CD @ weight.T  # logits, so far
+            to_other_gradient(gradient_CV, sums_C, grad_C, settings.softcap)
             labelled_C = _label_gradient(scores_N[rows], sums_C, grad_C, settings.softcap)
             gradient_CV.scatter_(1, labels_N[rows, None], labelled_C[:, None].to(weight.dtype))
             d_hidden[rows] = gradient_CV @ weight

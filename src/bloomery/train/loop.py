@@ -246,7 +246,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         run_dir=run_dir,
         emit=emit,
         state=state,
-        objective=pretraining(score_chunk=plan.model.score_chunk),
+        objective=pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile),
         loader=open_loader(plan, "train"),
         validation=open_loader(plan, "validation") if has_validation else None,
         tokenizer=load_tokenizer(prepared),

@@ -30,9 +30,9 @@ def next_token_loss(scores_BT: Tensor, weights_BT: Tensor) -> LossParts:
     return LossParts(-(scores_BT * weights_BT).sum(), weights_BT.sum())
 
 
-def pretraining(*, score_chunk: int) -> Objective:
+def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
     """Every label of weight 1 is learned; the logits of at most `score_chunk` rows exist at once."""
     return Objective(
-        head=lambda batch: LabelScores(batch.labels, batch.weights, score_chunk),
+        head=lambda batch: LabelScores(batch.labels, batch.weights, score_chunk, compiled),
         loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.weights),
     )
