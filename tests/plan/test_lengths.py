@@ -4,7 +4,7 @@ import pytest
 from plan_help import loaded, machine
 
 from bloomery.errors import UserError
-from bloomery.plan.lengths import Scale, complete, provisional_steps, steps_of, total_steps
+from bloomery.plan.lengths import Scale, complete, evaluation_rows, provisional_steps, steps_of, total_steps
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 from bloomery.units import Duration, parse_duration
@@ -88,3 +88,12 @@ def test_epochs_come_from_the_counted_rows():
     plan = resolve(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
+
+
+def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
+    scale = Scale(tokens_per_step=1024, rows_per_step=8, rows_per_epoch=None, steps=None, step_seconds=None)
+    assert evaluation_rows(500, scale) == 400
+    assert evaluation_rows(10, scale) == 64
+    plan = resolve(loaded(train={"length": "90s"}, eval={"every": "50%"}), machine())
+    done = complete(plan, steps=2000, step_seconds=0.05)
+    assert done.eval.rows == done.eval.every_steps * 8 // 10 == 800

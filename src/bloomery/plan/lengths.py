@@ -93,6 +93,11 @@ def warmup_steps(length: Duration, scale: Scale, *, timed: bool) -> int:
     return max(MEASURED_STEPS, steps) if timed else steps
 
 
+def evaluation_rows(every_steps: int, scale: Scale) -> int:
+    """Rows that an evaluation reads at most: a tenth of those trained on since the last (3% of the time), or 64."""
+    return max(64, every_steps * scale.rows_per_step // 10)
+
+
 def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
     """The plan of a wall-time run once its number of steps is measured: shares of the run become steps.
 
@@ -120,7 +125,7 @@ def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[st
         "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
         "train": plan.train.model_copy(update={"steps": steps}),
         "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
-        "eval": plan.eval.model_copy(update={"every_steps": evaluation}),
+        "eval": plan.eval.model_copy(update={"every_steps": evaluation, "rows": evaluation_rows(evaluation, scale)}),
         "monitor": plan.monitor.model_copy(update={"every_steps": monitor}),
         "total_tokens": steps * plan.train.tokens_per_step,
     }

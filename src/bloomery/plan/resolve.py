@@ -329,8 +329,10 @@ class _Resolution:
 
     def evaluation(self, scale: lengths.Scale, micro_batch: int) -> EvalPlan:
         asked = self.recipe.eval
+        every_steps = lengths.steps_of(asked.every, scale, key="eval.every")
         return EvalPlan(
-            every_steps=lengths.steps_of(asked.every, scale, key="eval.every"),
+            every_steps=every_steps,
+            rows=lengths.evaluation_rows(every_steps, scale),
             prompts=tuple(asked.prompts),
             max_tokens=asked.max_tokens,
             temperature=asked.temperature,
