@@ -21,7 +21,7 @@ def block_mask(first_BT: Tensor | None, length: int, window: int | None, device:
     first = torch.zeros(1, length, dtype=torch.int64, device=device) if first_BT is None else first_BT
 
     def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        start = first[b if first.shape[0] > 1 else 0, query]
+        start = first[b, query] if len(first) > 1 else first[0][query]
         seen = (key <= query) & (key >= start)
         return seen if window is None else seen & (query - key < window)
 
