@@ -58,14 +58,16 @@ def command(
 
 def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
     if (prompt is None) == (prompts is None):
-        raise UserError("say either --prompt TEXT or --prompts FILE", where="`bloomery generate`", code=2)
+        problem, remedy = "say either --prompt TEXT or --prompts FILE", 'add --prompt "..."'
+        raise UserError(problem, where="`bloomery generate`", remedy=remedy, code=2)
     if prompt is not None:
         return [prompt]
     assert prompts is not None
     try:
         lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prompts cannot be read: {error}", where=str(prompts), code=2) from error
+        remedy = "name a text file in UTF-8"
+        raise UserError(f"the prompts cannot be read: {error}", where=str(prompts), remedy=remedy, code=2) from error
     if not lines:
         raise UserError("the file holds no prompt", where=str(prompts), remedy="write one on each line", code=2)
     return lines

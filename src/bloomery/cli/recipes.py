@@ -47,7 +47,8 @@ def copy(name: str, path: Path | None) -> None:
         remedy = f"name another file: bloomery recipes copy {name} my-{name}.yaml"
         raise UserError("that file exists; nothing is overwritten", where=str(target), remedy=remedy) from error
     except OSError as error:
-        raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target)) from error
+        remedy = "choose another PATH"
+        raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error
     click.echo(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
 
 

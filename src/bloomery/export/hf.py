@@ -63,7 +63,8 @@ def _draft(out: Path) -> Iterator[Path]:
         yield draft
         draft.replace(out)
     except OSError as error:
-        raise UserError(f"the export cannot be written: {error.strerror or error}", where=str(out)) from error
+        problem = f"the export cannot be written: {error.strerror or error}"
+        raise UserError(problem, where=str(out), remedy="choose another --out, or make room") from error
     finally:
         if draft.exists():
             shutil.rmtree(draft)
@@ -91,7 +92,8 @@ def _generation(source: Path, config: ModelConfig) -> dict[str, object]:
         try:
             settings: dict[str, object] = json.loads(stated.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"generation_config.json is not JSON: {error}", where=str(stated)) from error
+            problem = f"generation_config.json is not JSON: {error}"
+            raise UserError(problem, where=str(stated), remedy="mend or delete that file") from error
         return settings
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
@@ -102,7 +104,8 @@ def _proofs(source: Path, draft: Path) -> Iterator[str]:
     decoder = load_decoder(draft, dtype=torch.float32)
     logits = _probe(decoder)
     if not bool(torch.isfinite(logits).all()):
-        raise UserError("the exported model answers with numbers that are not finite", where=str(source))
+        problem = "the exported model answers with numbers that are not finite"
+        raise UserError(problem, where=str(source), remedy="choose an earlier --step")
     if importlib.util.find_spec("transformers") is not None:
         yield _opens_in_transformers(draft, logits, decoder.config)
 
@@ -137,5 +140,6 @@ def _opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfi
         theirs = model.eval()(_tokens(config)).logits
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
-        raise UserError(f"transformers computes other logits (they differ by {error:.2g})", where=str(draft))
+        problem = f"transformers computes other logits (they differ by {error:.2g})"
+        raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
     return f"transformers {transformers.__version__} opens it: logits within {error:.1e}"

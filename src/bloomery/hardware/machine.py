@@ -1,8 +1,11 @@
 """What was found on a machine, as values that go to JSON and back."""
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from bloomery.errors import UserError
 
 
 class Frozen(BaseModel, frozen=True, extra="ignore"):
@@ -45,3 +48,12 @@ class Machine(Frozen):
     accelerators: tuple[Accelerator, ...]
     host: Host
     software: Software
+
+
+def read_machine(path: Path) -> Machine:
+    """A recorded machine. Raises UserError when the file is damaged."""
+    try:
+        return Machine.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        remedy = "delete it: resuming then plans again for the machine at hand"
+        raise UserError("the record of the run's machine cannot be read", where=str(path), remedy=remedy) from error

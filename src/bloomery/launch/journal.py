@@ -6,7 +6,7 @@ from typing import final
 
 from rich.console import Console
 
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Machine, read_machine
 from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.progress import showing
@@ -62,7 +62,7 @@ class Journal:
 
     def _machine(self) -> Machine | None:
         path = self._folder.machine
-        return Machine.model_validate_json(path.read_bytes()) if path.is_file() else None
+        return read_machine(path) if path.is_file() else None
 
     def _opened(self, plan: Plan | None, stack: ExitStack) -> list[Sink]:
         if plan is None:

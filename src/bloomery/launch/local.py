@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import final
 
 from bloomery.data.prepare import finished, prepared_folder
-from bloomery.data.shards import MANIFEST
+from bloomery.data.shards import MANIFEST, read_manifest
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.launch.journal import Journal, journal, last_step
 from bloomery.launch.replan import (
@@ -33,7 +33,7 @@ from bloomery.launch.supervise import Ending, Stage, existing, failure, run_stag
 from bloomery.launch.worker import DONE, STOPPED
 from bloomery.monitor.events import RunEnded, Warned, read_events
 from bloomery.monitor.sinks import write_metrics
-from bloomery.plan.corpus import corpus_of
+from bloomery.plan.corpus import corpus_of, counted
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import Plan
@@ -43,6 +43,7 @@ from bloomery.train.sealed import damage, saved_steps, step_folder, write_durabl
 from bloomery.units import GIB, format_bytes
 
 INTERRUPTED = 130
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class _Stopped(Exception):
@@ -148,6 +149,9 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
     except UserError as error:
         flow.end(f"failed: {error.problem}")
         raise
+    except BaseException as error:
+        flow.end(f"failed: {type(error).__name__}")
+        raise
     flow.end("stopped")
     return Run(flow.folder.path, code)
 
@@ -193,14 +197,15 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
     folder = flow.folder
     if step is not None:
         _go_back(flow, step)
-    if overrides:
-        write_durably(folder.recipe, dump_recipe(loaded))
     if not folder.plan.exists() or not folder.machine.exists():
+        write_durably(folder.recipe, dump_recipe(loaded))
         return _from_the_beginning(flow, loaded, devices, resumed=True)
     plan = read_plan(folder.plan)
     if not (plan.data.prepared / MANIFEST).is_file():
-        _prepare_again(flow, loaded, plan)
-    before = Machine.model_validate_json(folder.machine.read_bytes())
+        flow.book.emit(Warned(because=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
+        _prepare(flow, plan.data.prepared)
+    _refuse_other_text(flow, loaded, plan)
+    before = read_machine(folder.machine)
     machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
     changes = differences(before, machine)
     if changes or overrides:
@@ -212,25 +217,29 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
                 flow.book.emit(Warned(step=last_step(folder), because=because))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
         _refuse_shorter(flow, plan)
+        write_durably(folder.recipe, dump_recipe(loaded))
         write_plan(plan, folder.plan)
         write_durably(folder.machine, machine.model_dump_json(indent=1))
     return _train(flow, plan, machine, resumed=True)
 
 
-def _prepare_again(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
-    """Somebody deleted the prepared text. Raises UserError unless it can be made again as it was."""
-    data = plan.data.prepared
-    flow.book.emit(Warned(because=f"the prepared text is gone from {data}: it is made again"))
-    _prepare(flow, data)
-    steps = saved_steps(flow.folder.checkpoints)
-    ours = step_folder(flow.folder.checkpoints, steps[-1]) / "tokenizer.json" if steps else None
-    same_tokenizer = ours is None or ours.read_bytes() == (data / "tokenizer.json").read_bytes()
-    if corpus_of(loaded, data) != plan.corpus or not same_tokenizer:
+def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
+    """Raises UserError when the prepared text is not what the run has learned from, or has another tokenizer."""
+    data, checkpoints = plan.data.prepared, flow.folder.checkpoints
+    same_text = counted(read_manifest(data), loaded.recipe.data) == plan.corpus
+    saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
+    used = [path for path in saved if path.is_file()]  # one may be damaged, all are copies of the same
+    same_tokenizer = not used or any(path.read_bytes() == _content(data / path.name) for path in used)
+    if not (same_text and same_tokenizer):
         raise UserError(
-            "the prepared text is gone, and made again it is another one: the sources have changed since the run began",
+            "the prepared text is not the one that the run has learned from: it was made again from other sources",
             where=str(data),
             remedy="bring that folder back, or start a new run with `bloomery train`",
         )
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _refuse_shorter(flow: _Flow, plan: Plan) -> None:

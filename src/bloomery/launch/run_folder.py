@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -59,8 +60,8 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """What `bloomery resume` needs to find it: its name under runs/, else its path."""
-        return self.path.name if self.path.parent == Path("runs").absolute() else str(self.path)
+        """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
+        return shlex.quote(self.path.name if self.path.parent == Path("runs").absolute() else str(self.path))
 
 
 def propose_folder(recipe_name: str) -> Path:
@@ -167,9 +168,10 @@ def _holder(lock: Path) -> dict[str, Any]:
     """Who wrote the lock; empty when nobody holds it or the text was cut short."""
     try:
         entry: Any = json.loads(lock.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return {}
-    return entry if isinstance(entry, dict) and {"pid", "started", "host"} <= entry.keys() else {}
+    whole = isinstance(entry, dict) and {"pid", "started", "host"} <= entry.keys() and isinstance(entry["pid"], int)
+    return entry if whole else {}
 
 
 def _alive(holder: dict[str, Any]) -> bool:

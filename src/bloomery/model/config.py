@@ -112,5 +112,5 @@ def checked(config: ModelConfig, *, where: str) -> ModelConfig:
     elif config.rotary_layers and len(config.rotary_layers) != config.num_layers:
         problem = f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
     if problem:
-        raise UserError(problem, where=where)
+        raise UserError(problem, where=where, remedy="mend one of the two values")
     return config

@@ -243,7 +243,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     fields = Fields(hf, family.defaults, where=where)
     for key in family.refused:
         if fields.flag(key):
-            raise UserError(f"{key} is not supported", where=where)
+            raise UserError(f"{key} is not supported", where=where, remedy="choose another model")
     facts: Facts = {"family": name, **family.facts, **_sizes(fields, family), **_training(fields)}
     facts |= {ours: fields.flag(theirs) for ours, theirs in family.flags.items()}
     facts["norm_eps"] = fields.number(family.keys["norm_eps"], high=1.0)
@@ -287,7 +287,7 @@ def _training(fields: Fields) -> dict[str, float]:
 def config_to_hf(config: ModelConfig) -> Facts:
     """A config.json for the config's family. Raises UserError when that family cannot hold these facts."""
     stated = _stated(config)
-    again = config_from_hf(stated)
+    again = config_from_hf(stated, where="model")
     lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
     if lost:
         raise UserError(
@@ -335,5 +335,6 @@ def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = No
         stated |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     config = config_from_hf({"model_type": name, **stated}, where="model")
     if window is not None and not config.sliding_window:
-        raise UserError(f"a {name} model has no sliding window", where="model.sliding_window")
+        remedy = "leave it out, or choose mistral"
+        raise UserError(f"a {name} model has no sliding window", where="model.sliding_window", remedy=remedy)
     return replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 from bloomery.errors import UserError
 
+MEND = "mend that value; a published model is best downloaded again"
 LARGEST = {"vocab_size": 2**24, "max_positions": 2**31, "num_layers": 2**12, "num_heads": 2**12, "num_kv_heads": 2**12,
            "hidden_size": 2**18, "intermediate_size": 2**21, "head_dim": 2**14}  # fmt: skip
 
@@ -23,7 +24,7 @@ class Fields:
     def refuse(self, key: str, expected: str) -> UserError:
         shown = repr(self.get(key))
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where)
+        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, remedy=MEND)
 
     def size(self, key: str, largest: int, *, default: int | None = None) -> int:
         """A positive whole number of at most `largest`."""
@@ -31,7 +32,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if value is None:
-            raise UserError(f"{key} is missing", where=self.where)
+            raise UserError(f"{key} is missing", where=self.where, remedy=MEND)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
             raise self.refuse(key, f"a whole number from 1 to {largest:,}")
         return value
@@ -40,7 +41,7 @@ class Fields:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
-            raise UserError(f"{key} is missing", where=self.where)
+            raise UserError(f"{key} is missing", where=self.where, remedy=MEND)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
         if not plain or not math.isfinite(value) or not low <= value <= high:
             raise self.refuse(key, f"a number from {low:g} to {high:g}")

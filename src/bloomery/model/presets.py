@@ -13,6 +13,7 @@ from bloomery.model.families import config_from_hf, config_to_hf, fresh_config, 
 from bloomery.recipe import schema
 
 LARGEST_CONFIG = 16 * 2**20
+_AGAIN = "download or save the model again"
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise UserError("no config.json is here", where=str(folder), remedy="give the folder of a saved model")
     if path.stat().st_size > LARGEST_CONFIG:
-        raise UserError("config.json is larger than 16 MiB", where=str(path))
+        raise UserError("config.json is larger than 16 MiB", where=str(path), remedy=_AGAIN)
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"config.json is not JSON: {error}", where=str(path)) from error
+        reason = str(error).partition(";")[0]  # Python's advice on long numbers is not for our reader
+        raise UserError(f"config.json is not JSON: {reason}", where=str(path), remedy=_AGAIN) from error
     if not isinstance(stated, dict):
-        raise UserError("config.json holds no object", where=str(path))
+        raise UserError("config.json holds no object", where=str(path), remedy=_AGAIN)
     return config_from_hf(stated, where=str(path))
 
 
@@ -78,7 +80,8 @@ def build_config(
     """
     named = [key for key in ("from_", "preset", "family") if getattr(model, key) is not None]
     if len(named) != 1 and named != ["preset", "family"]:
-        raise UserError("say one of model.from, model.preset and model.family", where="model")
+        remedy = "set one of model.from, model.preset and model.family"
+        raise UserError("the recipe names no single model", where="model", remedy=remedy)
     if model.from_ is not None:
         return _pretrained(model, vocab_size)
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
@@ -108,7 +111,8 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
     if fixed:
         raise UserError(
-            f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}", where="model"
+            f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}",
+            where="model", remedy="take them out, or name a family instead of model.from",
         )
     config = read_config(Path(model.from_))
     if vocab_size is not None and vocab_size > config.vocab_size:
@@ -123,10 +127,12 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
     assert model.family is not None
     missing = [key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes]
     if missing:
-        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model")
+        remedy = f"set {', '.join(f'model.{key}' for key in missing)}"
+        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model", remedy=remedy)
     width, heads = sizes["hidden_size"], sizes["num_heads"]
     if "head_dim" not in sizes and width % heads:
-        raise UserError(f"hidden_size {width} is not a multiple of num_heads {heads}", where="model.num_heads")
+        problem = f"hidden_size {width} is not a multiple of num_heads {heads}"
+        raise UserError(problem, where="model.num_heads", remedy="change one of them, or set model.head_dim")
     shared = {"head_dim": width // heads, "num_kv_heads": heads, "intermediate_size": _inner(model.family, width)}
     return fresh_config(model.family, {**shared, **sizes}, window=model.sliding_window)
 

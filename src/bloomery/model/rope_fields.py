@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig, RopeKind, RopeScaling
-from bloomery.model.fields import Fields
+from bloomery.model.fields import MEND, Fields
 
 Facts = dict[str, Any]
 
@@ -21,7 +21,8 @@ def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> Facts:
     local_theta = fields.optional_number("rope_local_base_freq")
     width = int(head_dim * share)
     if width < 2 or width % 2:
-        raise UserError(f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even", where=fields.where)
+        problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
+        raise UserError(problem, where=fields.where, remedy="choose an even head_dim")
     return {
         "rope_theta": stated.number("rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)),
         "rope_scaling": _scaling(scaling, fields, max_positions=max_positions, width=width),
@@ -39,6 +40,7 @@ def _scaling(stated: Fields, outer: Fields, *, max_positions: int, width: int) -
         raise UserError(
             f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
             where=f"{outer.where}, rope_scaling",
+            remedy=MEND,
         )
     if kind == "linear" or kind == "dynamic":
         return RopeScaling(kind=kind, factor=stated.number("factor", low=1e-6))

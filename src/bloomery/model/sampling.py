@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bloomery.errors import UserError
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LastLogits
@@ -48,6 +49,11 @@ def sample_tokens(decoder: Decoder, prompt_ids: Sequence[int], sampling: Samplin
     seen, fed = list(prompt_ids), list(prompt_ids)
     for _ in range(room):
         logits = _last_logits(decoder, fed, cache)
+        if not bool(logits.isfinite().all()):
+            raise UserError(
+                "the model answers with numbers that are not finite: its weights are damaged or have diverged",
+                where="the model", remedy="try an earlier checkpoint with --step, or another copy of the model",
+            )  # fmt: skip
         token = _draw(logits, seen, sampling, random)
         if token in sampling.stop_ids:
             return

@@ -5,9 +5,10 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, final
+from typing import Any, BinaryIO, Self, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,8 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 LARGEST_INDEX = 256 * 2**20
+LONGEST_NAME = 200
+AGAIN = "download or save the model again"
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,31 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         with safe_open(path, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
-        raise UserError(f"the file cannot be read as safetensors: {error}", where=str(path)) from error
+        problem = f"the file cannot be read as safetensors: {error}"[:200]
+        raise UserError(problem, where=str(path), remedy=AGAIN) from error
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+        header = json.loads(file.read(length), object_pairs_hook=partial(_each_once, path))
     header.pop("__metadata__", None)
     return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+
+
+def _each_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The library keeps one of two entries of a name; which one, each reader decides for itself."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
+    return entries
 
 
 def _stored(path: Path, name: str, entry: dict[str, object], start: int) -> Stored:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     assert isinstance(shape, list) and isinstance(offsets, list)
     if dtype not in DTYPES:
-        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path))
+        remedy = f"save it as one of {', '.join(DTYPES)}"
+        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path), remedy=remedy)
     return Stored(path, start + offsets[0], DTYPES[str(dtype)], tuple(shape))
 
 
@@ -69,10 +84,10 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(stated.values())):
         tensors = stored_tensors(_inside(folder, name))
         if twice := found.keys() & tensors.keys():
-            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name))
+            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), remedy=AGAIN)
         found |= tensors
     if missing := stated.keys() - found.keys():
-        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(index))
+        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(index), remedy=AGAIN)
     return found
 
 
@@ -88,27 +103,29 @@ def _nothing(folder: Path) -> UserError:
 
 def _weight_map(index: Path) -> dict[str, str]:
     if index.stat().st_size > LARGEST_INDEX:
-        raise UserError("the index is larger than 256 MiB", where=str(index))
+        raise UserError("the index is larger than 256 MiB", where=str(index), remedy=AGAIN)
     try:
         stated = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError("the index holds no weight_map", where=str(index)) from error
+        raise UserError("the index holds no weight_map", where=str(index), remedy=AGAIN) from error
     if not isinstance(stated, dict) or not all(isinstance(name, str) for name in stated.values()):
-        raise UserError("weight_map does not name a file for each tensor", where=str(index))
+        raise UserError("weight_map does not name a file for each tensor", where=str(index), remedy=AGAIN)
     return stated
 
 
 def _inside(folder: Path, name: str) -> Path:
     """A plain file name; a link may only lead to a file of the same folder or of the hub's cache beside it."""
     path = folder / name
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise UserError(f"the index names {name[:80]!r}, which is not a file of this folder", where=str(folder))
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
+        problem = f"the index names {name[:80]!r}, which is not a file of this folder"
+        raise UserError(problem, where=str(folder), remedy="use a copy from a source that you trust")
     if not path.is_file():
         raise UserError(f"{name} is missing", where=str(folder), remedy="download the model again")
     target, home = path.resolve(), folder.resolve()
     blobs = home.parent.parent / "blobs"  # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
     if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
-        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder))
+        remedy = "put the file itself there, if you trust it"
+        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), remedy=remedy)
     return path
 
 

@@ -177,7 +177,8 @@ def stored_parameters(folder: Path, config: ModelConfig) -> dict[str, Stored]:
             raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
         if stored.shape != expected:
             raise UserError(
-                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}", where=str(stored.path)
+                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
+                where=str(stored.path), remedy="put the config.json there that was saved with these weights",
             )
     return {name: found[place.name] for name, place in where.items()}
 

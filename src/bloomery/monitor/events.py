@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, final
+from types import UnionType
+from typing import Any, Self, TypeVar, final, get_args, get_origin
 
 from bloomery.errors import UserError
 from bloomery.monitor.scrub import scrub
@@ -113,7 +114,16 @@ class RunEnded(Event):
 
 Emit = Callable[[Event], None]
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
-_KNOWN = {kind: frozenset(f.name for f in fields(kind)) for kind in KINDS.values()}
+
+
+def _accepted(annotation: Any) -> tuple[type, ...]:
+    """What isinstance asks for a field: JSON writes whole floats without a point, and knows no tuples."""
+    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    plain = tuple(get_origin(member) or member for member in members)
+    return (*plain, int) if float in plain else plain
+
+
+_ACCEPTED = {kind: {f.name: _accepted(f.type) for f in fields(kind)} for kind in KINDS.values()}
 _REQUIRED = {
     kind: frozenset(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
     for kind in KINDS.values()
@@ -138,17 +148,18 @@ def to_json(event: Event) -> str:
 
 
 def from_json(line: str) -> Event | None:
-    """None for a line that a kill cut short, or of a kind that this version does not know."""
+    """None for a line that a kill cut short, that something damaged, or of a kind that this version does not know."""
     try:
         entry: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict):
         return None
     kind = KINDS.get(str(entry.pop("event", "")))
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         return None
-    return kind(**{key: value for key, value in entry.items() if key in _KNOWN[kind]})
+    known = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}
+    return kind(**known) if all(isinstance(value, _ACCEPTED[kind][key]) for key, value in known.items()) else None
 
 
 @final

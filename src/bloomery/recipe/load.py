@@ -139,7 +139,8 @@ def _read(found: _Found) -> Document:
         problem = f"the file is not UTF-8 text (byte {error.start})"
         return Document(None, {}, [Mistake((), found.label, problem, "save it as UTF-8")])
     except OSError as error:
-        raise UserError(f"the recipe cannot be read: {error.strerror}", where=str(found.path), code=2) from error
+        problem = f"the recipe cannot be read: {error.strerror}"
+        raise UserError(problem, where=str(found.path), remedy="mend its permissions", code=2) from error
     return read_yaml(text, source=found.label, folder=folder)
 
 
@@ -179,7 +180,7 @@ def _override(word: str) -> Document:
     place = _COMMAND_LINE
     parts = tuple(dotted.strip().split("."))
     if not equals or not all(parts):
-        return Document({}, {}, [Mistake((), place, f"{dotted!r} is no override; they look like section.key=value")])
+        return Document({}, {}, [Mistake((), place, f"{dotted!r} is no override", 'write train.length="2 epochs"')])
     if parts[0] == "extends":
         return Document({}, {}, [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")])
     value = read_yaml(text, source=place, folder=Path.cwd())

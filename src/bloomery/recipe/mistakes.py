@@ -29,6 +29,7 @@ _EXPECTED = {  # pydantic's error type -> what would have been right
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "list_type": "a list: [a, b]",
     "tuple_type": "a list: [a, b]",
     "dict_type": "keys with values",
@@ -40,6 +41,7 @@ _EXPECTED = {  # pydantic's error type -> what would have been right
     "less_than_equal": "at most {le}",
 }
 _ABSENT = object()
+_EVERY_KEY = "`bloomery recipes show everything` shows every key"
 _PATTERNS = {"every-": "none, selective, full or every-N (every-2)", "A-Za-z0-9": "letters, digits, dots and dashes"}
 
 
@@ -51,10 +53,10 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
     if len(unique) == 1:
         only = unique[0]
         key = f"{only.key}: " if only.path else ""
-        raise UserError(f"{key}{only.problem}", where=only.place, remedy=only.remedy, code=2)
+        raise UserError(f"{key}{only.problem}", where=only.place, remedy=only.remedy or _EVERY_KEY, code=2)
     rows = [_row(mistake) for mistake in sorted(unique, key=_reading_order)]
-    remedy = "`bloomery recipes show everything` shows every key"
-    raise UserError(f"the recipe {name} has {len(unique)} mistakes\n" + "\n".join(rows), remedy=remedy, code=2)
+    problem = f"the recipe {name} has {len(unique)} mistakes\n" + "\n".join(rows)
+    raise UserError(problem, remedy=_EVERY_KEY, code=2)
 
 
 def _row(mistake: Mistake) -> str:

@@ -1,6 +1,7 @@
 """What a recipe may say. Defaults live here and nowhere else; sections know nothing of each other."""
 
 import math
+import shlex
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -26,7 +27,7 @@ def _duration(value: object) -> Duration:
     examples = "2000 steps, 10B tokens, 3 epochs, 20% or 8h"
     duration = value if isinstance(value, Duration) else parse_duration(_word(value, examples))
     if not (math.isfinite(duration.amount) and duration.amount >= 0):
-        raise ValueError(f"{value} is not a length; it must not be negative")
+        raise ValueError(f"{value} is not a length; it must be finite and not negative")
     return duration
 
 
@@ -150,8 +151,8 @@ class Model(Section):
 
 class TrainTokenizer(Section):
     kind: Literal["bpe", "unigram"] = "bpe"
-    vocab_size: PositiveInt = 50_000
-    special_tokens: list[str] = []
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] = 50_000  # more than any model has; the trainer reserves them all
+    special_tokens: list[Annotated[str, Field(min_length=1)]] = []
 
 
 class Tokenizer(Section):
@@ -304,8 +305,18 @@ class Eval(Section):
     stop_early: Literal["none"] | PositiveInt = "none"  # so many evaluations without improvement end the run
 
 
+def _words_of_a_command(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError("a quote is never closed in this command") from error
+    if not words:
+        raise ValueError("must be a command, not an empty text")
+    return value
+
+
 class Command(Section):
-    command: str
+    command: Annotated[str, AfterValidator(_words_of_a_command)]
 
 
 class Monitor(Section):

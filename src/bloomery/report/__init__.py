@@ -34,6 +34,7 @@ def write_report(run_dir: Path, *, extras: Sequence[Bars] = ()) -> Path:
         draft.write_text(text, encoding="utf-8", errors="replace")
         return draft.replace(path)
     except OSError as error:
-        raise UserError(f"the report cannot be written: {error.strerror}", where=str(path)) from error
+        problem, remedy = f"the report cannot be written: {error.strerror}", "free some space or mend the permissions"
+        raise UserError(problem, where=str(path), remedy=remedy) from error
     finally:
         draft.unlink(missing_ok=True)

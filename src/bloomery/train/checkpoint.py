@@ -42,7 +42,13 @@ from bloomery.units import format_bytes
 __all__ = ["Parts", "Saver", "newest_valid", "read_part", "read_state"]
 
 Parts = Mapping[str, Mapping[str, Tensor]]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
 SLACK = 2**20  # bytes that headers, JSON and the file system's own records take beside the tensors
 

@@ -18,7 +18,8 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
     checkpoints = run_or_folder / "checkpoints"
     if (run_or_folder / "config.json").is_file():
         if step not in ("best", "last"):
-            raise UserError(f"this is one model, it has no step {step}", where=str(run_or_folder), code=2)
+            problem = f"this is one model, it has no step {step}"
+            raise UserError(problem, where=str(run_or_folder), remedy="leave out --step", code=2)
         return run_or_folder
     steps = saved_steps(checkpoints)
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
@@ -54,5 +55,6 @@ def _newest(checkpoints: Path, best: int | None) -> Path:
         return step_folder(checkpoints, best)
     newest = newest_valid(checkpoints, on_damage=lambda told: print(f"warning: {told}", file=sys.stderr))
     if newest is None:
-        raise UserError("every checkpoint of this run is damaged", where=str(checkpoints))
+        remedy = "`bloomery resume` trains it again from the start"
+        raise UserError("every checkpoint of this run is damaged", where=str(checkpoints), remedy=remedy)
     return newest

@@ -1,5 +1,6 @@
 """How a run ended."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -19,5 +20,5 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What `bloomery resume` and the other verbs call it: its name under runs/, else its path."""
-        return self.folder.name if self.folder.parent == Path("runs").absolute() else str(self.folder)
+        """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
+        return shlex.quote(self.folder.name if self.folder.parent == Path("runs").absolute() else str(self.folder))

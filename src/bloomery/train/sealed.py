@@ -58,7 +58,7 @@ def damage(folder: Path) -> str | None:
         manifest: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     match manifest:
         case {"format": int(version), **_kept} if version > FORMAT:
