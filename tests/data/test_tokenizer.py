@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.builtin import stdlib_files
+from bloomery.data.sentencepiece_json import PROBES
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from bloomery.data.words import ascii_pattern
 from bloomery.errors import UserError
@@ -240,3 +241,25 @@ def test_sentencepiece_ids_are_its_own(piece_model, tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id, tokenizer.pad_id) == (1, 2, 0, None)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).hash == tokenizer.hash
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+@pytest.mark.parametrize("remove_spaces", [True, False])
+def test_auto_tokenizer_cuts_like_sentencepiece(tmp_path, kind, rule, remove_spaces):
+    sentencepiece, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+    (tmp_path / "text.txt").write_text(
+        "\n".join(line for text in code()[:8] for line in text.splitlines() if line.strip())
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "m"), vocab_size=450, byte_fallback=True,
+        minloglevel=2, model_type=kind, normalization_rule_name=rule, remove_extra_whitespaces=remove_spaces,
+        user_defined_symbols=["<PR_TITLE>"],
+    )  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path / "m.model")
+    tokenizer.save(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in [*code()[:4], *PROBES]:
+        plain = text.replace("<s>", "")  # transformers reads control tokens out of a text
+        assert theirs(plain, add_special_tokens=False).input_ids == tokenizer.encode(plain)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)

@@ -15,9 +15,8 @@ DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": 
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}  # data or configuration: it depends on what lies beside them
 TEXT = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text"}
 CODE_SUFFIXES = """
-asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h hip hpp hs html java jl js jsx kt
-lisp lua m
-ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
+asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h hip hpp hs html java jl js jsx kt lisp
+lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
 """
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
 _CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")

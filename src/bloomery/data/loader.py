@@ -47,9 +47,8 @@ class Cursor:
 class Loader:
     """Batches of a prepared folder. Row i of a run is f(seed, i): any row, at any time, on any number of ranks.
 
-    A source of weight w comes floor(w) times in an epoch, and a share w - floor(w) of its rows once more, another
-    share in each epoch.
-    Raises UserError as `read_manifest` does, and when the split has no row.
+    A source of weight w comes floor(w) times in an epoch, and a share w - floor(w) of its rows once more, another share
+    in each epoch. Raises UserError as `read_manifest` does, and when the split has no row.
     """
 
     def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int,

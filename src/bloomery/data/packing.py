@@ -1,7 +1,6 @@
 """Rows of a split: where each begins, and what of it is learned.
 
-packed  the stream of a source's documents cut every T positions; a row knows its documents, so that attention keeps
-them apart
+packed  the stream of a source's documents cut every T positions; a row knows its documents: attention keeps them apart
 padded  one document a row, cut at T
 fixed   the stream cut every T positions, documents not kept apart
 

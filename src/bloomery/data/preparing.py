@@ -1,8 +1,7 @@
 """The work of `prepare`, from where its journal stands to the manifest.
 
 Order of the folder's life: preparing.json (the journal: whose folder this is, and how far it is), the tokenizer,
-shards that grow,
-sources.jsonl, manifest.json. Where the manifest is, all is there.
+shards that grow, sources.jsonl, manifest.json. Where the manifest is, all is there.
 """
 
 import time

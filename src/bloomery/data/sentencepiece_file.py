@@ -1,10 +1,15 @@
 """SentencePiece .model files, through SentencePiece itself: its ids and no others."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, final
 
+from bloomery.data import sentencepiece_json
 from bloomery.errors import UserError
+
+MODEL_FILE = "tokenizer.model"
+MADE_BY = "made_from"  # tokenizer_config.json: where it says MODEL_FILE, tokenizer.json is a translation of that
 
 
 @final
@@ -67,4 +72,18 @@ class SentencePiece:
         return hashlib.sha256(self._content).hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        return {"tokenizer.model": self._content}
+        """The model, and a tokenizer.json for programs without SentencePiece where that cuts the probes alike."""
+        described = self._description()
+        written = {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()} if described else {}
+        return {**written, MODEL_FILE: self._content}
+
+    def _description(self) -> dict[str, Any] | None:
+        from tokenizers import Tokenizer as Library
+
+        described = sentencepiece_json.describe(self._content)
+        if described is None:
+            return None
+        library = Library.from_str(json.dumps(described))
+        library.encode_special_tokens = True
+        cut = [library.encode(text, add_special_tokens=False).ids for text in sentencepiece_json.PROBES]
+        return described if cut == self.encode_batch(list(sentencepiece_json.PROBES), special=False) else None

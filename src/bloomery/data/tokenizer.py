@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, final
 import numpy as np
 
 from bloomery.data import tokenizer_file, words
-from bloomery.data.sentencepiece_file import SentencePiece
+from bloomery.data.sentencepiece_file import MADE_BY, MODEL_FILE, SentencePiece
 from bloomery.data.tokenizer_file import Json
 from bloomery.errors import UserError
 from bloomery.recipe.schema import TrainTokenizer
@@ -216,11 +216,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when there is none, or none that
     can be trusted.
     """
+    config = tokenizer_file.configuration(path if path.is_dir() else path.parent)
     if path.is_dir():
-        files = [
-            path / name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if (path / name).is_file()
-        ]
-        files = files or sorted(path.glob("*.model"))
+        names = ["tokenizer.json", MODEL_FILE, "spiece.model"]
+        names = [MODEL_FILE] if config.get(MADE_BY) == MODEL_FILE else names
+        files = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.model"))
         if not files:
             raise UserError(
                 "holds neither tokenizer.json nor a SentencePiece .model",
@@ -228,10 +228,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
                 remedy="name the file or another folder",
             )
         path = files[0]
-    config = tokenizer_file.configuration(path.parent)
     if path.suffix == ".model":
         backend = SentencePiece(path)
-        return Tokenizer(backend, {**backend.roles(), **config})
+        return Tokenizer(backend, {**backend.roles(), **config, MADE_BY: MODEL_FILE})
     description = tokenizer_file.read_json(path)
     control = {name for name in tokenizer_file.roles(description, config).values() if name}
     return Tokenizer(JsonBackend(description, str(path), control), config)
