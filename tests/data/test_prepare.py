@@ -302,6 +302,9 @@ def test_empty_and_tiny_corpora(tmp_path, recipe_of):
     with pytest.raises(UserError, match="less than one sequence of 512") as caught:
         prepare(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
     assert caught.value.where == "data.sequence_length"
+    with pytest.raises(UserError, match="less than one sequence"):
+        finished(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
+    assert finished(recipe_of(path=str(text), sequence_length=512, layout="padded"), tmp_path / "tiny")
 
 
 def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):

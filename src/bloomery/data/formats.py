@@ -94,7 +94,7 @@ def _parse(line: bytes, where: str) -> Value | Flaw:
     if isinstance(text, Flaw):
         return text
     try:
-        return Value(where, json.loads(text, parse_constant=_refuse))
+        return Value(where, _DECODER.decode(text))
     except (ValueError, RecursionError) as error:
         return Flaw(where, _reason(error))
 

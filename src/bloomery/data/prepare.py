@@ -62,7 +62,7 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     if manifest is None:
         with working(loaded, folder, report=report, limits=limits) as work:
             manifest = finished(loaded, folder) or work.run()
-    check_rows(manifest, loaded.recipe.data)
+            check_rows(manifest, loaded.recipe.data)
     return manifest
 
 
@@ -75,7 +75,7 @@ def working(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
 
 def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
     """The manifest when `folder` is ready for this recipe, None when it is not begun or not done. Raises UserError
-    when it is another's or stale.
+    when it is another's, stale, or less than one sequence.
 
     Sources that are gone altogether are not missed: tokens may travel without their text.
     """
@@ -96,6 +96,7 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
                 where=str(folder),
                 remedy=f"delete it and prepare again: rm -r {folder}",
             )
+    check_rows(manifest, loaded.recipe.data)
     return manifest
 
 

@@ -165,10 +165,10 @@ class Work:
 
     def _train_texts(self, splitter: Splitter) -> Iterator[str]:
         """Texts of the train split, up to a sample that no vocabulary outgrows."""
-        taken, any_tokens = 0, False
+        taken, any_tokens, tally = 0, False, Tally()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
         for corpus in self._corpora[: self._num_train]:
-            for document in read_documents(corpus, on_error=self._data.on_error, tally=Tally()):
+            for document in read_documents(corpus, on_error=self._data.on_error, tally=tally):
                 any_tokens = any_tokens or document.tokens is not None
                 key = content_key(document)
                 if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
@@ -179,7 +179,7 @@ class Work:
                 yield document.text
                 self._report("tokenizer", taken, max(limit, taken))
         if not taken:
-            raise self._no_text() if any_tokens else self._empty()
+            raise self._no_text() if any_tokens else self._empty(tally)
 
     def _no_text(self) -> UserError:
         return UserError(
@@ -188,12 +188,8 @@ class Work:
             remedy="set it to the folder of the tokenizer that made them",
         )
 
-    def _empty(self) -> UserError:
-        skipped = (
-            f"; {self._tally.skipped} rows were skipped, the first: {self._tally.first_skipped}"
-            if self._tally.skipped
-            else ""
-        )
+    def _empty(self, tally: Tally) -> UserError:
+        skipped = f"; {tally.skipped} rows were skipped, the first: {tally.first_skipped}" if tally.skipped else ""
         return UserError(
             f"there is no text in it{skipped}",
             where=f"data: {', '.join(corpus.path for corpus in self._corpora)}",

@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_MAX_WORDS = 2_000_000  # some 300 MB; later words are merged each time they come
+_MAX_WORDS = 500_000  # some 75 MB; later words are merged each time they come
 _LINE = re.compile(r"(?<=[!-~])(?=\n)")  # where a word of GPT2_PATTERN ends for certain
 # Byte-level BPE spells a byte as a letter: a visible one as itself, the others as 256, 257, ... in their order (GPT-2).
 _SPELLING = {byte: 256 + order for order, byte in enumerate([*range(33), 127])}
