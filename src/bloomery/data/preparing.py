@@ -270,7 +270,7 @@ class Work:
     def _finish(self, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> Manifest:
         """Checksums, sources.jsonl, the manifest; then the journal is not needed."""
         if not any(writer.progress.documents for writer in writers.values()):
-            raise self._empty()
+            raise self._empty(self._tally)
         self._commit(self._last, writers)
         weights = [corpus.weight for corpus in self._corpora]
         splits = {name: writer.finish(weights) for name, writer in writers.items()}
