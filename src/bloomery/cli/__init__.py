@@ -1,6 +1,8 @@
 """The `bloomery` command: a thin skin over the package. No verb is imported before it is asked for."""
 
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -75,7 +77,11 @@ def cli(debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong words, 75 stopped and resumable, 130 interrupted."""
+    # OpenMP reads this once, when torch is imported, here or in a child. Threads that spin while they wait make a step
+    # forty times slower as soon as another program wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _steady_streams()
     own = given[: given.index("--")] if "--" in given else given
     debug = "--debug" in own
     if debug:
@@ -85,13 +91,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(_run(given, debug))
 
 
+def _steady_streams() -> None:
+    """Output that is closed goes nowhere, and what a terminal's encoding lacks is a question mark: neither ends a run."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="replace")
+
+
 def _run(arguments: list[str], debug: bool) -> int:
     try:
+        _refuse_vanished_folder()
         result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
     except UserError as error:
         if debug:
             raise
-        click.echo(str(error), err=True)
+        from bloomery.monitor.scrub import scrub
+
+        click.echo(scrub(str(error)), err=True)
         return error.code
     except click.ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page
@@ -103,6 +121,13 @@ def _run(arguments: list[str], debug: bool) -> int:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     return result if isinstance(result, int) else 0
+
+
+def _refuse_vanished_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UserError("the working folder was deleted", where="this shell", remedy="cd to one that exists") from error
 
 
 def _wrong_words(error: click.ClickException) -> UserError:

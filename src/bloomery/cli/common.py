@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
@@ -74,7 +75,8 @@ def model_path(name: str) -> Path:
 
 def print_json(value: object) -> None:
     """One JSON document on stdout. Numbers that JSON lacks (NaN, infinity) become null."""
-    click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    ascii_only = (getattr(sys.stdout, "encoding", None) or "utf-8").lower() not in ("utf-8", "utf8")
+    click.echo(json.dumps(plain(value), indent=2, ensure_ascii=ascii_only, allow_nan=False))
 
 
 def plain(value: object) -> Any:

@@ -140,6 +140,7 @@ def _train_and_kill(trainer: Trainer, story: "Story") -> Kill | None:
                 tell_text(story, read_plan(trainer.folder / "plan.json"), event.time - began)
             case Phase(name="length"):
                 steps = round(event.total)
+                story.begin_table(steps)
                 tell_plan(story, read_plan(trainer.folder / "plan.json"))
             case Saved():
                 saved = event.step
@@ -159,9 +160,8 @@ def _resume(trainer: Trainer, story: "Story", kill: Kill) -> None:
             kill.after[event.step] = event.loss
             if event.step == kill.step:
                 story.note(kill.saved, _verdict(kill))
-        if isinstance(event, StepDone) and event.step <= kill.step:
-            continue
-        story.show(event)
+        if event.step > kill.step:
+            story.show(event)
 
 
 def _verdict(kill: Kill) -> str:

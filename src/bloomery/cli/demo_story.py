@@ -47,6 +47,10 @@ class Story:
         """A spinner on a terminal, nothing elsewhere."""
         return self._console.status(what) if self._console.is_terminal else nullcontext()
 
+    def begin_table(self, steps: int) -> None:
+        """Now that the run's length is known; rows before it lack the time that is left."""
+        self._view = PlainView(RunFacts(every_steps=2**62, steps=steps), self._write)
+
     def end_table(self) -> None:
         self._view.close()
         click.echo(err=self._console.stderr)

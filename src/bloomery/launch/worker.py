@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +98,21 @@ def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(folder.recipe)
-    prepare(loaded, data, report=lambda name, done, total: emit(Phase(name=name, done=done, total=total)))
+    prepare(loaded, data, report=paced(emit))
     return DONE
+
+
+def paced(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], None]:
+    """Phases as events: the beginning and the end of each, and in between no more often than people can read."""
+    told: dict[str, float] = {}
+
+    def report(name: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        if name not in told or done >= total > 0 or now - told[name] >= seconds:
+            told[name] = now
+            emit(Phase(name=name, done=done, total=total))
+
+    return report
 
 
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
