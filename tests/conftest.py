@@ -1,4 +1,4 @@
-"""One thread a test process: the suite runs several at once, and threads that wait for each other on busy cores are slow."""
+"""One thread a test process: the suite runs several at once, and threads that wait on busy cores are slow."""
 
 import os
 
