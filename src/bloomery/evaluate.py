@@ -62,8 +62,19 @@ def evaluate(
     """
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     texts = list(texts_of(data, tokenizer, bos=bos))
+    check_vocabulary(texts, decoder.config.vocab_size)
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes(texts, tokenizer, bos=bos, context=context)
+
+
+def check_vocabulary(texts: Iterable[Text], vocab_size: int) -> None:
+    """Raises UserError for an id that the model has no embedding for."""
+    largest = max((max(text.tokens, default=0) for text in texts), default=0)
+    if largest >= vocab_size:
+        raise UserError(
+            f"the text holds token {largest:,}, and the model knows {vocab_size:,}: they do not belong together",
+            where="tokenizer.json", remedy="put the tokenizer there that the model was trained with",
+        )  # fmt: skip
 
 
 def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> Evaluation:

@@ -92,9 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _steady_streams() -> None:
-    """Output that is closed goes nowhere, and what a terminal's encoding lacks is a question mark: neither ends a run."""
-    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")
-    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
+    """Output that is closed goes nowhere, what an encoding lacks becomes a question mark: neither ends a run."""
+    if sys.stdout is None or sys.stderr is None:  # as after `>&-`
+        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="replace")

@@ -15,6 +15,7 @@ from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
 _AGAIN = "copy or download it again"
+_REACH = "check its owner, its permissions and the disk"
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 
@@ -106,7 +107,7 @@ def _read_file(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path)) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=_REACH) from error
 
 
 def _typed_rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:

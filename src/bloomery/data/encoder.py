@@ -98,7 +98,7 @@ def _write(stream: BinaryIO | Any, parts: list[bytes], lengths: list[int] | None
 def _read(stream: BinaryIO | Any) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], bytes]:
     count, total = struct.unpack("<IQ", _exactly(stream, 12))
     if count == _FAILED:
-        raise UserError(_exactly(stream, total).decode(), where="prepare")
+        raise UserError(_exactly(stream, total).decode(), where="prepare", remedy="use another tokenizer file")
     lengths = np.frombuffer(_exactly(stream, 8 * count), np.uint64)
     return lengths, _exactly(stream, total)
 

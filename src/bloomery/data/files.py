@@ -47,6 +47,9 @@ def list_files(source: Source) -> list[SourceFile]:
     root = Path(source.path)
     if not root.exists():
         raise UserError("there is no such file or folder", where=f"data.path: {source.path}", remedy="mend the path")
+    if not root.is_file() and not root.is_dir():
+        remedy = "name a file or a folder of files"
+        raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", remedy=remedy)
     if root.is_file():
         return [SourceFile(root, root.name, _format(root, source.format))]
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
@@ -136,7 +139,9 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            "is no folder of datasets' save_to_disk, or a damaged one", where=str(root / "state.json")
+            "is no folder of datasets' save_to_disk, or a damaged one",
+            where=str(root / "state.json"),
+            remedy="save the dataset again",
         ) from error
     missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
     if missing:

@@ -222,7 +222,8 @@ def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] 
         field = schema.field(column)
         if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(field.type, "extension_name"):
             raise UserError(
-                f"is of an extension type, {field.type}, which is not read", where=f"{name}, column {column}"
+                f"is of an extension type, {field.type}, which is not read", where=f"{name}, column {column}",
+                remedy="name another column: data.columns={text: NAME}",
             )
     row = 0
     for batch in batches:

@@ -36,7 +36,7 @@ class SentencePiece:
             ) from error
         self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
         if len(self._ids) != size:
-            raise UserError("holds a piece twice", where=str(path))
+            raise UserError("holds a piece twice", where=str(path), remedy="copy or download it again")
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """`special` changes nothing: SentencePiece never reads control tokens out of a text."""

@@ -36,7 +36,8 @@ def _seen(source: int, file: SourceFile) -> Seen:
     try:
         status = file.path.stat()
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path)) from error
+        remedy = "check its owner, its permissions and the disk"
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=remedy) from error
     return Seen(source, file.name, status.st_size, status.st_mtime_ns)
 
 

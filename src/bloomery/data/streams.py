@@ -1,5 +1,6 @@
 """Bytes of a file, decompressed, a bounded piece at a time: no input makes these functions hold more than MAX_BYTES."""
 
+import codecs
 import gzip
 import io
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
     try:
         raw = path.open("rb")
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        remedy = "check its owner, its permissions and the disk"
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     with raw:
         if path.suffix == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -113,6 +115,8 @@ def too_long(where: str, what: str) -> Flaw:
 
 def decode(data: bytes, where: str) -> str | Flaw:
     """UTF-8 text, or what else the bytes look like."""
+    if data.startswith(codecs.BOM_UTF32_LE):
+        return Flaw(where, "is UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return Flaw(where, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
     if b"\0" in data[:MIB]:

@@ -8,6 +8,7 @@ from bloomery.errors import UserError
 from bloomery.units import MIB
 
 _MAX_FILE = 512 * MIB
+_ANOTHER = "download or save the tokenizer again"
 _ROLES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
     "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>"),
@@ -21,14 +22,14 @@ def read_json(path: Path) -> Json:
     """An object from a file that somebody else wrote. Raises UserError when it is none."""
     try:
         if path.stat().st_size > _MAX_FILE:
-            raise UserError("is larger than any tokenizer", where=str(path))
+            raise UserError("is larger than any tokenizer", where=str(path), remedy=_ANOTHER)
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), remedy="mend its permissions") from error
     except (ValueError, RecursionError) as error:
         raise UserError("is not JSON, or is cut short", where=str(path), remedy="copy or download it again") from error
     if not isinstance(value, dict):
-        raise UserError("holds no JSON object", where=str(path))
+        raise UserError("holds no JSON object", where=str(path), remedy=_ANOTHER)
     return value
 
 
@@ -44,18 +45,20 @@ def check_ids(description: Json, where: str) -> None:
     """Ids and tokens must be one to one and dense enough for an embedding. Raises UserError."""
     model = description.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise UserError("describes no tokenizer: model.vocab is missing", where=where)
+        raise UserError("describes no tokenizer: model.vocab is missing", where=where, remedy=_ANOTHER)
     vocab = model["vocab"]
     try:
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
-        raise UserError("describes no tokenizer: the vocabulary is malformed", where=where) from error
+        problem = "describes no tokenizer: the vocabulary is malformed"
+        raise UserError(problem, where=where, remedy=_ANOTHER) from error
     if isinstance(vocab, list) and len(ids) != len(vocab):
-        raise UserError("the vocabulary holds a token twice", where=where)
+        raise UserError("the vocabulary holds a token twice", where=where, remedy=_ANOTHER)
     for token, index in added.items():
         if ids.setdefault(token, index) != index:
-            raise UserError(f"token {token!r} has two ids, {ids[token]} and {index}", where=where)
+            problem = f"token {token!r} has two ids, {ids[token]} and {index}"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
     _check_range(ids, where)
 
 
@@ -63,16 +66,20 @@ def _check_range(ids: Json, where: str) -> None:
     owners: dict[int, str] = {}
     for token, index in ids.items():
         if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
-            raise UserError(f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens", where=where)
+            problem = f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
         if owners.setdefault(index, token) is not token:
-            raise UserError(f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}", where=where)
+            problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
 
 
 def roles(description: Json, config: Json) -> dict[str, str | None]:
     """Which tokens begin and end a document, pad and stand for the unknown: what the configuration says, else the
     usual names.
     """
-    present = {str(entry["content"]) for entry in description.get("added_tokens") or []}
+    added = description.get("added_tokens") or []
+    named = added if isinstance(added, list) else []  # check_ids refuses what is malformed
+    present = {str(entry.get("content")) for entry in named if isinstance(entry, dict)}
     found: dict[str, str | None] = {}
     for role, usual in _ROLES.items():
         said = config.get(role)

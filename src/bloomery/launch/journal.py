@@ -1,8 +1,10 @@
 """What the parent process writes down of a run and shows of it. No torch."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import final
+from typing import IO, Any, TextIO, cast, final
 
 from rich.console import Console
 
@@ -14,6 +16,37 @@ from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.tally import RunFacts, tally_of
 from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
+
+
+@final
+class Patient:
+    """A terminal or pipe that may go away while training goes on: what can no longer be shown is dropped, as log.txt
+    holds it, too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return self._drop(len(text))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop(0)
+
+    def _drop(self, count: int) -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @final
@@ -50,7 +83,8 @@ class Journal:
             if not self._quiet:
                 facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
                 tally = tally_of(read_events(self._folder.events)) if plan is not None else None
-                self._sinks.append(stack.enter_context(showing(facts, Console(), tally)))
+                console = Console(file=cast("IO[str]", Patient(sys.stdout)))
+                self._sinks.append(stack.enter_context(showing(facts, console, tally)))
             self._sinks += self._opened(plan, stack)
             untold, self._untold = self._untold, []
             for event in untold if not self._quiet else ():

@@ -62,6 +62,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
     A model or tokenizer that is no local folder is left as it is: an id on the Hugging Face Hub.
     """
     found = _find(source)
+    _refuse_unwritable_names(found.path)
     document = reduce(_merged, [_extended(found, ()), *(_override(word) for word in overrides)])
     mistakes = [*document.mistakes, *secrets(document.data, document.origins)]
     recipe = None
@@ -100,6 +101,15 @@ def provenance(recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPa
         else:
             found[".".join(map(str, inner))] = "default"
     return found
+
+
+def _refuse_unwritable_names(path: Path) -> None:
+    """JSON and YAML hold text, and a name whose bytes are none in this locale cannot be written into them."""
+    for folder in (path.absolute(), Path.cwd()):
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in str(folder)):
+            remedy = "set LANG=C.UTF-8, or rename the folder"
+            problem = "the name of this folder is not text in this locale"
+            raise UserError(problem, where=ascii(str(folder)), remedy=remedy, code=2)
 
 
 def _telling(mistakes: list[Mistake]) -> list[Mistake]:

@@ -18,6 +18,7 @@ _SECRET_KEY = re.compile(
 _SECRET_VALUE = re.compile(  # Hugging Face, OpenAI and its like, GitHub, GitLab, Amazon
     r"\b(hf_[A-Za-z0-9]{30,}|sk-([a-z]+\d*-)?[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|glpat-[\w-]{20}|AKIA[0-9A-Z]{16})"
 )
+_URL_LOGIN = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 _EXPECTED = {  # pydantic's error type -> what would have been right
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -239,6 +240,8 @@ def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) ->
             and isinstance(value, str | int)
         ):
             yield Mistake(inner, place_of(inner, origins), "secrets do not belong in a recipe", remedy)
+        elif isinstance(value, str) and _URL_LOGIN.search(value):
+            yield Mistake(inner, place_of(inner, origins), "holds a password in a URL", remedy)
         elif isinstance(value, str) and _SECRET_VALUE.search(value):
             yield Mistake(inner, place_of(inner, origins), "this looks like an access token", remedy)
         else:

@@ -173,10 +173,21 @@ Format = Auto | Literal[
 ]  # fmt: skip
 
 
+def _path(value: str) -> str:
+    """The limits of Linux, which are those of most file systems."""
+    sizes = [len(part.encode()) for part in value.split("/")]
+    if max(sizes) > 255 or sum(sizes) > 4000:
+        raise ValueError("is longer than a file system takes")
+    return value
+
+
+FilePath = Annotated[str, AfterValidator(_path)]
+
+
 class Source(Section):
     """One corpus of several. `weight`: how often an epoch sees it (2 = twice, 0.5 = half of its rows)."""
 
-    path: str
+    path: FilePath
     glob: str | None = None
     format: Format = "auto"
     columns: dict[str, str] = {}
@@ -184,7 +195,7 @@ class Source(Section):
 
 
 class Data(Section):
-    path: str | None = None
+    path: FilePath | None = None
     glob: str | None = None
     format: Format = "auto"
     columns: dict[str, str] = {}
@@ -195,7 +206,7 @@ class Data(Section):
     layout: Literal["packed", "padded", "fixed"] = "packed"
     chat: Chat = Chat()
     on_error: Literal["stop", "skip"] = "stop"
-    prepared: str | None = None
+    prepared: FilePath | None = None
     workers: Auto | Annotated[int, Field(ge=0)] = "auto"
     pin_memory: Auto | bool = "auto"
     prefetch: Auto | PositiveInt = "auto"

@@ -171,6 +171,8 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind, text = str(node.tag).removeprefix(_CORE), node.value
+        if "\0" in text:
+            return self._wrong(path, self._place(node), "holds a NUL character, which no text or name has")
         if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
             return self._wrong(path, self._place(node), "holds half a character (a lone surrogate)")
         if kind in ("str", "timestamp", "value", "merge"):

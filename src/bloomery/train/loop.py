@@ -11,6 +11,7 @@ from bloomery import __version__
 from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
 from bloomery.monitor.events import Emit, Phase, Recovered, Resumed, RunStarted, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import write_plan
@@ -189,10 +190,23 @@ def save(job: Job) -> None:
     """A checkpoint of this step, unless it has one; the best so far is marked."""
     if job.step == job.saved_step:
         return
+    refuse_damaged_weights(job)
     job.saved_step, job.saving_due = job.step, False
     loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
     best = job.state.progress.note_save(loss)
     job.saver.save(job.step, job.state.parts(), job.plan.model.config, job.state.scalars(), best=best)
+
+
+def refuse_damaged_weights(job: Job) -> None:
+    """Raises UserError when an update has overflowed: such weights are never saved, and older checkpoints stay."""
+    for name, parameter in job.state.trainee.model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            job.saver.drain()
+            raise UserError(
+                f"after step {job.step} the weights are no longer finite numbers ({name}), and they are not saved",
+                where=f"step {job.step}",
+                remedy="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
+            )
 
 
 def finished(job: Job) -> bool:

@@ -1,0 +1,18 @@
+"""Every sentence for a person ends in what to do."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import bloomery
+
+SOURCES = sorted(Path(bloomery.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
+def test_every_user_error_has_a_remedy(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError":
+            given = {keyword.arg for keyword in node.keywords}
+            assert "remedy" in given or None in given, f"{path}:{node.lineno}"
