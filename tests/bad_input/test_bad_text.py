@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import assert_clear, here
 
+from bloomery.errors import UserError
+
 GOOD_ROW = json.dumps({"text": "hello there " * 20})
 
 
@@ -158,3 +160,16 @@ def test_a_tokenizer_that_is_not_the_shards_own(workshop):
     rename_a_token(workshop / "shards/tokenizer.json")
     assert_clear(here("prepare", "tiny.yaml", "data.prepared=shards"), mentions=["tokenizer", "shards"])
     assert (workshop / "shards/train-00000.bin").read_bytes() == before
+
+
+def test_a_damaged_shard_is_named_before_it_reaches_the_model(workshop):
+    from bloomery.data.loader import Cursor, Loader
+
+    assert here("prepare", "tiny.yaml", "data.prepared=shards").code == 0
+    shard = workshop / "shards/train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[10:12] = b"\xff\xff"
+    shard.write_bytes(content)
+    loader = Loader(workshop / "shards", sequence_length=32, layout="packed", seed=0)
+    with pytest.raises(UserError, match="65,535"):
+        loader.batch(Cursor(0, 0), loader.rows)

@@ -57,6 +57,7 @@ class Loader:
         opened = open_split(prepared, split, manifest)
         self._rows = Rows(opened, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id)
         self._seed, self._rank, self._world = seed, rank, world
+        self._vocab_size, self._prepared = manifest.vocab_size, prepared
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
         self._visits = [round(count * weight) for count, weight in zip(self._rows.counts, weights, strict=True)]
         self._ends = np.cumsum(self._visits)
@@ -73,7 +74,7 @@ class Loader:
         assert rows % self._world == 0, f"{rows} rows cannot be shared by {self._world} ranks"
         assert cursor.seed == self._seed, "the cursor belongs to another run"
         places = range(cursor.consumed + self._rank, cursor.consumed + rows, self._world)
-        return _stack([self._rows.read(*self.place(index)) for index in places])
+        return self._stacked([self._rows.read(*self.place(index)) for index in places])
 
     def place(self, index: int) -> tuple[int, int]:
         """(source, row in it) of the index-th row of the run."""
@@ -96,12 +97,24 @@ class Loader:
         wanted = min(self.rows, limit or self.rows)
         for start in range(0, wanted, rows * self._world):
             places = (start + self._rank + self._world * offset for offset in range(rows))
-            yield _stack(
+            yield self._stacked(
                 [
                     self._in_order(place * self.rows // wanted) if place < wanted else self._rows.empty()
                     for place in places
                 ]
             )
+
+    def _stacked(self, rows: list[Row]) -> Batch:
+        """The checksums of shards are too slow for every start; an id without an embedding is noticed here instead."""
+        batch = _stack(rows)
+        largest = max(int(batch.tokens.max()), int(batch.labels.max()))
+        if largest >= self._vocab_size:
+            raise UserError(
+                f"a shard holds token {largest:,} of a vocabulary of {self._vocab_size:,}: it is damaged",
+                where=str(self._prepared),
+                remedy="delete that folder and prepare again",
+            )
+        return batch
 
     def _in_order(self, number: int) -> Row:
         part = int(np.searchsorted(self._ends, number, side="right"))
