@@ -1,4 +1,4 @@
-"""Rewrites the README's tree from the first line of each source file: `python scripts/tree.py`. A test keeps it true."""
+"""Rewrites the README's tree from the first line of each source file: `python scripts/tree.py`."""
 
 import ast
 from pathlib import Path

@@ -17,7 +17,8 @@ _BYTE_SUFFIX = {
 }  # fmt: skip
 _SECONDS = {
     "s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "minute": 60, "minutes": 60,
-    "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400, "years": 31557600, "year": 31557600,
+    "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
+    "year": 31557600, "years": 31557600,
 }  # fmt: skip
 _NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\.[0-9]+)"
 

@@ -234,9 +234,7 @@ def measure_costs(job: Job) -> Costs:
     begun = time.perf_counter()
     evaluate_rows(job, plan.eval.micro_batch)
     looked = time.perf_counter()
-    few = plan.eval.model_copy(update={"prompts": plan.eval.prompts[:1], "max_tokens": 8})
-    list(samples(job.state.trainee.model, job.tokenizer, plan=plan.model_copy(update={"eval": few})))
-    token_seconds = (time.perf_counter() - looked) / few.max_tokens
+    token_seconds = sampling_seconds(job, tokens=16) / 16
     rows = 0 if job.validation is None else min(plan.eval.rows or job.validation.rows, job.validation.rows)
     written = sum(tensor.nbytes for part in job.state.parts().values() for tensor in part.values())
     return Costs(
@@ -245,6 +243,16 @@ def measure_costs(job: Job) -> Costs:
         + len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
         save=written / (COPIED_PER_SECOND if plan.checkpoint.asynchronous else WRITTEN_PER_SECOND),
     )
+
+
+def sampling_seconds(job: Job, *, tokens: int) -> float:
+    """Of so many tokens after the first prompt; the first call warms caches and is not counted."""
+    few = job.plan.eval.model_copy(update={"prompts": job.plan.eval.prompts[:1], "max_tokens": tokens})
+    plan = job.plan.model_copy(update={"eval": few})
+    list(samples(job.state.trainee.model, job.tokenizer, plan=plan))
+    begun = time.perf_counter()
+    list(samples(job.state.trainee.model, job.tokenizer, plan=plan))
+    return time.perf_counter() - begun
 
 
 def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) -> Job:
