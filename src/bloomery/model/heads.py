@@ -169,7 +169,9 @@ class _LabelScores(torch.autograd.Function):
             gradient_CV = kept[0] if kept else hidden_CD @ weight.T  # logits, so far
             to_other_gradient(gradient_CV, sums_C, grad_C, settings.softcap)
             labelled_C = _label_gradient(scores_N[rows], sums_C, grad_C, settings.softcap)
-            gradient_CV.scatter_(1, labels_N[rows, None], labelled_C[:, None].to(weight.dtype))
+            every_C = torch.arange(len(hidden_CD), device=hidden_ND.device)
+            # scatter_ says the same, in a pass over all of the vocabulary on a CPU
+            gradient_CV[every_C, labels_N[rows]] = labelled_C.to(weight.dtype)
             d_hidden[rows] = gradient_CV @ weight
             if d_weight is None:
                 continue
