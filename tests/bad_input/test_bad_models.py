@@ -6,7 +6,7 @@ import struct
 
 import pytest
 import torch
-from command_line import assert_clear, here
+from command_line import assert_clear, here, process
 from safetensors.torch import load_file, save_file
 
 PICKLE = b'cos\nsystem\n(S"touch ran"\ntR.'
@@ -233,3 +233,38 @@ def test_a_token_that_the_model_does_not_know(model):
     (model.parent / "some.txt").write_text("NEW")
     assert_clear(here("generate", "model", "--prompt", "NEW"), mentions=["300", "tokenizer"])
     assert_clear(here(*VERBS["eval"]), mentions=["300", "tokenizer"])
+
+
+@pytest.mark.parametrize("flag", ["--temperature", "--top-p", "--min-p", "--repetition-penalty"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e-320"])
+def test_odd_figures_to_draw_with(model, flag, value):
+    drawn = here(*VERBS["generate"], flag, value)
+    if drawn.code:
+        assert_clear(drawn, code=2, mentions=[flag])
+    else:
+        assert value == "1e-320"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", "model", "--to", "hf", "--out", "model"),
+        ("export", "model", "--to", "hf", "--out", "model/config.json/below"),
+        ("eval", "model", "--data", "nowhere"),
+        ("eval", "model"),
+        ("generate", "model", "--prompt", "x" * 100),
+        ("generate", "nowhere", "--prompt", "x"),
+        ("generate", "model", "--prompts", "model/model.safetensors"),
+        ("tokenizer", "inspect", "model/model.safetensors", "--text", "x"),
+    ],
+)
+def test_words_that_mean_nothing(model, words):
+    before = sorted(path.name for path in model.iterdir())
+    refused = here(*words)
+    assert_clear(refused, code=refused.code or 1)
+    assert sorted(path.name for path in model.iterdir()) == before
+
+
+def test_a_name_that_no_file_system_takes(model):
+    refused = process("export", "model", "--to", "hf", "--out", "y" * 300, folder=model.parent)
+    assert_clear(refused, mentions=["longer"])

@@ -1,5 +1,6 @@
 """`bloomery generate MODEL`: a model continues prompts."""
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--top-k", type=click.IntRange(1), help="Draw from the k likeliest tokens.")
 @click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.95, show_default=True)
 @click.option("--min-p", type=click.FloatRange(0.0, 1.0), default=0.0, show_default=True)
-@click.option("--repetition-penalty", type=click.FloatRange(0.0, min_open=True), default=1.0, show_default=True)
+@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100.0), default=1.0, show_default=True)
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
@@ -39,6 +40,10 @@ def command(
     **drawing: Any,
 ) -> None:
     """Let MODEL (a run, or a folder in Hugging Face's layout) continue a prompt."""
+    for name, value in drawing.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            where = f"--{name.replace('_', '-')}"
+            raise UserError(f"{value} is no number to draw with", where=where, remedy="write a finite number", code=2)
     asked = _asked(prompt, prompts)
     folder = model_path(model)
     from bloomery.generate import load_model

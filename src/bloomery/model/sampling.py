@@ -14,6 +14,9 @@ from bloomery.model.heads import LastLogits
 __all__ = ["Cache", "Sampling", "next_distribution", "sample_tokens"]
 
 
+COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is certain anyway
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. Temperature 0 takes the likeliest; filters run in the order in which they stand here.
@@ -73,7 +76,7 @@ def _last_logits(decoder: Decoder, ids: list[int], cache: Cache) -> Tensor:
 def _draw(logits: Tensor, seen: Sequence[int], sampling: Sampling, random: torch.Generator) -> int:
     if sampling.repetition_penalty != 1.0:
         logits = _penalised(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return int(logits.argmax())
     return int(torch.multinomial(next_distribution(logits, sampling), 1, generator=random))
 
@@ -92,7 +95,7 @@ def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         shares, order = logits.softmax(-1).sort(descending=True)
         before = shares.cumsum(-1) - shares  # a token stays when those likelier than it do not reach p yet
-        logits = logits.index_fill(0, order[before >= sampling.top_p], float("-inf"))
+        logits = logits.index_fill(0, order[before >= max(sampling.top_p, 1e-30)], float("-inf"))
     shares = logits.softmax(-1)
     if sampling.min_p > 0.0:
         shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
