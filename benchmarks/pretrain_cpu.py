@@ -1,0 +1,272 @@
+"""Pretraining on a CPU: Bloomery beside transformers' Trainer, step by step in turn.
+
+    python benchmarks/pretrain_cpu.py [--preset mini|tiny|small|medium] [--steps 3] [--only guide|best] [--work FOLDER]
+
+Every side is a process that waits while another one trains. All read the same token ids with the same document
+borders, start from the same weights and take the same optimizer. See README.md beside this file.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from side_bloomery import RECIPE, planned
+from stdlib_pieces import described, write_pieces
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "pretrain_cpu.json"
+LENGTH, ROWS = 1024, 16  # of a step: the guide's 2 rows, accumulated 8 times
+# The guide's shape, vocabulary and context at a width that two cores measure in a quarter of an hour.
+MINI = "{preset: go-coder-tiny, hidden_size: 384, num_layers: 6, num_heads: 6, vocab_size: 50000}"
+NAMES = {
+    "guide": "Trainer, as the guide sets it up", "plan": "Bloomery, as planned", "best": "Trainer at its best, 8 rows",
+    "best2": "Trainer at its best, 2 rows", "same": "Bloomery, as planned", "lean": "Bloomery, lean",
+}  # fmt: skip
+BARS = [  # our side, figure, bar; memory must not exceed its bar, speed must reach it
+    ("plan", "speed", 4.0), ("same", "speed", 1.05), ("same", "memory", 1.0), ("lean", "speed", 0.9),
+    ("lean", "memory", 0.5),
+]  # fmt: skip
+TRAINERS = ("guide", "best", "best2")
+WARM = 2  # steps that are not measured: both sides compile in the first, the Trainer once more in the second
+
+
+@dataclass
+class Side:
+    """A process of its own. `real_share`: how many of its positions hold a token of the text."""
+
+    name: str
+    process: subprocess.Popen
+    real_share: float
+    warm: list[dict] = field(default_factory=list)
+    steps: list[dict] = field(default_factory=list)
+    watched: dict = field(default_factory=dict)
+
+    def take(self, order: str) -> dict:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}; see {self.name}.log")
+        return json.loads(answer)
+
+    @property
+    def speed(self) -> float:
+        """Tokens of the text a second, padding not counted."""
+        return ROWS * LENGTH * self.real_share / statistics.median(step["seconds"] for step in self.steps)
+
+    @property
+    def result(self) -> dict:
+        return {
+            "real_tokens_per_second": self.speed, "real_share": self.real_share,
+            "seconds": [step["seconds"] for step in self.steps],
+            "cpu_seconds": [step["cpu_seconds"] for step in self.steps],
+            "warm_seconds": [step["seconds"] for step in self.warm],
+            "live_bytes": self.watched["live_bytes"],
+            "resident_bytes": max(step["resident_bytes"] for step in self.steps),
+            "losses": [step["loss"] for step in (*self.warm, *self.steps, self.watched)],
+        }  # fmt: skip
+
+
+@contextmanager
+def started(name: str, command: Sequence[str], folder: Path, *, real_share: float):
+    """A side that waits for orders; it ends with the block."""
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
+        try:
+            yield Side(name, process, real_share)
+        finally:
+            process.communicate()
+
+
+def make_text(folder: Path, preset: str, extra: list[str]) -> dict:
+    """Documents, tokenizer, shards, first weights and the recipe in `folder`; returns the distribution of lengths."""
+    from bloomery.data.prepare import prepare
+    from bloomery.data.shards import open_split
+    from bloomery.recipe.load import load_recipe
+
+    write_pieces(folder / "documents.jsonl")
+    (folder / RECIPE).write_text(recipe_text(preset))
+    loaded = load_recipe(folder / RECIPE, extra)
+    prepare(loaded, folder / "prepared")
+    write_first_weights(folder, extra)
+    lengths = np.diff(np.asarray(open_split(folder / "prepared", "train").bounds).astype(np.int64))
+    return described(lengths, sequence_length=LENGTH)
+
+
+def recipe_text(preset: str) -> str:
+    """The Go coder guide's recipe on these documents, with a learning rate that is constant from the first step."""
+    model = MINI if preset == "mini" else f"{{preset: go-coder-{preset}, vocab_size: 50000}}"
+    return f"""
+extends: go-coder-125m
+expect: {{}}
+model: {model}
+data: {{path: documents.jsonl, glob: null, prepared: prepared}}
+optimizer: {{schedule: constant, warmup: 0 steps}}
+eval: {{prompts: []}}
+monitor: {{to: []}}
+"""
+
+
+def write_first_weights(folder: Path, extra: list[str]) -> None:
+    """The weights that Bloomery begins with, in a folder that transformers opens."""
+    from bloomery.model.decoder import Decoder
+    from bloomery.model.weights import init_weights, write_model
+
+    plan = planned(folder, extra)
+    model = Decoder(plan.model.config)
+    init_weights(model, plan.train.seed)
+    (folder / "init").mkdir(exist_ok=True)
+    write_model(dict(model.named_parameters()), plan.model.config, folder / "init")
+
+
+def compare(sides: list[Side], rounds: int) -> None:
+    """Warm steps; then one each in turn, back and forth; then one with memory watched."""
+    for side in sides:
+        side.warm = [side.take("step") for _ in range(WARM)]
+        print(f"  {side.name}: warm after {sum(step['seconds'] for step in side.warm):.0f} s", flush=True)
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            side.steps.append(side.take("step"))
+        print("  " + ", ".join(f"{side.name} {side.steps[-1]['seconds']:.2f} s" for side in sides), flush=True)
+    for side in sides:
+        side.watched = side.take("watch")
+
+
+def table(sides: list[Side]) -> str:
+    """One line a side."""
+    lines = [f"{'':<34}{'real tok/s':>11}{'s/step':>8}{'live MiB':>10}{'RSS MiB':>9}  losses"]
+    for side in sides:
+        found = side.result
+        losses = " ".join(f"{loss:.3f}" for loss in found["losses"])
+        lines.append(
+            f"{NAMES[side.name]:<34}{side.speed:>11,.0f}{statistics.median(found['seconds']):>8.2f}"
+            f"{found['live_bytes'] / 2**20:>10,.0f}{found['resident_bytes'] / 2**20:>9,.0f}  {losses}"
+        )
+    return "\n".join(lines)
+
+
+def judged(sides: list[Side]) -> list[dict]:
+    """Each bar beside what was measured against the fastest Trainer; speeds are compared round by round."""
+    ours = {side.name: side for side in sides}
+    theirs = max((side for side in sides if side.name in TRAINERS), key=lambda side: side.speed)
+    verdicts = []
+    for name, figure, bar in BARS:
+        if name not in ours:
+            continue
+        side, memory = ours[name], figure == "memory"
+        ratio = side.watched["live_bytes"] / theirs.watched["live_bytes"] if memory else quicker(side, theirs)
+        met = ratio <= bar if memory else ratio >= bar
+        verdicts.append({"ours": name, "theirs": theirs.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met})
+    return verdicts
+
+
+def quicker(one: Side, other: Side) -> float:
+    """How many times as many tokens of text a second: the median over rounds."""
+    pairs = zip(one.steps, other.steps, strict=True)
+    return statistics.median(b["seconds"] / a["seconds"] for a, b in pairs) * one.real_share / other.real_share
+
+
+def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float], asked: argparse.Namespace) -> dict:
+    """Trains the sides in turn and prints what came of it."""
+    print(f"\n{comparison}: {', '.join(NAMES[name] for name in commands)}", flush=True)
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(started(name, command, asked.work, real_share=shares[name]))
+            for name, command in commands.items()
+        ]
+        compare(sides, asked.steps)
+    verdicts = judged(sides)
+    print(table(sides))
+    for verdict in verdicts:
+        sign, said = ("<=" if verdict["figure"] == "memory" else ">="), "met" if verdict["met"] else "NOT MET"
+        print(
+            f"  {NAMES[verdict['ours']]} / {NAMES[verdict['theirs']]}:"
+            f" {verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {said})"
+        )
+    return {"sides": {side.name: side.result for side in sides}, "bars": verdicts, "commands": commands}
+
+
+def comparisons(asked: argparse.Namespace, real_share: float) -> dict:
+    """Both comparisons, each with its own processes."""
+    ours, theirs, work = str(HERE / "side_bloomery.py"), str(HERE / "side_trainer.py"), str(asked.work)
+    shares = dict.fromkeys(NAMES, 1.0) | {"guide": real_share}
+    dry, rows = ["model.dropout=0"], str(ROWS)
+    found = {}
+    if asked.only in (None, "guide"):
+        commands = {"guide": [theirs, work, "guide", "0.1", "2", rows], "plan": [ours, work]}
+        found["guide"] = run("guide", commands, shares, asked)
+    if asked.only in (None, "best"):
+        commands = {
+            "best": [theirs, work, "best", "0", "8", rows],
+            "best2": [theirs, work, "best", "0", "2", rows],
+            "same": [ours, work, *dry],
+            "lean": [ours, work, *dry, "train.micro_batch=1"],
+        }
+        found["best"] = run("best", commands, shares, asked)
+    return found
+
+
+def machine() -> dict:
+    import torch
+    import transformers
+
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    return {
+        "cpu": model.partition(":")[2].strip(), "cores": os.cpu_count(), "threads": os.environ["OMP_NUM_THREADS"],
+        "load": os.getloadavg()[0], "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="mini", choices=["mini", "tiny", "small", "medium"])
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
+    parser.add_argument("--only", choices=["guide", "best"])
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of the recipe, for every side")
+    parser.add_argument("--work", type=Path, help="keeps text, logs and weights here")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = parse()
+    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}.items():
+        os.environ.setdefault(name, value)
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        asked.work = (asked.work or Path(place)).absolute()
+        asked.work.mkdir(parents=True, exist_ok=True)
+        text = make_text(asked.work, asked.preset, asked.set)
+        print("documents: " + ", ".join(f"{key} {value:,.3g}" for key, value in text.items()), flush=True)
+        plan = planned(asked.work, asked.set)
+        found = comparisons(asked, text["real share when padded"])
+    report = {
+        "machine": machine(), "preset": asked.preset, "documents": text,
+        "model": {key: value for key, value in asdict(plan.model.config).items() if isinstance(value, int | str)},
+        "decisions": {decision.key: decision.value for decision in plan.decisions},
+        "tokens_per_step": ROWS * LENGTH, "comparisons": found, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    asked.out.parent.mkdir(exist_ok=True)
+    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{report['seconds']:.0f} s in all; written to {asked.out}")
+
+
+if __name__ == "__main__":
+    main()

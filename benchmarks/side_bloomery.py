@@ -1,0 +1,48 @@
+"""Bloomery's own loop, paced: `side_bloomery.py FOLDER OVERRIDE...`; everything else is as the plan decides."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from paced import Ended, Pace
+
+from bloomery.hardware.detect import detect
+from bloomery.monitor.events import Event, StepDone
+from bloomery.plan.corpus import corpus_of
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import load_recipe
+
+RECIPE = "bench.yaml"
+
+
+def planned(folder: Path, overrides: list[str]) -> Plan:
+    """The plan of the folder's recipe for this machine, as `bloomery train` would make it."""
+    loaded = load_recipe(folder / RECIPE, overrides)
+    prepared = folder / "prepared"
+    return resolve(loaded, detect(), prepared=prepared, corpus=corpus_of(loaded, prepared))
+
+
+def main() -> None:
+    folder, overrides = Path(sys.argv[1]), sys.argv[2:]
+    pace, plan = Pace(), planned(folder, overrides)
+    from bloomery.train.loop import run
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepDone):
+            pace.stop()
+            pace.tell(event.loss)
+
+    def stop() -> bool:
+        pace.begin()
+        return False
+
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            run(plan, run_dir=Path(place), emit=emit, stop=stop)
+        except Ended:
+            print("ended as asked", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
