@@ -76,6 +76,12 @@ def test_the_last_telling_of_a_step_counts():
     assert [event.loss for event in last_per_step(events, StepDone)] == [5.0, 3.0]
 
 
+def test_a_future_that_a_resume_gave_up_is_not_told():
+    events = [step_done(step) for step in (1, 2, 3, 4)] + [Resumed(path="x", step=2)]
+    assert [event.step for event in last_per_step(events, StepDone)] == [1, 2]
+    assert [event.step for event in last_per_step([*events, step_done(3)], StepDone)] == [1, 2, 3]
+
+
 def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):
     path, ended, got = tmp_path / "events.jsonl", threading.Event(), []
     reader = threading.Thread(target=lambda: got.extend(follow(path, ended.is_set, poll_seconds=0.005)))

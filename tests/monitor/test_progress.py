@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.events import EvalDone, Resumed, RunEnded, RunStarted, Warned
+from bloomery.monitor.events import EvalDone, Resumed, RunEnded, RunStarted, Saved, Warned
 from bloomery.monitor.live import picture
 from bloomery.monitor.progress import HEADER, PlainView, showing
 from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
@@ -38,6 +38,23 @@ def test_exam_save_and_end_stand_on_the_line_of_their_step():
     exam = next(event for event in made_up_run() if isinstance(event, EvalDone) and event.step == 20)
     assert f"{exam.bits_per_byte:.2f}" in rows[2] and rows[2].endswith("saved, the best")
     assert "done in" in rows[4]
+
+
+def test_a_save_that_ends_some_steps_later_is_told_below():
+    """An asynchronous checkpoint of step 4 is written while step 5 is computed."""
+    saved = Saved(step=4, path="checkpoints/step-00000004", bytes=1, seconds=0.1, best=True)
+    lines = lines_of([*(step_done(step) for step in (1, 2, 3, 4, 5)), saved, step_done(6), saved], every=2)
+    assert [int(row[:6]) for row in rows_of(lines)] == [2, 4, 6]
+    assert lines[-1] == "     4     saved, the best"
+
+
+def test_an_exam_of_a_future_that_a_resume_gave_up_counts_no_more():
+    events = [EvalDone(step=s, loss=loss, perplexity=1.0, bits_per_byte=1.0, tokens=1, seconds=1.0)
+              for s, loss in ((10, 3.0), (20, 2.0), (30, 2.5))]  # fmt: skip
+    tally = tally_of(events)
+    assert (tally.evaluation, tally.best) == (events[2], events[1])
+    tally.add(Resumed(step=10, path="x"))
+    assert tally.evaluation == tally.best == events[0]
 
 
 def test_a_skipped_step_is_never_a_number():

@@ -258,6 +258,11 @@ def _read_from(path: Path, position: int) -> bytes:
 
 
 def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:
-    """Events of one kind, a resumed run's repeated steps replaced by their last telling, by step."""
-    by_step = {event.step: event for event in events if isinstance(event, kind)}
+    """Events of one kind by step: a repeated step as told last, nothing of a future that a resume gave up."""
+    by_step: dict[int, E] = {}
+    for event in events:
+        if isinstance(event, Resumed):
+            by_step = {step: told for step, told in by_step.items() if step <= event.step}
+        elif isinstance(event, kind):
+            by_step[event.step] = event
     return [by_step[step] for step in sorted(by_step)]

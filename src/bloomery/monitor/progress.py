@@ -95,15 +95,20 @@ class PlainView:
                 self._step(event)
             case EvalDone():
                 self._at(event.step).exam = _exam(event)
-            case Saved():
-                self._at(event.step).notes.append("saved, the best" if event.best else "saved")
+            case Saved() if event.step == self._tally.step:
+                self._at(event.step).notes.append(_saved(event))
             case RunEnded():
                 self._end(event)
-            case Sampled() | Recovered() | Warned() if self._line is not None and self._line.step == event.step:
+            case Saved() | Sampled() | Recovered() | Warned() if self._joins_the_line(event):
+                assert self._line is not None
                 self._line.after.append(event)
             case _:
                 self._flush()
                 self._say(event)
+
+    def _joins_the_line(self, event: Event) -> bool:
+        """What happened at the step of the line that is held back; a save that took some steps joins any line."""
+        return self._line is not None and (self._line.step == event.step or isinstance(event, Saved))
 
     def note(self, step: int, text: str) -> None:
         """A line among the steps, in their columns."""
@@ -127,6 +132,8 @@ class PlainView:
                 self._titled("warning", event.because)
             case Recovered():
                 self.note(event.step, f"{event.because}; {event.action}")
+            case Saved():
+                self.note(event.step, _saved(event))
             case Resumed():
                 self._since.clear()
                 took = f"resumed in {format_seconds(event.seconds)}"
@@ -210,6 +217,10 @@ class PlainView:
 
 def _whole_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 10 else format_seconds(seconds)
+
+
+def _saved(event: Saved) -> str:
+    return "saved, the best" if event.best else "saved"
 
 
 def _exam(event: EvalDone) -> str:

@@ -1,7 +1,6 @@
 """What a run has reached, kept up to date from its events; terminal, `runs` and report take figures from here."""
 
 import itertools
-import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -52,8 +51,7 @@ class Tally:
     tokens: int = 0
     phase: Phase | None = None
     last: StepDone | None = None
-    evaluation: EvalDone | None = None
-    best: EvalDone | None = None
+    evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     ended: RunEnded | None = None
     began: float | None = None
     latest: float | None = None
@@ -67,7 +65,6 @@ class Tally:
     saves: int = 0
     peak_gib: float = 0.0
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _best_loss: float = math.inf
     _mean: float = 0.0
     _weight: float = 0.0
 
@@ -79,9 +76,7 @@ class Tally:
             case StepDone():
                 self._add_step(event)
             case EvalDone():
-                self.evaluation = event
-                if event.loss is not None and event.loss < self._best_loss:
-                    self.best, self._best_loss = event, event.loss
+                self.evaluations[event.step] = event
             case RunStarted():
                 self.steps, self.ended = event.steps or self.steps, None
                 self.recent.clear()
@@ -91,6 +86,7 @@ class Tally:
                     self.steps = int(event.total)
             case Resumed():
                 self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
+                self.evaluations = {step: told for step, told in self.evaluations.items() if step <= event.step}
                 self.recent.clear()
             case Recovered():
                 self.recoveries += 1
@@ -114,6 +110,17 @@ class Tally:
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * event.loss
         self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         self.smoothed = self._mean / self._weight
+
+    @property
+    def evaluation(self) -> EvalDone | None:
+        """The newest."""
+        return self.evaluations[max(self.evaluations)] if self.evaluations else None
+
+    @property
+    def best(self) -> EvalDone | None:
+        """The first of those with the lowest loss; None while no loss was finite."""
+        finite = [told for told in self.evaluations.values() if told.loss is not None]
+        return min(finite, key=lambda told: told.loss or 0.0, default=None)
 
     @property
     def tokens_per_second(self) -> float | None:
