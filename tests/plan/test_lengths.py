@@ -92,8 +92,15 @@ def test_epochs_come_from_the_counted_rows():
 
 def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
     scale = Scale(tokens_per_step=1024, rows_per_step=8, rows_per_epoch=None, steps=None, step_seconds=None)
-    assert evaluation_rows(500, scale) == 400
-    assert evaluation_rows(10, scale) == 64
+    assert evaluation_rows(500, scale, tokens=None) == 400
+    assert evaluation_rows(10, scale, tokens=None) == 64
     plan = resolve(loaded(train={"length": "90s"}, eval={"every": "50%"}), machine())
     done = complete(plan, steps=2000, step_seconds=0.05)
     assert done.eval.rows == done.eval.every_steps * 8 // 10 == 800
+
+
+@pytest.mark.parametrize("length", ["100 steps", "90s"])
+def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
+    plan = resolve(loaded(train={"length": length}, eval={"tokens": 1000}), machine())
+    assert plan.eval.rows == 8  # of 128 tokens
+    assert complete(plan, steps=2000, step_seconds=0.05).eval.rows == 8

@@ -93,8 +93,12 @@ def warmup_steps(length: Duration, scale: Scale, *, timed: bool) -> int:
     return max(MEASURED_STEPS, steps) if timed else steps
 
 
-def evaluation_rows(every_steps: int, scale: Scale) -> int:
-    """Rows that an evaluation reads at most: a tenth of those trained on since the last (3% of the time), or 64."""
+def evaluation_rows(every_steps: int, scale: Scale, *, tokens: int | None) -> int:
+    """Rows that an evaluation reads at most: as many as hold the `tokens` that were asked for; else a tenth of those
+    trained on since the last (3% of the time), or 64.
+    """
+    if tokens is not None:
+        return -(-tokens * scale.rows_per_step // scale.tokens_per_step)
     return max(64, every_steps * scale.rows_per_step // 10)
 
 
@@ -120,12 +124,13 @@ def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[st
     decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
     checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
     evaluation = steps_of(wanted.evaluation, scale, key="eval.every")
+    rows = evaluation_rows(evaluation, scale, tokens=wanted.evaluation_tokens)
     monitor = steps_of(wanted.monitor, scale, key="monitor.every")
     return {
         "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
         "train": plan.train.model_copy(update={"steps": steps}),
         "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
-        "eval": plan.eval.model_copy(update={"every_steps": evaluation, "rows": evaluation_rows(evaluation, scale)}),
+        "eval": plan.eval.model_copy(update={"every_steps": evaluation, "rows": rows}),
         "monitor": plan.monitor.model_copy(update={"every_steps": monitor}),
         "total_tokens": steps * plan.train.tokens_per_step,
     }

@@ -297,6 +297,7 @@ class _Resolution:
             decay=_decay(schedule),
             checkpoint=recipe.checkpoint.every,
             evaluation=recipe.eval.every,
+            evaluation_tokens=_number(recipe.eval.tokens),
             monitor=recipe.monitor.every,
             rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
         )
@@ -332,7 +333,7 @@ class _Resolution:
         every_steps = lengths.steps_of(asked.every, scale, key="eval.every")
         return EvalPlan(
             every_steps=every_steps,
-            rows=lengths.evaluation_rows(every_steps, scale),
+            rows=lengths.evaluation_rows(every_steps, scale, tokens=_number(asked.tokens)),
             prompts=tuple(asked.prompts),
             max_tokens=asked.max_tokens,
             temperature=asked.temperature,
@@ -366,6 +367,11 @@ def _decay(schedule: str | Wsd) -> Duration | None:
     if schedule == "wsd":
         return Wsd().decay
     return schedule.decay if isinstance(schedule, Wsd) else None
+
+
+def _number(asked: int | str) -> int | None:
+    """None for auto."""
+    return asked if isinstance(asked, int) else None
 
 
 def _decision(key: str, choice: Choice[Any]) -> Decision:

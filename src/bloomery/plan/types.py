@@ -175,6 +175,7 @@ class Lengths(Part):
     decay: Duration | None  # of wsd
     checkpoint: Duration
     evaluation: Duration
+    evaluation_tokens: int | None = None  # None: auto
     monitor: Duration
     rows_per_epoch: int | None
 
