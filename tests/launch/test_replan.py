@@ -77,6 +77,9 @@ def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(p
     assert now.train.seed == stored.train.seed
     assert any(line.startswith("train.device is cuda here instead of cpu") for line in told)
     assert "no longer to the last bit" in told[-1]
+    reason = next(choice.because for choice in fresh.decisions if choice.key == "train.attention")
+    kept = f"model.attention is {fresh.model.attention} here instead of {stored.model.attention}: {reason}"
+    assert kept in told
 
 
 def test_moving_to_an_equal_machine_changes_nothing(plan) -> None:

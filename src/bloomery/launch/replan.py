@@ -86,6 +86,7 @@ def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
     sections: dict[str, BaseModel] = {}
     told: list[str] = []
     reasons = {decision.key: decision.because for decision in fresh.decisions}
+    reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
     exact = True
     for section, fields in MACHINE_DEPENDENT.items():
         old, new = getattr(stored, section), getattr(fresh, section)
