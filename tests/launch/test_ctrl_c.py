@@ -1,0 +1,39 @@
+"""One Ctrl+C at any stage saves what there is, exits with 75, and costs nothing."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from runs_of_bloomery import Bloomery, assert_bitwise_equal
+
+from bloomery.monitor.events import EvalDone, Phase, RunEnded, StepDone
+
+TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
+RESUME = ("resume", "one")
+
+
+def interrupt(bloomery: Bloomery, moment: Callable[[], bool], *words: str) -> None:
+    assert bloomery.run_until(moment, signal.SIGINT, *words) == 75
+    assert isinstance(bloomery.events()[-1], RunEnded)
+
+
+def test_ctrl_c_while_starting_stepping_saving_and_evaluating(bloomery: Bloomery, undisturbed: Bloomery) -> None:
+    interrupt(bloomery, (bloomery.run_dir / "plan.json").exists, *TRAIN)
+    interrupt(bloomery, bloomery.saw(StepDone, 2), *RESUME)
+    saving = bloomery.run_dir / "checkpoints"
+    interrupt(bloomery, lambda: bloomery.saw(StepDone, 6)() and any(saving.glob(".tmp-*")), *RESUME)
+    interrupt(bloomery, bloomery.saw(EvalDone, 10), *RESUME)
+    done = bloomery.run(*RESUME)
+    assert done.returncode == 0, done.stderr
+    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
+
+
+@pytest.mark.soak
+def test_ctrl_c_while_compiling(bloomery: Bloomery) -> None:
+    def compiling() -> bool:
+        return any(isinstance(event, Phase) and event.name == "compile" for event in bloomery.events())
+
+    interrupt(bloomery, compiling, *TRAIN, "train.compile=true")
+    done: subprocess.CompletedProcess[str] = bloomery.run(*RESUME)
+    assert done.returncode == 0, done.stderr
