@@ -106,7 +106,7 @@ def _finish(train: Train, load: Occupancy, measure: Measure) -> Cut:
     whole = _with(load, load.micro_batch, load.checkpointing, load.rows)
     memory = measure(whole)
     if load.rows <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
-        chunk = Choice(load.rows, "all logits of a micro-batch fit at once")
+        chunk = Choice(load.rows, "all logits of a micro-batch fit at once, and are kept for backward")
         load = whole
     else:
         chunk = Choice(
