@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
+import torch
+
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
@@ -15,10 +17,13 @@ from bloomery.train.model_folder import model_folder
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 
 
-def load_model(model: Path, *, step: str = "best", device: str = "cpu") -> tuple[Decoder, Tokenizer]:
-    """Decoder and tokenizer of a run's checkpoint or of a folder in Hugging Face's layout. Raises UserError."""
+def load_model(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
+    """Decoder and tokenizer of a run's checkpoint or of a folder in Hugging Face's layout, on the GPU where one is.
+
+    Raises UserError.
+    """
     folder = model_folder(model, step)
-    return load_decoder(folder, device=device), load_tokenizer(folder)
+    return load_decoder(folder, device="cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(folder)
 
 
 def generate(
