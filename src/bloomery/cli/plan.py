@@ -26,12 +26,19 @@ def command(recipe: str, overrides: tuple[str, ...], gpu: str | None, as_json: b
 
 
 def show_plan(
-    loaded: "LoadedRecipe", *, gpu: str | None = None, as_json: bool = False, source: str | None = None
+    loaded: "LoadedRecipe",
+    *,
+    gpu: str | None = None,
+    devices: str | None = None,
+    as_json: bool = False,
+    source: str | None = None,
 ) -> int:
-    """Print the plan of a recipe for this machine or for `gpu`; 0 when it fits, 1 when it does not."""
+    """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
+    from bloomery.hardware.detect import detect
+    from bloomery.launch.replan import narrowed
     from bloomery.plan.here import plan_here
 
-    plan, machine = plan_here(loaded, gpu=gpu)
+    plan, machine = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices))
     if as_json:
         print_json(document(plan))
     else:

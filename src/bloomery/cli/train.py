@@ -47,7 +47,7 @@ def command(
     if dry_run:
         from bloomery.cli.plan import show_plan
 
-        return show_plan(loaded)
+        return show_plan(loaded, devices=devices)
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices))

@@ -13,9 +13,14 @@ from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
 
 
-def plan_here(loaded: LoadedRecipe, *, gpu: str | None = None) -> tuple[Plan, Machine]:
-    """The plan and the machine it is for: this one, or this one with the named GPU of the table. Raises UserError."""
-    machine = detect()
+def plan_here(
+    loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None
+) -> tuple[Plan, Machine]:
+    """The plan and the machine it is for: `machine` (default: this one), or that with the named GPU of the table.
+
+    Raises UserError.
+    """
+    machine = machine or detect()
     if gpu is not None:
         machine = with_gpu(machine, find_gpu(gpu))
     prepared = prepared_folder(loaded, Path.cwd())
