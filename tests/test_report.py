@@ -12,6 +12,7 @@ from bloomery.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.monitor.events import (
     EvalDone,
+    EventLog,
     Phase,
     Recovered,
     Resumed,
@@ -20,7 +21,6 @@ from bloomery.monitor.events import (
     Sampled,
     StepDone,
     Warned,
-    event_log,
 )
 from bloomery.recipe.schema import TrainTokenizer
 from bloomery.report import Bars, write_report
@@ -66,7 +66,7 @@ def run_folder(tmp_path, events, recipe=RECIPE):
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(recipe)
-    with event_log(folder / "events.jsonl") as emit:
+    with EventLog(folder / "events.jsonl") as emit:
         for event in events:
             emit(event)
     return folder

@@ -18,7 +18,7 @@ from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, StepDone, event_log
+from bloomery.monitor.events import EvalDone, EventLog, RunEnded, RunStarted, StepDone
 from bloomery.recipe.schema import TrainTokenizer
 
 TEXT = "def add(a, b):\n    return a + b  # naïve\n" * 30
@@ -106,7 +106,7 @@ def make_run(root, name, *events):
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text("model: {preset: go-coder-tiny}\ndata: {path: x}\n")
-    with event_log(folder / "events.jsonl") as emit:
+    with EventLog(folder / "events.jsonl") as emit:
         for event in events:
             emit(event)
     return folder

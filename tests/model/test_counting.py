@@ -8,9 +8,8 @@ import torch
 from tiny_models import CASES, tiny_reference
 from torch.utils.flop_counter import FlopCounterMode
 
-from bloomery.model.cache import Cache
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, kv_bytes, parameter_count, parameter_shapes
+from bloomery.model.counting import flops_per_token, parameter_count, parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_from_hf
 from bloomery.model.presets import PRESETS, preset
@@ -56,16 +55,6 @@ def test_presets_have_the_sizes_that_their_descriptions_say(name: str, millions:
 def test_presets_on_meta_equal_the_counter() -> None:
     config = replace(preset("go-coder-small"), num_layers=2)
     assert parameter_count(config) == sum(p.numel() for p in on_meta(config).parameters())
-
-
-@pytest.mark.parametrize("case", ["llama2", "mistral-window", "gemma3"])
-def test_cache_bytes_are_those_of_the_cache(case: str) -> None:
-    config = config_of(case)
-    cache = Cache(config, capacity=32)
-    for layer in cache.layers:
-        layer.extend(*(torch.zeros(1, config.num_kv_heads, 32, config.head_dim) for _ in range(2)))
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert kv_bytes(config, 32, bytes_per_number=4) == held
 
 
 def test_attention_grows_with_the_length() -> None:

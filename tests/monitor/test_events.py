@@ -13,12 +13,12 @@ import pytest
 from bloomery.errors import UserError
 from bloomery.monitor.events import (
     EvalDone,
+    EventLog,
     Phase,
     Resumed,
     RunEnded,
     Sampled,
     StepDone,
-    event_log,
     follow,
     from_json,
     last_per_step,
@@ -36,7 +36,7 @@ def step_done(step, loss=2.0):
 
 def test_every_event_comes_back_equal(tmp_path):
     written = [step_done(1), Phase(name="prepare", done=1, total=2), Sampled(prompt="é\u2028", text="\ud800 x\n")]
-    with event_log(tmp_path / "deep" / "events.jsonl") as emit:
+    with EventLog(tmp_path / "deep" / "events.jsonl") as emit:
         for event in written:
             emit(event)
     assert list(read_events(tmp_path / "deep" / "events.jsonl")) == written
@@ -44,7 +44,7 @@ def test_every_event_comes_back_equal(tmp_path):
 
 def test_a_new_writer_begins_on_a_fresh_line(tmp_path):
     path = tmp_path / "events.jsonl"
-    with event_log(path) as emit, event_log(path) as parent:
+    with EventLog(path) as emit, EventLog(path) as parent:
         emit(step_done(1))
         with path.open("ab") as file:
             file.write(to_json(step_done(2))[:40].encode())
@@ -102,8 +102,8 @@ def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):
 def test_sigkill_loses_nothing_that_was_emitted(tmp_path):
     path = tmp_path / "events.jsonl"
     code = (
-        "import sys; from pathlib import Path; from bloomery.monitor.events import Phase, event_log\n"
-        "with event_log(Path(sys.argv[1])) as emit:\n"
+        "import sys; from pathlib import Path; from bloomery.monitor.events import EventLog, Phase\n"
+        "with EventLog(Path(sys.argv[1])) as emit:\n"
         "    for i in range(10**9):\n        emit(Phase(name='x' * 200, done=i))\n        print(i, flush=True)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
@@ -117,5 +117,5 @@ def test_sigkill_loses_nothing_that_was_emitted(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence(tmp_path):
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    with event_log(tmp_path / "events.jsonl") as emit, pytest.raises(UserError, match="No space left"):
+    with EventLog(tmp_path / "events.jsonl") as emit, pytest.raises(UserError, match="No space left"):
         emit(step_done(1))

@@ -6,7 +6,7 @@ import sys
 import pytest
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.events import Phase, RunEnded, Sampled, StepDone, Warned, event_log, read_events
+from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
 from bloomery.monitor.scrub import HIDDEN, scrub
 from bloomery.monitor.sinks import CommandSink, LogFile, TensorBoard, open_sinks, write_metrics
 
@@ -55,7 +55,7 @@ def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
 
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
 def test_events_hold_no_canary_and_stay_readable(leak, tmp_path):
-    with event_log(tmp_path / "events.jsonl") as emit:
+    with EventLog(tmp_path / "events.jsonl") as emit:
         emit(RunEnded(why=f'failed: "{leak}"'))
     assert CANARY not in (tmp_path / "events.jsonl").read_text()
     assert [event.why[:8] for event in read_events(tmp_path / "events.jsonl")] == ["failed: "]
@@ -145,7 +145,7 @@ def test_a_hook_that_is_missing_is_a_warning(tmp_path):
 
 
 def test_metrics_are_those_of_the_events(tmp_path):
-    with event_log(tmp_path / "events.jsonl") as emit:
+    with EventLog(tmp_path / "events.jsonl") as emit:
         for event in made_up_run():
             emit(event)
     metrics = json.loads(write_metrics(tmp_path).read_text())

@@ -7,7 +7,7 @@ from runs_of_the_loop import CONFIG, Run
 
 from bloomery.data.shards import open_split
 from bloomery.evaluate import evaluate, load_to_evaluate
-from bloomery.monitor.events import EvalDone, RunEnded, event_log
+from bloomery.monitor.events import EvalDone, EventLog, RunEnded
 from bloomery.plan.store import write_plan
 from bloomery.report import write_report
 from bloomery.report.heldout import price_held_out
@@ -18,7 +18,7 @@ def trained(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     plan = tiny_plan(prepared, config=CONFIG, train={"steps": 12}, eval={"every_steps": 12, "prompts": ("def f",)})
     run = Run(plan, folder)
-    with event_log(folder / "events.jsonl") as emit:
+    with EventLog(folder / "events.jsonl") as emit:
         for event in run.events:
             emit(event)
         emit(RunEnded(step=12, why="done"))

@@ -1,6 +1,5 @@
 """Tokens on disk: a manifest, and memory-mapped files of ids that read as one array."""
 
-from bisect import bisect_right
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
@@ -164,10 +163,6 @@ class Split:
     def document(self, index: int) -> Ids:
         """int64 ids of one document."""
         return self.tokens[int(self.bounds[index]) : int(self.bounds[index + 1])]
-
-    def part_of(self, document: int) -> int:
-        """Which source a document came from."""
-        return bisect_right([first for _, first in self.part_starts], document) - 1
 
 
 def open_split(folder: Path, name: Name, manifest: Manifest | None = None) -> Split:

@@ -28,11 +28,3 @@ def feistel(position: int, *, size: int, key: int) -> int:
         position = left << half | right
         if position < size:
             return position
-
-
-def shuffled(index: int, *, size: int, seed: int) -> int:
-    """Where the index-th sample of a run lies: a bijection per epoch, O(1), the same on every machine and library
-    version.
-    """
-    epoch, position = divmod(index, size)
-    return feistel(position, size=size, key=mix(seed, epoch))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any, final
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
+from bloomery.train.run import name_of
 from bloomery.train.sealed import write_durably
 
 BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
@@ -60,8 +60,8 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
-        return shlex.quote(self.path.name if self.path.parent == Path("runs").absolute() else str(self.path))
+        """What a person types after `bloomery resume`."""
+        return name_of(self.path)
 
 
 def propose_folder(recipe_name: str) -> Path:

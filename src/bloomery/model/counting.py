@@ -70,9 +70,3 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool
     weights += config.vocab_size * config.hidden_size
     attention = config.num_layers * 4 * sequence_length * config.query_width
     return float(2 * weights + attention) * (3 if backward else 1)
-
-
-def kv_bytes(config: ModelConfig, tokens: int, *, bytes_per_number: int = 2) -> int:
-    """Bytes of keys and values that generation keeps for one sequence of `tokens`."""
-    kept = sum(min(tokens, config.window(layer) or tokens) for layer in range(config.num_layers))
-    return 2 * kept * config.key_width * bytes_per_number

@@ -210,11 +210,6 @@ class EventLog:
             self._file = -1
 
 
-def event_log(path: Path) -> EventLog:
-    """`with event_log(run / "events.jsonl") as emit: emit(StepDone(...))`."""
-    return EventLog(path)
-
-
 def read_events(path: Path) -> Iterator[Event]:
     """Every event in the order of writing; a missing file has none."""
     if not path.exists():

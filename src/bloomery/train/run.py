@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import final
 
 
+def name_of(folder: Path) -> str:
+    """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
+    return shlex.quote(folder.name if folder.parent == Path("runs").absolute() else str(folder))
+
+
 @final
 @dataclass(frozen=True)
 class Run:
@@ -20,5 +25,5 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
-        return shlex.quote(self.folder.name if self.folder.parent == Path("runs").absolute() else str(self.folder))
+        """`name_of` its folder."""
+        return name_of(self.folder)
