@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -173,29 +175,33 @@ def test_a_bug_in_the_writing_thread_reaches_the_loop(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def file_size_limit():
-    """Files above 8 KiB cannot be written (the errors of a full disk, without filling one)."""
+@contextmanager
+def file_size_limit(size: int = 8192) -> Iterator[None]:
+    """Larger files cannot be written: the errors of a full disk, without filling one. Only for as long as needed, since
+    pytest writes files too.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size=8192: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_never_ends_the_run(tmp_path: Path, file_size_limit) -> None:
+def test_a_full_disk_never_ends_the_run(tmp_path: Path) -> None:
     events: list[object] = []
     saver = Saver(tmp_path, 3, True, emit=events.append)
     saver.save(1, parts(1), CONFIG, {})
     saver.drain()
-    file_size_limit()
-    saver.save(2, parts(2), CONFIG, {})
-    saver.drain()
+    with file_size_limit():
+        saver.save(2, parts(2), CONFIG, {})
+        saver.drain()
     assert [type(event) for event in events] == [Saved, Warned]
     assert "step 2 was not saved" in events[1].because
     assert newest(tmp_path) == (tmp_path / "step-00000001", [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
     with pytest.raises(UserError, match="newest checkpoint is of step 1"):
         saver.wait()
-    file_size_limit(10**9)
     saver.save(3, parts(3), CONFIG, {})
     saver.wait()
     assert newest(tmp_path)[0] == tmp_path / "step-00000003"
@@ -225,11 +231,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         save(tmp_path / "file/checkpoints", 1)
 
 
-def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Path, file_size_limit) -> None:
+def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     sealed.write_durably(path, "old")
-    file_size_limit(100)
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), file_size_limit(100):
         sealed.write_durably(path, "x" * 1000)
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
@@ -237,6 +242,8 @@ def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Pa
 
 KILLED = """
 import sys, torch
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from bloomery.model.config import ModelConfig
 from bloomery.train.checkpoint import Saver
