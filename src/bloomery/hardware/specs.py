@@ -140,10 +140,10 @@ def find_gpu(text: str) -> Accelerator:
     if not found:  # a memory size can be part of the product's name: A100 80GB
         found, size = [spec for spec in table().gpu if _key(text) in _keys(spec)], None
     if not found:
-        raise UserError(f"{text!r} is not in the table of GPUs", where="--gpu", remedy=_nearest(text))
+        raise UserError(f"{text!r} is not in the table of GPUs", where="--gpu", remedy=_nearest(text), code=2)
     if len(found) > 1:
         names = ", ".join(spec.name for spec in found)
-        raise UserError(f"{text!r} can be {names}", where="--gpu", remedy="name one of them")
+        raise UserError(f"{text!r} can be {names}", where="--gpu", remedy="name one of them", code=2)
     return _installed(found[0], size, text)
 
 
@@ -151,12 +151,11 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
     sizes, facts = spec.memory_gib, arch_spec(spec.arch)
     assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
     if not sizes:
-        raise UserError(
-            f"{spec.name} shares the processor's memory", where="--gpu", remedy="plan on the machine that has it"
-        )
+        problem, remedy = f"{spec.name} shares the processor's memory", "plan on the machine that has it"
+        raise UserError(problem, where="--gpu", remedy=remedy, code=2)
     if size not in sizes and (size is not None or len(sizes) > 1):
-        variants = " or ".join(f"{spec.name} {gib}GB" for gib in sizes)
-        raise UserError(f"{text!r} leaves open how much memory it has", where="--gpu", remedy=f"write {variants}")
+        remedy = "write " + " or ".join(f"{spec.name} {gib}GB" for gib in sizes)
+        raise UserError(f"{text!r} leaves open how much memory it has", where="--gpu", remedy=remedy, code=2)
     memory = size * GIB if size is not None and len(sizes) > 1 else spec.memory_bytes()
     return Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
 

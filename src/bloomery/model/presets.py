@@ -44,7 +44,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
 def preset(name: str) -> ModelConfig:
     """Raises UserError for an unknown name."""
     if name not in PRESETS:
-        raise UserError(f"{name!r} is no preset", where="model.preset", remedy=f"these are: {', '.join(PRESETS)}")
+        remedy = f"these are: {', '.join(PRESETS)}"
+        raise UserError(f"{name!r} is no preset", where="model.preset", remedy=remedy, code=2)
     return PRESETS[name].config
 
 
@@ -81,7 +82,7 @@ def build_config(
     named = [key for key in ("from_", "preset", "family") if getattr(model, key) is not None]
     if len(named) != 1 and named != ["preset", "family"]:
         remedy = "set one of model.from, model.preset and model.family"
-        raise UserError("the recipe names no single model", where="model", remedy=remedy)
+        raise UserError("the recipe names no single model", where="model", remedy=remedy, code=2)
     if model.from_ is not None:
         return _pretrained(model, vocab_size)
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
@@ -112,7 +113,7 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     if fixed:
         raise UserError(
             f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}",
-            where="model", remedy="take them out, or name a family instead of model.from",
+            where="model", remedy="take them out, or name a family instead of model.from", code=2,
         )
     config = read_config(Path(model.from_))
     if vocab_size is not None and vocab_size > config.vocab_size:
@@ -128,11 +129,11 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
     missing = [key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes]
     if missing:
         remedy = f"set {', '.join(f'model.{key}' for key in missing)}"
-        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model", remedy=remedy)
+        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model", remedy=remedy, code=2)
     width, heads = sizes["hidden_size"], sizes["num_heads"]
     if "head_dim" not in sizes and width % heads:
         problem = f"hidden_size {width} is not a multiple of num_heads {heads}"
-        raise UserError(problem, where="model.num_heads", remedy="change one of them, or set model.head_dim")
+        raise UserError(problem, where="model.num_heads", remedy="change one of them, or set model.head_dim", code=2)
     shared = {"head_dim": width // heads, "num_kv_heads": heads, "intermediate_size": _inner(model.family, width)}
     return fresh_config(model.family, {**shared, **sizes}, window=model.sliding_window)
 

@@ -37,6 +37,7 @@ def choose_tokens_per_step(asked: int | str, config: ModelConfig, sequence_lengt
             f"a step of {asked:,} tokens does not hold whole rows of {sequence_length:,}",
             where="train.tokens_per_step",
             remedy=f"set train.tokens_per_step={near}",
+            code=2,
         )
     return Choice(asked, ASKED)
 
@@ -91,6 +92,7 @@ def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
                 f"{rows_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
                 where="train.micro_batch",
                 remedy="set train.micro_batch to one of " + ", ".join(divisors),
+                code=2,
             )
         return [train.micro_batch]
     most = rows_per_step if load.on_gpu else max(1, CPU_TOKENS // load.sequence_length)

@@ -51,6 +51,7 @@ def choose_attention(
             f"train.attention {asked} cannot do what this recipe asks: {unfit}",
             where="train.attention",
             remedy="set train.attention=auto, or blockwise, which does everything",
+            code=2,
         )
     return Choice(asked, ASKED)
 

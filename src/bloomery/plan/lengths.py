@@ -34,6 +34,7 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
             f"train.length is {length}: a share of what?",
             where="train.length",
             remedy="write steps, tokens, epochs or a time",
+            code=2,
         )
     if length.unit == "epochs":
         return _epochs(length.amount, scale)
@@ -76,7 +77,8 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
 
 def _known(value: float | None, key: str, because: str) -> float:
     if value is None:
-        raise UserError(f"{key} cannot be turned into steps: {because}", where=key, remedy="write it in steps or in %")
+        problem = f"{key} cannot be turned into steps: {because}"
+        raise UserError(problem, where=key, remedy="write it in steps or in %", code=2)
     return value
 
 

@@ -19,6 +19,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
             f"{', '.join(keys)} {plural} not in this version of Bloomery",
             where="recipe",
             remedy=f"take {'them' if len(keys) > 1 else 'it'} out of the recipe",
+            code=2,
         )
 
 
@@ -61,4 +62,5 @@ def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | No
             f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",
             where="data.sequence_length",
             remedy=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
+            code=2,
         )

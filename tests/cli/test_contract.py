@@ -1,0 +1,236 @@
+"""What programs are written against: verbs, flags, places, names of events, keys of JSON, exit codes."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli, main
+from bloomery.cli.demo_exam import examine
+from bloomery.monitor.events import KINDS, Event, StepDone, read_events
+from bloomery.plan.store import read_plan
+from bloomery.recipe.load import load_recipe
+from bloomery.recipe.schema import Recipe
+
+FLAGS = {
+    "demo": {"--json", "--run-dir"},
+    "recipes list": set(),
+    "recipes show": set(),
+    "recipes copy": set(),
+    "recipes schema": set(),
+    "tokenizer train": set(),
+    "tokenizer inspect": {"--text"},
+    "prepare": {"--preview", "--check"},
+    "plan": {"--gpu", "--json"},
+    "train": {"--run-dir", "-d", "--devices", "--dry-run", "--max-steps", "--train-epochs"},
+    "resume": {"--from"},
+    "eval": {"--data", "--step", "--no-bos", "--json"},
+    "generate": {
+        "--prompt", "--prompts", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+        "--repetition-penalty", "--stop", "--seed", "--step", "--json",
+    },
+    "export": {"--to", "--out", "--step", "--no-verify"},
+    "report": set(),
+    "runs": {"--json"},
+}  # fmt: skip
+DEFAULTS = {
+    "optimizer": {
+        "kind": "adamw", "learning_rate": 5e-4, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1,
+        "states": "float32", "paged": False, "offload": False, "in_backward": False, "stochastic_rounding": False,
+        "schedule": "cosine",
+    },
+    "train": {
+        "tokens_per_step": "auto", "micro_batch": "auto", "precision": "auto", "compile": "auto", "attention": "auto",
+        "activation_checkpointing": "auto", "offload_activations": False, "clip": 1.0, "seed": 0,
+        "deterministic": "auto",
+    },
+    "parallel": {
+        "replicate": "auto", "shard": "auto", "tensor": 1, "context": 1, "pipeline": 1, "schedule": "1f1b",
+        "microbatches": "auto",
+    },
+    "data": {
+        "sequence_length": 1024, "validation": "1%", "layout": "packed", "workers": "auto", "pin_memory": "auto",
+        "prefetch": "auto", "on_error": "stop",
+    },
+    "eval": {"prompts": [], "max_tokens": 200, "temperature": 0.8, "top_p": 0.95, "stop_early": "none"},
+    "checkpoint": {"keep": 3, "asynchronous": "auto"},
+    "quantize": {"base": "none"},
+    "adapter": {"kind": "none"},
+    "objective": {"kind": "pretrain"},
+}  # fmt: skip
+LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "monitor.every": "10 steps"}
+EVENTS = {
+    "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "GpuSampled", "Warned", "Recovered", "Resumed",
+    "RunEnded",
+}  # fmt: skip
+STEP = {
+    "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "samples_per_second", "step_seconds",
+    "data_wait_seconds", "memory_gib",
+}  # fmt: skip
+TINY = """
+model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 1, num_heads: 2, max_positions: 64}
+tokenizer: {train: {vocab_size: 300}}
+data: {path: text, glob: "*.txt", sequence_length: 64, validation: 20%}
+train: {length: 3 steps, tokens_per_step: 128, compile: false}
+checkpoint: {every: 2 steps}
+eval: {every: 2 steps, prompts: ["the"], max_tokens: 4}
+"""
+
+
+def leaves(group: click.Group, words: str = "") -> dict[str, click.Command]:
+    context, found = click.Context(group), {}
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        path = f"{words} {name}".strip()
+        found |= leaves(command, path) if isinstance(command, click.Group) else {path: command}
+    return found
+
+
+def test_verbs_and_flags():
+    commands = leaves(cli)
+    assert set(commands) == set(FLAGS)
+    for words, flags in FLAGS.items():
+        options = [parameter for parameter in commands[words].params if isinstance(parameter, click.Option)]
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        assert flags <= known, words
+
+
+def test_defaults_of_a_recipe():
+    recipe = Recipe.model_validate({"model": {"preset": "go-coder-tiny"}, "data": {"path": "corpus"}})
+    for section, defaults in DEFAULTS.items():
+        said = getattr(recipe, section)
+        assert {key: getattr(said, key) for key in defaults} == defaults, section
+    for key, length in LENGTHS.items():
+        section, name = key.split(".")
+        assert str(getattr(getattr(recipe, section), name)) == length
+
+
+def test_events_and_the_fields_of_a_step():
+    assert set(KINDS) == EVENTS
+    common = {field.name for field in fields(Event)}
+    assert common == {"step", "time"}
+    assert {field.name for field in fields(StepDone)} - common == STEP
+
+
+def test_keys_of_the_demo():
+    """It takes two minutes, so its source has to do."""
+    source = inspect.getsource(examine)
+    for key in ("bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "seconds", "report", "folder"):
+        assert f'"{key}":' in source
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["plan", "go-coder-tiny", "--gpu", "RX 6700 XT"], 0),
+        (["plan", "go-coder-125m", "model.hidden_size=16384", "model.num_layers=64", "--gpu", "RX 6600"], 1),
+        (["plan", "go-coder-tiny", "--gpu", "a toaster"], 2),
+        (["plan", "no-such-recipe"], 2),
+        (["plan", "go-coder-tiny", "objective.kind=dpo"], 2),
+        (["plan", "go-coder-tiny", "model.preset=go-coder-huge"], 2),
+        (["plan", "go-coder-tiny", "train.tokens_per_step=1000"], 2),
+        (["plan", "go-coder-tiny", "train.length=5%"], 2),
+        (["plan", "go-coder-tiny", "train.lenght=1 steps"], 2),
+        (["train", "go-coder-tiny", "--dry-run", "-d", "93"], 2),
+        (["train", "go-coder-tiny", "--dry-run", "-d", "0,1"], 2),
+        (["resume", "no-such-run"], 2),
+        (["eval"], 2),
+        (["doctor"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_exit_codes(words, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == code, capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Path:
+    """A folder in which a tiny recipe was trained as people do it."""
+    folder = tmp_path_factory.mktemp("workshop")
+    (folder / "text").mkdir()
+    for number in range(12):
+        (folder / f"text/{number}.txt").write_text(" ".join(f"the cat {number} sat on mat {n}" for n in range(30)))
+    (folder / "tiny.yaml").write_text(TINY)
+    command = [sys.executable, "-m", "bloomery", "train", "tiny.yaml", "monitor.to=[tensorboard]"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def the_run(workshop: Path) -> Path:
+    (run,) = (workshop / "runs").iterdir()
+    return run
+
+
+def test_places(workshop):
+    run = the_run(workshop)
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
+    files = {path.name for path in run.iterdir()}
+    assert {
+        "recipe.yaml", "plan.json", "machine.json", "events.jsonl", "log.txt", "metrics.json", "tensorboard",
+        "checkpoints", "lock",
+    } <= files  # fmt: skip
+    assert {"step-00000002", "step-00000003"} <= {path.name for path in (run / "checkpoints").iterdir()}
+    (prepared,) = (workshop / "prepared").iterdir()
+    assert re.fullmatch(r"tiny-[0-9a-f]{8}", prepared.name)
+    assert {"tokenizer.json", "manifest.json", "train-00000.bin"} <= {path.name for path in prepared.iterdir()}
+
+
+def test_every_step_has_its_event_before_its_checkpoint(workshop):
+    lines = [json.loads(line) for line in (the_run(workshop) / "events.jsonl").read_text().splitlines()]
+    assert all({"event", "step", "time"} <= set(line) and line["event"] in EVENTS for line in lines)
+    steps = [line for line in lines if line["event"] == "StepDone"]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(set(line) == STEP | {"event", "step", "time"} for line in steps)
+    for saved in (at for at, line in enumerate(lines) if line["event"] == "Saved"):
+        assert any(line["event"] == "StepDone" and line["step"] == lines[saved]["step"] for line in lines[:saved])
+    assert lines[-1]["event"] == "RunEnded" and lines[-1]["why"] == "done"
+
+
+def test_paths_are_absolute_in_the_plan_and_the_run_keeps_its_recipe(workshop):
+    run = the_run(workshop)
+    assert read_plan(run / "plan.json").data.prepared.is_absolute()
+    recipe = load_recipe(run / "recipe.yaml").recipe
+    assert recipe.data.path == str(workshop / "text")
+    assert len([event for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)]) == 3
+
+
+def asked(workshop, monkeypatch, *words):
+    monkeypatch.chdir(workshop)
+    result = CliRunner().invoke(cli, list(words), catch_exceptions=False, standalone_mode=False)
+    return json.loads(result.stdout)  # one document and nothing else
+
+
+def test_json_of_a_run(workshop, monkeypatch):
+    run = the_run(workshop).name
+    told = asked(workshop, monkeypatch, "eval", "last", "--json")
+    assert list(told) == ["loss", "perplexity", "bits_per_byte", "tokens", "bytes"]
+    text = asked(workshop, monkeypatch, "generate", run, "--prompt", "the", "--max-tokens", "3", "--json")
+    assert set(text["results"][0]) == {"prompt", "text"}
+    (line,) = asked(workshop, monkeypatch, "runs", "--json")["runs"]
+    assert {"name", "state", "step", "steps", "loss", "bits_per_byte", "bytes", "command"} == set(line)
+
+
+def test_a_folder_that_holds_a_run_is_refused_naming_resume(workshop, monkeypatch, capsys):
+    monkeypatch.chdir(workshop)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "tiny.yaml", "--run-dir", str(the_run(workshop))])
+    assert caught.value.code == 1
+    assert f"bloomery resume {the_run(workshop).name}" in capsys.readouterr().err
+
+
+def test_only_four_kinds_of_keys_may_change_in_a_run(workshop, monkeypatch, capsys):
+    monkeypatch.chdir(workshop)
+    with pytest.raises(SystemExit) as caught:
+        main(["resume", "last", "train.seed=3"])
+    assert caught.value.code == 2 and "train.seed" in capsys.readouterr().err
