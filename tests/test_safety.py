@@ -1,0 +1,55 @@
+"""What the source never does: open pickles, run text, listen on a port; and what no tracked file holds."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+CALLS = {"torch.load", "torch.save", "eval", "exec", "compile", "os.system", "os.popen", "__import__", "yaml.load"}
+MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib", "socketserver", "http.server", "asyncio"}
+KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
+METHODS = {"listen", "bind", "serve_forever"}
+
+
+def faults(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (f"import {alias.name}" for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            yield f"from {node.module}"
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in CALLS or called.rpartition(".")[2] in METHODS:
+                yield called
+            for keyword in node.keywords:
+                refused = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in KEYWORDS and not refused:
+                    yield f"{called}({keyword.arg}=...)"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_pickle_no_shell_no_port(path: Path) -> None:
+    assert list(faults(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+def test_the_test_sees_what_it_looks_for() -> None:
+    bad = ["import pickle", "torch.load(x)", "run(x, shell=True)", "np.load(x, allow_pickle=True)", "eval(x)"]
+    assert len(list(faults(ast.parse("\n".join(bad))))) == len(bad)
+    assert list(faults(ast.parse("np.load('x', allow_pickle=False); model.eval(); re.compile('x')"))) == []
+
+
+def test_tracked_files_hold_no_secrets_and_no_weights() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    refused = (".pt", ".pth", ".bin", ".pkl", ".safetensors", ".gguf", ".env")
+    assert not [path for path in files if path.suffix in refused]
+    shape = re.compile(r"hf_[A-Za-z0-9]{34}|gh[pousr]_[A-Za-z0-9]{36}|AKIA[0-9A-Z]{16}|BEGIN [A-Z ]*PRIVATE KEY")
+    own = ROOT / "src"
+    assert not [path for path in files if path.is_relative_to(own) and shape.search(path.read_text(errors="replace"))]
