@@ -2,15 +2,12 @@
 
 import re
 import shlex
-from pathlib import Path
 
-import click
 import pytest
+from words_of_docs import ROOT, check_command, check_key, quoted, words_of
 
-from bloomery.cli import VERBS, cli
 from bloomery.recipe.load import load_recipe
 
-ROOT = Path(__file__).parents[2]
 GUIDES = {"go-coder-guide.md": (59, "go-coder-125m")}
 
 
@@ -24,10 +21,6 @@ def rows_of(page: str) -> dict[int, list[str]]:
 def cells_of(line: str) -> list[str]:
     """The cells of a row; an escaped bar is part of its cell."""
     return [cell.strip().replace("\0", "|") for cell in line.replace(r"\|", "\0").strip().strip("|").split("|")]
-
-
-def quoted(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
 
 
 CASES = [(page, number, cells) for page in GUIDES for number, cells in rows_of(page).items()]
@@ -50,24 +43,12 @@ def test_row_says_what_is_done_here(page: str, number: int, cells: list[str]) ->
 
 def check(text: str, recipe: str) -> None:
     if text.startswith("bloomery "):
-        check_command(shlex.split(text)[1:])
+        check_command(words_of(text))
     elif text.startswith("tests/"):
         assert (ROOT / text).exists(), text
     elif "=" in text:
         load_recipe(recipe, shlex.split(text))
+    elif "." in text:
+        check_key(text)
     else:
         assert re.match(r"(make \w+|--?\w+|[a-z_.]+)$", text), f"{text!r} is neither a command, a recipe key nor a test"
-
-
-def check_command(words: list[str]) -> None:
-    verb = words[0]
-    assert verb in VERBS, verb
-    command = cli.get_command(click.Context(cli), verb)
-    assert command is not None, f"{verb} is not built"
-    while isinstance(command, click.Group):
-        words = words[1:]
-        command = command.get_command(click.Context(command), words[0])
-        assert command is not None, words
-    flags = {option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts}
-    asked = {word for word in words if word.startswith("-")}
-    assert asked <= flags, f"{verb} has no {asked - flags}"

@@ -38,7 +38,7 @@ def refuse_overrides(words: Sequence[str]) -> None:
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
-    """The machine with only the asked-for device: "cpu", or a number as `bloomery doctor` counts. Raises UserError."""
+    """The machine with only the asked-for device: "cpu", or its number. Raises UserError."""
     if devices is None:
         return machine
     if devices == "cpu":

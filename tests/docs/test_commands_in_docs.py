@@ -1,0 +1,50 @@
+"""Whatever the pages and messages tell people to type can be typed; every verb has a page."""
+
+import re
+
+import pytest
+from words_of_docs import ROOT, check_command, check_key, commands_in, quoted, words_of
+
+from bloomery.cli import VERBS, cli
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "src").rglob("*.yaml")), ROOT / "pyproject.toml"]
+SECTIONS = "data|train|optimizer|model|tokenizer|checkpoint|eval|monitor|parallel|expect"
+CASES = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands_in(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(CASES)))
+def test_a_command_on_a_page_exists(page: str, command: str) -> None:
+    assert page
+    check_command(words_of(command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_recipe_key_on_a_page_exists(page) -> None:
+    keys = [text for text in quoted(page.read_text()) if re.fullmatch(rf"(?:{SECTIONS})(?:\.[a-z_]+)+=?", text)]
+    files = {path.name for path in (ROOT / "src").rglob("*") if path.is_file()}
+    for key in keys:
+        if key not in files:  # train.py is no key
+            check_key(key.rstrip("="))
+
+
+def test_every_verb_has_a_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    named = {words_of(text)[0] for text in quoted(index) if text.startswith("bloomery ")}
+    assert {verb for verb in VERBS if cli.get_command(None, verb)} <= named  # type: ignore[arg-type]
+    for link in re.findall(r"\]\(([\w./-]+\.md)\)", index):
+        assert (ROOT / "docs" / link).is_file(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page) -> None:
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`((?:tests|src|scripts|benchmarks)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_messages_name_verbs_that_exist() -> None:
+    for source in SOURCES:
+        for verb in re.findall(r"`bloomery ([a-z]+)", source.read_text()):
+            assert verb in VERBS, f"{source}: bloomery {verb}"

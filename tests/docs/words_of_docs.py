@@ -1,0 +1,75 @@
+"""What a page tells people to type, and whether the command line and the recipe's schema know it."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from pydantic import BaseModel
+
+from bloomery.cli import cli
+from bloomery.recipe.load import load_recipe, packaged
+from bloomery.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=(.*)", re.DOTALL)
+END = {"|", ">", "2>&1", "&&", "#", "..."}
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def commands_in(page: str) -> Iterator[str]:
+    """Each `bloomery ...` in a fenced or indented block (up to its comment, after two blanks), or in backticks."""
+    prose = []
+    for index, part in enumerate(page.split("\n```")):
+        if index % 2:
+            lines = part.splitlines()[1:]
+        else:
+            prose.append(part)
+            lines = [line for line in part.splitlines() if line.startswith("    ")]
+        for line in lines:
+            match = re.match(r"\s*(?:\$ )?(bloomery .*)", line)
+            if match:
+                yield re.split(r"\s{2,}", match[1])[0]
+    yield from (text for text in quoted(" ".join(prose).replace("\n", " ")) if text.startswith("bloomery "))
+
+
+def words_of(command: str) -> list[str]:
+    """The words after `bloomery`, without brackets around optional ones, up to a pipe."""
+    plain = re.sub(r"\[(-[^\]]*)\]", r"\1", command)
+    words = shlex.split(plain)[1:]
+    return words[: next((at for at, word in enumerate(words) if word in END), len(words))]
+
+
+def check_command(words: list[str]) -> None:
+    """Verb, flags and recipe keys exist; where the recipe is a packaged one, the values load, too."""
+    command: click.Command = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        verb, words = words[0], words[1:]
+        found = command.get_command(click.Context(command), verb)
+        assert found is not None, f"there is no {verb}"
+        command = found
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    flags = {name for option in options for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+    asked = {word for word in words if re.match(r"--?[a-z]", word)}
+    assert asked <= flags, f"{command.name} has no {asked - flags}"
+    overrides = [word for word in words if OVERRIDE.match(word)]
+    for word in overrides:
+        check_key(word.partition("=")[0])
+    if words and words[0] in packaged() and command.name in ("plan", "train", "prepare"):
+        load_recipe(words[0], [word for word in overrides if not word.endswith("=")])
+
+
+def check_key(key: str) -> None:
+    """A recipe key, or `section.*` for all of a section."""
+    section: object = Recipe
+    for part in key.split("."):
+        if part == "*":
+            return
+        assert isinstance(section, type) and issubclass(section, BaseModel), f"{key} is too deep"
+        names = {info.alias or name: info.annotation for name, info in section.model_fields.items()}
+        assert part in names, f"a recipe has no {key}"
+        section = names[part]
