@@ -5,6 +5,7 @@ from plan_help import loaded, machine
 
 from bloomery.errors import UserError
 from bloomery.plan.lengths import Scale, complete, evaluation_rows, provisional_steps, steps_of, total_steps
+from bloomery.plan.page import step_lines
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 from bloomery.units import Duration, parse_duration
@@ -88,6 +89,9 @@ def test_epochs_come_from_the_counted_rows():
     plan = resolve(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
+    said = next(choice for choice in plan.decisions if choice.key == "train.length")
+    assert (said.value, said.because) == ("250 steps", "the last 2 rows of 2 epochs fill no step and are left out")
+    assert "250 steps: the last 2 rows of 2 epochs" in " ".join(step_lines(plan))
 
 
 def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():

@@ -76,8 +76,7 @@ def choose_compile(recipe: Recipe, profile: Profile, seconds: float | None) -> C
 def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
     if profile.accelerator is None:
         return Choice(True, "the CPU's kernels repeat to the last bit")
+    slower = "kernels that repeat to the last bit are slower"
     if recipe.train.deterministic == "auto":
-        return Choice(
-            False, "kernels that repeat to the last bit are slower; data order and states are exact either way"
-        )
-    return Choice(recipe.train.deterministic, ASKED)
+        return Choice(False, f"{slower}; data order and states are exact either way")
+    return Choice(recipe.train.deterministic, f"{ASKED}; {slower}" if recipe.train.deterministic else ASKED)

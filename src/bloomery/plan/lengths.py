@@ -56,6 +56,13 @@ def _epochs(amount: float, scale: Scale) -> int | None:
     return steps
 
 
+def left_out(length: Duration, scale: Scale) -> int:
+    """Rows at the end of so many epochs that fill no step; 0 for any other length."""
+    if length.unit != "epochs" or scale.rows_per_epoch is None:
+        return 0
+    return int(scale.rows_per_epoch * length.amount) % scale.rows_per_step
+
+
 def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
     """How many steps a part of a run lasts, at least 1 unless the length is 0.
 

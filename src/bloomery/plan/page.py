@@ -117,8 +117,10 @@ def _total(plan: Plan) -> str:
     if plan.train.steps is None:
         return "no text here to count steps"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
-    guessed = in_epochs and plan.corpus is not None and plan.corpus.spread > 0
-    return f"{'about ' if guessed else ''}{plan.train.steps:,} steps"
+    if in_epochs and plan.corpus is not None and plan.corpus.spread > 0:
+        return f"about {plan.train.steps:,} steps"
+    length = next((choice for choice in plan.decisions if choice.key == "train.length"), None)
+    return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.because}"
 
 
 def memory_lines(plan: Plan, profile: Profile) -> Iterator[str]:

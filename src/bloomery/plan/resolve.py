@@ -130,6 +130,7 @@ class _Resolution:
                 _decision("train.attention", self.with_price(attention, cut)),
                 _decision("train.compile", Choice("compiled" if compiled.value else "uncompiled", compiled.because)),
                 _decision("train.tokens_per_step", tokens),
+                *self.length(scale),
                 *self.decisions(cut),
             ),
             contradictions=(),
@@ -149,6 +150,14 @@ class _Resolution:
         price = quadratic_bytes(cut.load) * layers / GIB
         added = f"{int(price * 10 + 0.5) / 10:.1f} GiB"
         return Choice(attention.value, f"{attention.because}; PyTorch's fallback would add {added}")
+
+    def length(self, scale: lengths.Scale) -> tuple[Decision, ...]:
+        """Epochs rarely end with a whole step, and what is left out is said."""
+        rows = lengths.left_out(self.recipe.train.length, scale)
+        if not rows or scale.steps is None:
+            return ()
+        because = f"the last {rows:,} rows of {self.recipe.train.length} fill no step and are left out"
+        return (_decision("train.length", Choice(f"{scale.steps:,} steps", because)),)
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment

@@ -171,6 +171,8 @@ def incidents(record: Record) -> Html:
         again = f"Steps {repeated.first:,} to {repeated.last:,} were computed once more after a resume: "
         same = "every loss and gradient norm the same to the last bit."
         other = f"{repeated.different:,} of {repeated.steps:,} differ."
+        if record.plan is not None and not record.plan.train.deterministic:
+            other += " Data order, random numbers and states were the same: equal up to kernel rounding."
         verdict = el("p", again + (other if repeated.different else same))
     if not record.incidents:
         return el("p", "No kill, no skipped step, no warning.", class_="absent")
