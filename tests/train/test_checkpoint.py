@@ -260,7 +260,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: 
         with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
             child.stdout.readline()
-            time.sleep(0.1 + draw.random() * 0.2)
+            while not any(tmp_path.glob("step-*")):
+                time.sleep(0.01)
+            time.sleep(draw.random() * 0.2)
             child.kill()
         folder, told = newest(tmp_path)
         assert told == []
