@@ -50,6 +50,13 @@ def test_parts_of_a_run(length, steps):
     assert steps_of(parse_duration(length), SCALE, key="eval.every") == steps
 
 
+def test_a_fifth_of_a_run_comes_five_times():
+    """Rounded to the nearest, 20% of 366 steps came at 365 and once more at the end."""
+    run = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=366, step_seconds=None)
+    every = steps_of(parse_duration("20%"), run, key="eval.every")
+    assert [step for step in range(1, 367) if step % every == 0 or step == 366] == [74, 148, 222, 296, 366]
+
+
 @pytest.mark.parametrize("length", ["1h", "1 epoch"])
 def test_an_unknown_scale_names_the_key(length):
     unknown = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=None, step_seconds=None)

@@ -74,7 +74,8 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
     if length.unit == "tokens":
         amount = length.amount / scale.tokens_per_step
     elif length.unit == "percent":
-        amount = length.amount / 100 * (scale.steps or UNKNOWN_STEPS)
+        # Rounded up: every 20% of 366 steps is five times, the last at the end, and not once more a step before it.
+        amount = math.ceil(round(length.amount / 100 * (scale.steps or UNKNOWN_STEPS), 6))
     elif length.unit == "epochs":
         amount = length.amount * _known(scale.rows_per_epoch, key, "the text is not prepared") / scale.rows_per_step
     elif length.unit == "seconds":
