@@ -12,6 +12,9 @@ class Frozen(BaseModel, frozen=True, extra="ignore"):
     """Recorded machines of newer versions still load."""
 
 
+Opening = Literal["open", "denied", "absent"]
+
+
 class Accelerator(Frozen):
     """One device as the operating system exposes it (a GCD of an MI250X is one)."""
 
@@ -23,6 +26,77 @@ class Accelerator(Frozen):
     memory_used_bytes: int = 0
     integrated: bool = False
     node: str = ""  # /dev/dri/renderD128
+    access: Opening | None = None  # whether this process may open `node`; None: nobody looked
+    pci_address: str = ""  # 0000:03:00.0
+    device_id: int = 0  # PCI
+    unique_id: str = ""  # of the die: two GCDs of one card differ
+    compute_units: int = 0
+    gtt_bytes: int = 0  # system memory that the driver lends to the GPU: what processor graphics really have
+
+
+class Access(Frozen):
+    """What this process may open, and whose right it would be."""
+
+    kfd: Opening = "absent"  # /dev/kfd, AMD's compute device
+    kfd_group: str = ""  # the group that owns it: its name, or its number where it has none here
+    kfd_gid: int | None = None
+    render_gid: int | None = None
+    groups: tuple[str, ...] = ()  # that this process runs in
+    listed_groups: tuple[str, ...] = ()  # that /etc/group puts the user in: more than `groups` before a new login
+
+
+class Driver(Frozen):
+    """The kernel's side."""
+
+    kernel: str = ""  # 6.12.9
+    amdgpu: bool = False  # loaded
+    amdgpu_version: str = ""  # of DKMS builds only; an in-tree driver has none
+    nvidia: str = ""  # 580.82.07
+    blacklisted: str = ""  # the file that keeps amdgpu from loading
+    boot: str = ""  # the words of /proc/cmdline that matter: iommu=, amd_iommu=, nomodeset
+    rocm: str = ""  # of the system, 6.4.0; PyTorch's wheels bring their own
+    numa_balancing: bool | None = None
+
+
+class Surroundings(Frozen):
+    """What stands around this process."""
+
+    wsl: bool = False
+    dxg: bool = False  # /dev/dxg, WSL's way to the GPU
+    container: str = ""  # docker, podman, apptainer, lxc
+    masked_gpus: int = 0  # that the kernel lists and the control group hides: not ours, not broken
+    shared_memory_bytes: int | None = None  # of /dev/shm
+    slurm: dict[str, str] = {}  # SLURM_JOB_ID, SLURM_GPUS_ON_NODE, SLURM_LOCALID, ...
+
+
+class Package(Frozen):
+    """An installed distribution that has to do with torch."""
+
+    name: str
+    version: str
+    installed: float = 0.0  # seconds since 1970
+    requested: bool = False  # somebody asked pip for it by name
+    requires_torch: str = ""  # its requirement, "torch>=2.8"
+
+
+class Setting(Frozen):
+    """A line of a shell file that sets one of the variables that matter."""
+
+    name: str
+    value: str
+    file: str
+    line: int
+
+
+class Probe(Frozen):
+    """What one child process found out with torch. `seconds` of what it timed; `said`: its error in one line."""
+
+    name: str  # device, matmul-bfloat16, attention-flash, compile, bitsandbytes, all-reduce, ...
+    outcome: Literal["ok", "wrong", "failed", "crashed", "hung", "absent"]
+    said: str = ""
+    seconds: float | None = None
+    error: float | None = None  # greatest relative difference from the float64 reference
+    facts: dict[str, str] = {}  # gcnArchName, arch list, ...
 
 
 class Host(Frozen):
@@ -34,6 +108,9 @@ class Host(Frozen):
     memory_free_bytes: int
     disk_free_bytes: int
     compiler: str | None = None  # a C++ compiler that torch.compile can use
+    driver: Driver = Driver()
+    access: Access = Access()
+    around: Surroundings = Surroundings()
 
 
 class Software(Frozen):
@@ -42,12 +119,20 @@ class Software(Frozen):
     build: Literal["cpu", "cuda", "rocm"] | None = None
     triton: str | None = None
     environment: dict[str, str] = {}  # the variables that matter, such as HSA_OVERRIDE_GFX_VERSION
+    hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
+    cuda: str = ""  # the CUDA that torch was built for, 13.0
+    prefix: str = ""  # of the Python environment
+    packages: tuple[Package, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    pinned: str = ""  # how the environment's own pip constraints name torch; empty: nothing stops pip
 
 
 class Machine(Frozen):
     accelerators: tuple[Accelerator, ...]
     host: Host
     software: Software
+    probes: tuple[Probe, ...] = ()  # empty: not probed
+    origin: str = ""  # of a file: "recorded" or "constructed", and from what
 
 
 def read_machine(path: Path) -> Machine:
