@@ -32,6 +32,21 @@ class Accelerator(Frozen):
     unique_id: str = ""  # of the die: two GCDs of one card differ
     compute_units: int = 0
     gtt_bytes: int = 0  # system memory that the driver lends to the GPU: what processor graphics really have
+    hive_id: str = ""  # devices with the same one are joined by xGMI
+
+    @property
+    def usable_bytes(self) -> int:
+        """Processor graphics draw on system memory that the driver lends; a card has its own alone."""
+        return max(self.memory_bytes, self.gtt_bytes) if self.integrated else self.memory_bytes
+
+
+class Display(Frozen):
+    """A display or accelerator device on the PCI bus, whether or not a driver has it."""
+
+    address: str  # 0000:03:00.0
+    vendor: int  # 0x1002 AMD, 0x10de NVIDIA, 0x8086 Intel
+    device_id: int
+    driver: str = ""  # amdgpu, nvidia, nouveau, vfio-pci; empty: none has it
 
 
 class Access(Frozen):
@@ -67,6 +82,8 @@ class Surroundings(Frozen):
     masked_gpus: int = 0  # that the kernel lists and the control group hides: not ours, not broken
     shared_memory_bytes: int | None = None  # of /dev/shm
     slurm: dict[str, str] = {}  # SLURM_JOB_ID, SLURM_GPUS_ON_NODE, SLURM_LOCALID, ...
+    site: str = ""  # frontier, lumi, setonix: a cluster with rules of its own
+    modules: tuple[str, ...] = ()  # loaded environment modules, rocm/7.1.1
 
 
 class Package(Frozen):
@@ -84,7 +101,7 @@ class Setting(Frozen):
 
     name: str
     value: str
-    file: str
+    file: str  # the home folder as ~
     line: int
 
 
@@ -108,6 +125,9 @@ class Host(Frozen):
     memory_free_bytes: int
     disk_free_bytes: int
     compiler: str | None = None  # a C++ compiler that torch.compile can use
+    processor: str = "x86_64"
+    distribution: str = ""  # of /etc/os-release: debian 12
+    displays: tuple[Display, ...] = ()
     driver: Driver = Driver()
     access: Access = Access()
     around: Surroundings = Surroundings()
@@ -121,7 +141,8 @@ class Software(Frozen):
     environment: dict[str, str] = {}  # the variables that matter, such as HSA_OVERRIDE_GFX_VERSION
     hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
     cuda: str = ""  # the CUDA that torch was built for, 13.0
-    prefix: str = ""  # of the Python environment
+    prefix: str = ""  # of the Python environment, the home folder as ~
+    torch_folder: str = ""  # where torch lies: outside `prefix` it is a site's or a container's own
     packages: tuple[Package, ...] = ()
     settings: tuple[Setting, ...] = ()
     pinned: str = ""  # how the environment's own pip constraints name torch; empty: nothing stops pip
