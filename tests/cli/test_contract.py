@@ -31,6 +31,8 @@ FLAGS = {
     "plan": {"--gpu", "--json"},
     "train": {"--run-dir", "-d", "--devices", "--dry-run", "--max-steps", "--train-epochs"},
     "resume": {"--from"},
+    "stop": set(),
+    "save": set(),
     "eval": {"--data", "--step", "--no-bos", "--json"},
     "generate": {
         "--prompt", "--prompts", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",

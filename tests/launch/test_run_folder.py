@@ -119,7 +119,7 @@ def test_two_runs_in_one_folder_are_refused(holder) -> None:
     folder, process = holder
     with pytest.raises(UserError, match=f"process {process.pid} ") as caught, locked(folder):
         pass
-    assert f"kill {process.pid}" in caught.value.remedy
+    assert f"bloomery stop {folder.name}" in caught.value.remedy
 
 
 def test_a_lock_in_this_very_process_holds_too(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("bloomery.cli.plan:command", "Say what a run would do, need and take, and whether it fits."),
     "train": ("bloomery.cli.train:command", "Train a recipe."),
     "resume": ("bloomery.cli.resume:command", "Go on where a run stopped, whatever stopped it."),
+    "stop": ("bloomery.cli.stop:command", "Let a running run save, and stop it."),
+    "save": ("bloomery.cli.save:command", "Let a running run write a checkpoint, and go on."),
     "eval": ("bloomery.cli.eval:command", "Loss, perplexity and bits per byte of a model on a text."),
     "generate": ("bloomery.cli.generate:command", "Let a model continue prompts."),
     "export": ("bloomery.cli.export:command", "Write a model in the layout of other programs."),

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
+from bloomery.launch.signals import can_hear
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
 from bloomery.train.run import name_of
 from bloomery.train.sealed import write_durably
@@ -140,14 +141,15 @@ def locked(folder: RunFolder) -> Iterator[int]:
 def _acquire(folder: RunFolder, descriptor: int) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not _try_kernel_lock(descriptor):
-        holder = _holder(folder.lock)
-        if _alive(holder) or time.monotonic() > deadline:
+        holder = holder_of(folder.lock)
+        if alive(holder) or time.monotonic() > deadline:
             raise _in_use(folder, holder)
         time.sleep(0.1)
-    holder = _holder(folder.lock)
-    if holder and (_alive(holder) if holder["host"] == host_name() else _silence(folder.lock) < DEAD_SECONDS):
+    holder = holder_of(folder.lock)
+    if holder and (alive(holder) if holder["host"] == host_name() else silence(folder.lock) < DEAD_SECONDS):
         raise _in_use(folder, holder)
-    text = json.dumps({"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()})
+    who = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name(), "hears": can_hear()}
+    text = json.dumps(who)
     with _explained(folder.path):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
@@ -164,7 +166,7 @@ def _try_kernel_lock(descriptor: int) -> bool:
     return True
 
 
-def _holder(lock: Path) -> dict[str, Any]:
+def holder_of(lock: Path) -> dict[str, Any]:
     """Who wrote the lock; empty when nobody holds it or the text was cut short."""
     try:
         entry: Any = json.loads(lock.read_text(encoding="utf-8"))
@@ -174,11 +176,12 @@ def _holder(lock: Path) -> dict[str, Any]:
     return entry if whole else {}
 
 
-def _alive(holder: dict[str, Any]) -> bool:
+def alive(holder: dict[str, Any]) -> bool:
+    """Whether that very process lives, on this host: a later one of the same number is another."""
     return bool(holder) and holder["host"] == host_name() and start_mark(int(holder["pid"])) == holder["started"]
 
 
-def _silence(lock: Path) -> float:
+def silence(lock: Path) -> float:
     """Seconds since the holder's last beat, by the file server's clock."""
     probe = lock.with_name(f".tmp-clock-{os.getpid()}")
     probe.touch()
@@ -190,7 +193,8 @@ def _silence(lock: Path) -> float:
 
 def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
     who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-    stop = f"`kill {holder['pid']}` stops that one, saved" if holder else "wait until that one has ended"
+    there = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
+    stop = f"`bloomery stop {folder.name}`{there} saves and stops it" if holder else "wait until that one has ended"
     return UserError(
         f"this run is in use: {who} is working on it",
         where=str(folder.path),

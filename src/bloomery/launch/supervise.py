@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, final
 
 from bloomery.errors import UserError
 from bloomery.launch.run_folder import RunFolder
-from bloomery.launch.signals import StopRequests
+from bloomery.launch.signals import SAVE_SIGNAL, StopRequests, held_back
 from bloomery.monitor.events import Event, follow
 
 Stage = Literal["prepare", "train"]
@@ -57,7 +58,8 @@ def run_stage(
         pump = threading.Thread(target=_pump, args=(process.stdout, tail, on_line), name=f"{stage} output")
         pump.start()
         stop = process.terminate if stage == "train" else lambda: _kill_group(process)
-        with requests.heard_by(stop):
+        save = partial(process.send_signal, SAVE_SIGNAL) if stage == "train" else None
+        with requests.heard_by(stop, save):
             for event in follow(folder.events, lambda: process.poll() is not None, start=seen):
                 on_event(event)
         pump.join(KILL_WAIT_SECONDS)
@@ -73,18 +75,20 @@ def _child(
     parent = os.getpid()
     command = [sys.executable, "-X", "faulthandler", "-m", "bloomery.launch.worker", stage]
     try:
-        with subprocess.Popen(
-            [*command, str(folder.path), "--parent", str(parent), "--report", str(child_end), *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            env=dict(environment),
-            pass_fds=(child_end, *inherited),
-            start_new_session=True,
-        ) as process:
+        with held_back(SAVE_SIGNAL):
+            child = subprocess.Popen(
+                [*command, str(folder.path), "--parent", str(parent), "--report", str(child_end), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                env=dict(environment),
+                pass_fds=(child_end, *inherited),
+                start_new_session=True,
+            )
+        with child as process:
             os.close(child_end)
             try:
                 yield process, report_end

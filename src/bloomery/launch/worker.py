@@ -19,7 +19,7 @@ from typing import final
 from bloomery.errors import UserError
 from bloomery.launch.processes import die_with_parent
 from bloomery.launch.run_folder import RunFolder
-from bloomery.launch.signals import STOP_SIGNALS
+from bloomery.launch.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
 
 DONE, FAILED, STOPPED = 0, 1, 75
@@ -28,17 +28,27 @@ DONE, FAILED, STOPPED = 0, 1, 75
 @final
 @dataclass
 class StopFlag:
-    """Set by a stop signal. Before the first step of this process there is nothing to save: it ends at once."""
+    """Set by signals. Before the first step of this process there is nothing to save: a request to stop ends it."""
 
     asked: bool = False
     stepped: bool = False
+    save_asked: bool = False
 
     def install(self) -> None:
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, SAVE_SIGNAL):
             signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVE_SIGNAL})  # a request that came before is heard now
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self.save_asked = self.save_asked, False
+        return asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
+        if number == SAVE_SIGNAL:
+            self.save_asked = True
+            return
         self.asked = True
         if not self.stepped:
             os._exit(STOPPED)
@@ -126,7 +136,12 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         emit(Resumed(path=""))
     with _memory_explained(plan.train.micro_batch):
         outcome = run(
-            plan, run_dir=folder.path, emit=flag.watching(emit), stop=lambda: flag.asked, resume_from=checkpoint
+            plan,
+            run_dir=folder.path,
+            emit=flag.watching(emit),
+            stop=lambda: flag.asked,
+            save_asked=flag.take_save,
+            resume_from=checkpoint,
         )
     return DONE if outcome == "done" else STOPPED
 

@@ -26,6 +26,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.weights import write_model
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.train.sealed import (
+    NOT_SAVED,
     best_step,
     clear_drafts,
     damage,
@@ -154,7 +155,7 @@ class Saver:
                 self._commit(staged)
         except OSError as error:
             why = f"{error.strerror or error} ({format_bytes(staged.bytes)} are needed)"
-            self._warn(staged.step, f"the checkpoint of step {staged.step} was not saved, training goes on: {why}")
+            self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {why}")
             return why
         target = step_folder(self.folder, staged.step)
         written = sum(path.stat().st_size for path in target.iterdir())

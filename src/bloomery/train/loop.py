@@ -56,14 +56,23 @@ class Job:
         return self.state.progress.step
 
 
-def run(plan: Plan, *, run_dir: Path, emit: Emit, stop: Callable[[], bool], resume_from: Path | None = None) -> Outcome:
+def run(
+    plan: Plan,
+    *,
+    run_dir: Path,
+    emit: Emit,
+    stop: Callable[[], bool],
+    save_asked: Callable[[], bool] = lambda: False,
+    resume_from: Path | None = None,
+) -> Outcome:
     """Trains for the planned length, or until `stop` says so after a step; either way a checkpoint stands afterwards.
 
-    `resume_from`: an undamaged checkpoint; what follows equals the undisturbed run. Raises UserError when the loss
-    stays non-finite after skipping and rewinding, and when the last checkpoint cannot be written.
+    `save_asked`: whether somebody wants a checkpoint after this step; asked once a step. `resume_from`: an undamaged
+    checkpoint; what follows equals the undisturbed run. Raises UserError when the loss stays non-finite after skipping
+    and rewinding, and when the last checkpoint cannot be written.
     """
     job = open_job(plan, run_dir, emit, resume_from)
-    while (outcome := train(job, stop)) == "rewind":
+    while (outcome := train(job, stop, save_asked)) == "rewind":
         rewind(job)
     if outcome == "done":
         look(job)
@@ -72,7 +81,7 @@ def run(plan: Plan, *, run_dir: Path, emit: Emit, stop: Callable[[], bool], resu
     return outcome
 
 
-def train(job: Job, stop: Callable[[], bool]) -> Outcome | Literal["rewind"]:
+def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) -> Outcome | Literal["rewind"]:
     """Steps until the run is finished, asked to stop, or must go back to its last good checkpoint."""
     with read_ahead(job) as stream:
         while not finished(job):
@@ -85,7 +94,7 @@ def train(job: Job, stop: Callable[[], bool]) -> Outcome | Literal["rewind"]:
                 fix_length(job)
             if job.step % job.plan.eval.every_steps == 0:
                 look(job)
-            job.saving_due |= job.step % job.plan.checkpoint.every_steps == 0
+            job.saving_due |= save_asked() or job.step % job.plan.checkpoint.every_steps == 0
             # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
             if job.saving_due and action == "step" and not finished(job):
                 save(job)

@@ -15,6 +15,7 @@ from typing import Any
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
+NOT_SAVED = "was not saved, training goes on"  # how the warning of a failed save is told from others
 
 
 def flush_to_disk(path: Path) -> None:

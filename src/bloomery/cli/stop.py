@@ -1,0 +1,57 @@
+"""`bloomery stop RUN`: a running run saves and ends."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from bloomery.cli.common import find_run
+from bloomery.errors import UserError
+from bloomery.monitor.events import Event, Phase, Saved, StepDone
+
+
+@click.command()
+@click.argument("run")
+def command(run: str) -> int:
+    """Let RUN (a path, a name under runs/, or `last`) finish its step and save, and wait until it has ended.
+
+    Example: bloomery stop last
+    """
+    from bloomery.launch.ask import runner_of, stop_run
+    from bloomery.launch.supervise import existing
+    from bloomery.train.sealed import saved_steps, step_folder
+
+    folder = existing(find_run(run))
+    runner = runner_of(folder)
+    click.echo(f"asked      process {runner.pid} to save and stop; it ends after the step that it is taking")
+    with waiting(folder.path) as told:
+        ended = stop_run(runner, on_event=told)
+    if ended is None or ended.why not in ("stopped", "done"):
+        why = "killed, and said nothing" if ended is None else ended.why
+        remedy = f"`bloomery resume {folder.name}` goes on from the last checkpoint"
+        raise UserError(f"the run ended otherwise: {why}", where=str(folder.log), remedy=remedy)
+    steps = saved_steps(folder.checkpoints)
+    kept = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "there was nothing to save yet"
+    click.echo(f"{ended.why:<11}after step {ended.step:,}; {kept}")
+    if ended.why == "stopped":
+        click.echo(f"next       bloomery resume {folder.name}")
+    return 0
+
+
+@contextmanager
+def waiting(folder: Path) -> Iterator[Callable[[Event], None]]:
+    """On a terminal, a line that says what the run does meanwhile; what is given to it are the run's events."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"waiting for {folder.name}") as status:
+
+        def told(event: Event) -> None:
+            if isinstance(event, StepDone):
+                status.update(f"waiting for {folder.name}: step {event.step:,} is done")
+            elif isinstance(event, Saved):
+                status.update(f"waiting for {folder.name}: step {event.step:,} is saved")
+            elif isinstance(event, Phase):
+                status.update(f"waiting for {folder.name}: {event.name}")
+
+        yield told

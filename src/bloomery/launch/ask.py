@@ -1,0 +1,127 @@
+"""Asking a run that another process works on to stop or to save, and waiting until it has. No torch."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from bloomery.errors import UserError
+from bloomery.launch.processes import host_name, start_mark
+from bloomery.launch.run_folder import DEAD_SECONDS, RunFolder, alive, holder_of, silence
+from bloomery.launch.signals import SAVE_SIGNAL
+from bloomery.monitor.events import Event, RunEnded, Saved, Warned, follow
+from bloomery.train.sealed import NOT_SAVED
+
+
+@final
+@dataclass(frozen=True)
+class Runner:
+    """The process that works on a run, as its lock tells: never a later one of the same number."""
+
+    folder: RunFolder
+    entry: dict[str, Any]
+
+    @property
+    def pid(self) -> int:
+        return int(self.entry["pid"])
+
+    @property
+    def working(self) -> bool:
+        """Whether it still holds the run; its process may live on when the run was a part of a larger program."""
+        return holder_of(self.folder.lock) == self.entry and alive(self.entry)
+
+    def send(self, number: int) -> None:
+        """Raises UserError when it has ended meanwhile, or belongs to somebody else."""
+        try:
+            _signal(self.pid, self.entry["started"], number)
+        except ProcessLookupError as error:
+            raise _idle(self.folder) from error
+        except PermissionError as error:
+            raise UserError(
+                f"process {self.pid} belongs to another user, who alone may stop it or let it save",
+                where=str(self.folder.path),
+                remedy="ask that user, or use their account",
+            ) from error
+
+
+def runner_of(folder: RunFolder) -> Runner:
+    """Who works on the run, on this host and listening. Raises UserError when nobody is, or nobody who could hear."""
+    entry = holder_of(folder.lock) if folder.lock.exists() else {}
+    elsewhere = bool(entry) and entry["host"] != host_name()
+    if elsewhere and silence(folder.lock) < DEAD_SECONDS:
+        raise UserError(
+            f"this run goes on on another machine: process {entry['pid']} on {entry['host']}",
+            where=str(folder.path),
+            remedy=f"run the same command on {entry['host']}",
+        )
+    if elsewhere or not alive(entry):
+        raise _idle(folder)
+    if not entry.get("hears", False):
+        raise UserError(
+            f"process {entry['pid']} runs this training outside its main thread, where Python hears no signals",
+            where=str(folder.path),
+            remedy="stop it from inside that program",
+        )
+    return Runner(folder, entry)
+
+
+def _idle(folder: RunFolder) -> UserError:
+    return UserError(
+        "no process is working on this run",
+        where=str(folder.path),
+        remedy=f"`bloomery resume {folder.name}` goes on with it; `bloomery runs` says how each run ended",
+    )
+
+
+def _signal(pid: int, started: str, number: int) -> None:
+    """To that very process: what is opened first keeps its number from passing to another between look and signal."""
+    if not hasattr(os, "pidfd_open"):
+        if start_mark(pid) != started:
+            raise ProcessLookupError
+        os.kill(pid, number)
+        return
+    handle = os.pidfd_open(pid)
+    try:
+        if start_mark(pid) != started:
+            raise ProcessLookupError
+        signal.pidfd_send_signal(handle, number)
+    finally:
+        os.close(handle)
+
+
+def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
+    """Asks it to save and stop; returns when it has ended, with how. None when it died without a word."""
+    ended = None
+    for event in _heard(runner, signal.SIGTERM):
+        on_event(event)
+        ended = event if isinstance(event, RunEnded) else ended
+    return ended
+
+
+def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
+    """Asks for a checkpoint after the step that it is taking; returns when it stands.
+
+    Raises UserError when it could not be written, or the run ended before.
+    """
+    for event in _heard(runner, SAVE_SIGNAL):
+        on_event(event)
+        if isinstance(event, Saved):
+            return event
+        if isinstance(event, Warned) and NOT_SAVED in event.because:
+            raise UserError(
+                event.because, where=str(runner.folder.checkpoints), remedy="make room on the disk, then ask again"
+            )
+    raise UserError(
+        "the run ended before it took another step",
+        where=str(runner.folder.path),
+        remedy=f"`bloomery resume {runner.folder.name}` goes on with it; `bloomery runs` says how it ended",
+    )
+
+
+def _heard(runner: Runner, number: int) -> Iterator[Event]:
+    """What the run tells from the request on, until nobody works on it any more."""
+    events = runner.folder.events
+    seen = events.stat().st_size if events.exists() else 0
+    runner.send(number)
+    yield from follow(events, lambda: not runner.working, start=seen)

@@ -1,0 +1,132 @@
+"""`bloomery stop` and `bloomery save`: a run that another process works on hears, and nobody else does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
+
+from bloomery.errors import UserError
+from bloomery.launch.ask import runner_of, save_run, stop_run
+from bloomery.launch.processes import host_name, start_mark
+from bloomery.launch.run_folder import RunFolder, holder_of
+from bloomery.monitor.events import EventLog, RunEnded, Saved, StepDone, Warned
+from bloomery.train.sealed import NOT_SAVED, damage, saved_steps
+
+TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.length=4000 steps", "checkpoint.every=4000 steps")
+
+
+def test_a_run_saves_when_asked_then_stops_when_asked_and_goes_on(bloomery: Bloomery, undisturbed: Bloomery) -> None:
+    with bloomery.start(*TRAIN) as process:
+        wait_for(bloomery.saw(StepDone, 2))
+        saved = bloomery.run("save", "one")
+        assert saved.returncode == 0, saved.stderr
+        (step,) = saved_steps(bloomery.run_dir / "checkpoints")
+        folder = bloomery.run_dir / "checkpoints" / f"step-{step:08d}"
+        assert f"step {step}" in saved.stdout
+        assert saved.stdout.strip().endswith(str(folder))
+        assert damage(folder) is None
+        wait_for(bloomery.saw(StepDone, step + 1))
+        assert process.poll() is None  # it went on
+        stopped = bloomery.run("stop", "last")
+        assert stopped.returncode == 0, stopped.stderr
+        assert process.wait(5) == 75
+        process.communicate()
+    ended = bloomery.events()[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.why == "stopped"
+    assert f"after step {ended.step:,}" in stopped.stdout
+    assert "bloomery resume one" in stopped.stdout
+    assert saved_steps(bloomery.run_dir / "checkpoints")[-1] == ended.step
+
+    again = bloomery.run("stop", "one")
+    assert again.returncode == 1
+    assert "no process is working on this run" in again.stderr
+    assert "bloomery resume one" in again.stderr
+
+
+def test_a_save_between_steps_changes_nothing(bloomery: Bloomery, undisturbed: Bloomery) -> None:
+    words = ("train", "tiny.yaml", "--run-dir", "runs/one")
+    with bloomery.start(*words) as process:
+        wait_for(bloomery.saw(StepDone, 1))
+        os.kill(process.pid, signal.SIGUSR2)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, err
+    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
+
+
+def test_a_wish_to_save_that_comes_before_training_is_kept_for_its_first_step(bloomery: Bloomery) -> None:
+    with bloomery.start(*TRAIN) as process:
+        wait_for(lambda: bool(holder_of(bloomery.run_dir / "lock")))
+        os.kill(process.pid, signal.SIGUSR2)
+        wait_for(bloomery.saw(Saved))
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_SECONDS)
+    saves = [event.step for event in bloomery.events() if isinstance(event, Saved)]
+    assert saves[0] == 1
+    assert len(saves) <= 2
+
+
+def write_lock(folder: Path, pid: int, **changes) -> RunFolder:
+    entry = {"pid": pid, "started": start_mark(pid), "host": host_name(), "hears": True} | changes
+    (folder / "lock").write_text(json.dumps(entry))
+    (folder / "recipe.yaml").touch()
+    return RunFolder(folder)
+
+
+@pytest.fixture
+def sleeper():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("change", [{"started": "another boot 1"}, {"host": "node17"}, {"hears": False}])
+def test_a_process_that_is_not_the_runs_own_is_never_signalled(tmp_path: Path, sleeper, change) -> None:
+    folder = write_lock(tmp_path, sleeper.pid, **change)
+    with pytest.raises(UserError) as caught:
+        stop_run(runner_of(folder), on_event=lambda _: None)
+    assert caught.value.remedy
+    time.sleep(0.1)
+    assert sleeper.poll() is None
+
+
+def test_a_number_that_passed_to_another_process_is_not_signalled(tmp_path: Path, sleeper) -> None:
+    folder = write_lock(tmp_path, sleeper.pid)
+    runner = runner_of(folder)
+    runner.entry["started"] = "earlier"
+    with pytest.raises(UserError, match="no process is working"):
+        runner.send(signal.SIGTERM)
+    assert sleeper.poll() is None
+
+
+@pytest.mark.parametrize("lock", ["", '{"pid": 17, "sta', None])
+def test_without_a_holder_nothing_runs(tmp_path: Path, lock) -> None:
+    if lock is not None:
+        (tmp_path / "lock").write_text(lock)
+    with pytest.raises(UserError, match="no process is working on this run"):
+        runner_of(RunFolder(tmp_path))
+
+
+def test_a_save_that_fails_is_said(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: None); print('up', flush=True); time.sleep(9)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as deaf:
+        assert deaf.stdout is not None
+        deaf.stdout.readline()
+        runner = runner_of(write_lock(tmp_path, deaf.pid))
+        with EventLog(tmp_path / "events.jsonl") as emit:
+            told = iter([Warned(because=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full")])
+            emit(StepDone(step=3, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
+                          samples_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0))  # fmt: skip
+            original = runner.send
+            object.__setattr__(runner, "send", lambda number: (original(number), emit(next(told))))
+            with pytest.raises(UserError, match="the disk is full"):
+                save_run(runner, on_event=lambda _: None)
+        deaf.kill()
+    with pytest.raises(UserError, match="no process is working"):
+        save_run(runner_of(RunFolder(tmp_path)), on_event=lambda _: None)
