@@ -56,6 +56,28 @@ class StepDone(Event):
     step_seconds: float
     data_wait_seconds: float
     memory_gib: float
+    learned_tokens: int | None = None  # labels that counted in the loss of this step
+    communication_seconds: float | None = None  # waited for other devices; None where nothing was measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vitals(Event):
+    """What a few early steps and every `monitor.every`-th tell of a run's health; None is not known.
+
+    Shares of parameters count their elements. Times are those since the `Vitals` before.
+    """
+
+    update_ratio: float | None = None  # the step's change of a matrix beside its size, root mean squares, the median
+    still_share: float | None = None  # of parameters in tensors that this step left as they were
+    still: str = ""  # the largest of those
+    no_gradient_share: float | None = None  # of parameters in tensors whose gradient is absent or zero
+    labels_next: float | None = None  # share of the labels that are the token that follows, as they must be
+    labels_own: float | None = None  # that are the token they are asked at
+    labels_after: float | None = None  # that are the token after the next
+    pair_excess: float | None = None  # how many times as often as by chance two neighbouring pairs are the same
+    seconds: float = 0.0
+    core_wait_seconds: float | None = None  # the training thread was ready to run and had no core
+    graphs: int | None = None  # compiled so far
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +105,32 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSampled(Event):
-    device: int
-    utilisation: float | None = None
-    memory_gib: float | None = None
-    temperature: float | None = None
-    power: float | None = None
+    """One device at work; None is what nothing here can read. The launcher tells all but the last four fields."""
+
+    device: int  # of the machine's accelerators; PROCESSOR is the processor
+    name: str = ""
+    seconds: float = 0.0  # that this sample stands for: utilisation and power are means over them, temperature the peak
+    utilisation: float | None = None  # percent of the time
+    memory_gib: float | None = None  # in use by everybody
+    memory_total_gib: float | None = None
+    temperature: float | None = None  # degrees Celsius, at the junction where it is known
+    power: float | None = None  # watts
+    clock_mhz: float | None = None
+    throttled: str | None = None  # why it runs slower than it could; "" when it does not
+    shared_with: int | None = None  # the device whose `power` is that of both: two dies of one card
+    allocated_gib: float | None = None  # by tensors of the training process, at the end of a step
+    reserved_gib: float | None = None  # held by its allocator
+    fragmentation: float | None = None  # the share of `reserved_gib` that lies free between tensors
+    alloc_retries: int | None = None  # times that the allocator had to give everything back and ask again
+
+
+PROCESSOR = -1  # as `GpuSampled.device`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     because: str
+    cause: str = ""  # what a diagnosis found, in one word, so that it is said once
 
 
 @dataclass(frozen=True, kw_only=True)
