@@ -2,34 +2,17 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.detect import detect, parse_nvidia_smi, parse_torch_version
+from bloomery.hardware.detect import detect
+from bloomery.hardware.detect_gpus import parse_nvidia_smi
+from bloomery.hardware.detect_software import parse_torch_version
 from bloomery.hardware.kfd import gfx_name, read_kfd
 from bloomery.hardware.machine import Machine
-
-CPU_NODE = "cpu_cores_count 16\nsimd_count 0\ngfx_target_version 0\nvendor_id 0\n"
-RX_6700_XT = (
-    "cpu_cores_count 0\nsimd_count 80\nlds_size_in_kb 64\nwave_front_size 32\nsimd_per_cu 2\n"
-    "gfx_target_version 100301\nvendor_id 4098\ndevice_id 29663\nlocation_id 768\ndomain 0\n"
-    "drm_render_minor 128\nlocal_mem_size 0\nnum_xcc 1\n"
-)
-IGPU = RX_6700_XT.replace("100301", "100306").replace("29663", "5710").replace("minor 128", "minor 129")
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def node(root: Path, number: int, properties: str, *, bank_bytes: int = 0) -> None:
-    folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
-    write(folder / "properties", properties)
-    if bank_bytes:
-        bank = f"heap_type 1\nsize_in_bytes {bank_bytes}\nflags 0\nwidth 192\nmem_clk_max 1000\n"
-        write(folder / "mem_banks/0/properties", bank)
+from kfd_trees import CPU, GFX942, GFX1031, GFX1036, GFX1100, drm_device, pci_device, topology_node, write
 
 
 @pytest.fixture
@@ -41,11 +24,11 @@ def root(tmp_path):
     )
     write(tmp_path / "proc/meminfo", "MemTotal:       32000000 kB\nMemFree: 1000 kB\nMemAvailable:   16000000 kB\n")
     write(tmp_path / "proc/self/cgroup", "0::/user.slice/job\n")
-    node(tmp_path, 0, CPU_NODE)
-    node(tmp_path, 1, RX_6700_XT, bank_bytes=12868124672)
-    node(tmp_path, 2, IGPU, bank_bytes=536870912)
-    write(tmp_path / "sys/class/drm/renderD128/device/revision", "0xc1\n")
-    write(tmp_path / "sys/class/drm/renderD128/device/mem_info_vram_used", "655360000\n")
+    topology_node(tmp_path, 0, CPU)
+    topology_node(tmp_path, 1, GFX1031, bank_bytes=12868124672)
+    topology_node(tmp_path, 2, GFX1036, bank_bytes=536870912)
+    drm_device(tmp_path, 128, revision="0xc1", mem_info_vram_used="655360000")
+    drm_device(tmp_path, 129, revision="0xc9", mem_info_gtt_total="16000000000")
     write(tmp_path / "usr/share/libdrm/amdgpu.ids", "# comment\n1.0.0\n73DF,\tC1,\tAMD Radeon RX 6700 XT\n")
     return tmp_path
 
@@ -79,6 +62,34 @@ def test_amd_gpus_come_from_the_topology(root):
     assert (card.compute_units, card.wave_size, card.pci_address) == (40, 32, "0000:03:00.0")
 
 
+def test_processor_graphics_use_what_the_driver_lends(root):
+    big, small = detect(root=root).accelerators
+    assert (small.gtt_bytes, small.usable_bytes) == (16_000_000_000, 16_000_000_000)
+    assert big.usable_bytes == big.memory_bytes
+
+
+def test_a_real_node_of_an_rx_7900_xtx(tmp_path):
+    topology_node(tmp_path, 0, CPU)
+    topology_node(tmp_path, 1, GFX1100)
+    drm_device(tmp_path, 128, mem_info_vram_total="25753026560", product_name="Radeon RX 7900 XTX")
+    (card,) = detect(root=tmp_path).accelerators
+    assert (card.arch, card.compute_units, card.memory_bytes) == ("gfx1100", 96, 25753026560)
+    assert (card.pci_address, card.device_id, card.unique_id) == ("0000:86:00.0", 0x744C, hex(11673270660693242239))
+    assert (card.name, card.access, card.hive_id) == ("Radeon RX 7900 XTX", "open", "")
+
+
+def test_an_mi300x_node(tmp_path):
+    topology_node(tmp_path, 0, CPU)
+    topology_node(tmp_path, 1, CPU)
+    for index in range(8):
+        place = f"location_id {(0x05 + 0x20 * index) << 8}\ndrm_render_minor {128 + 8 * index}\nhive_id 8839\n"
+        topology_node(tmp_path, 2 + index, GFX942 + place, bank_bytes=196592 * 2**20)
+    cards = detect(root=tmp_path).accelerators
+    assert [card.index for card in cards] == list(range(8))
+    assert {(card.arch, card.compute_units, card.hive_id) for card in cards} == {("gfx942", 304, hex(8839))}
+    assert len({card.pci_address for card in cards}) == 8
+
+
 def test_a_masked_device_is_absent(root, monkeypatch):
     real = Path.read_text
 
@@ -88,7 +99,9 @@ def test_a_masked_device_is_absent(root, monkeypatch):
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", masked)
-    assert [device.arch for device in detect(root=root).accelerators] == ["gfx1036"]
+    machine = detect(root=root)
+    assert [device.arch for device in machine.accelerators] == ["gfx1036"]
+    assert machine.host.around.masked_gpus == 1
 
 
 def test_the_smallest_group_limits_memory_and_cores(root):
@@ -115,9 +128,13 @@ def test_groups_of_the_first_version_count_too(root):
 
 
 def test_nvidia_smi_rows():
-    text = "0, NVIDIA H200, 143771, 512, 9.0\n1, NVIDIA GB10, [N/A], [N/A], 12.1\nNo devices were found\n"
+    text = (
+        "0, NVIDIA H200, 143771, 512, 9.0, 00000000:1B:00.0, 0x233510DE\n"
+        "1, NVIDIA GB10, [N/A], [N/A], 12.1, 0000000F:01:00.0, 0x2E1210DE\nNo devices were found\n"
+    )
     card, shared = parse_nvidia_smi(text, start=1)
     assert (card.index, card.name, card.arch, card.memory_bytes) == (1, "NVIDIA H200", "sm_90", 143771 * 2**20)
+    assert (card.pci_address, card.device_id) == ("0000:1b:00.0", 0x2335)
     assert (shared.arch, shared.integrated, shared.memory_bytes) == ("sm_121", True, 0)
 
 
@@ -134,6 +151,25 @@ def test_nvidia_smi_rows():
 )
 def test_the_build_of_torch_is_read_from_its_version_file(lines, found):
     assert parse_torch_version(lines) == found
+
+
+def test_cards_without_a_driver_are_on_the_bus(tmp_path):
+    pci_device(tmp_path, "0000:0b:00.0", kind="0x030000", vendor="0x1002", device="0x73bf", driver="vfio-pci")
+    pci_device(tmp_path, "0000:0c:00.0", kind="0x038000", vendor="0x1002", device="0x740c")
+    pci_device(tmp_path, "0000:0d:00.0", kind="0x020000", vendor="0x8086", device="0x1533", driver="igb")
+    machine = detect(root=tmp_path)
+    assert machine.accelerators == ()
+    assert [(d.address, d.vendor, d.driver) for d in machine.host.displays] == [
+        ("0000:0b:00.0", 0x1002, "vfio-pci"),
+        ("0000:0c:00.0", 0x1002, ""),
+    ]
+
+
+def test_this_machine_is_detected_at_once():
+    detect()
+    began = time.monotonic()
+    detect()
+    assert time.monotonic() - began < 1.0  # 0.03 s on two quiet cores
 
 
 def test_this_machine_is_detected_without_torch_and_survives_json():

@@ -28,6 +28,9 @@ class KfdNode:
     memory_used_bytes: int
     integrated: bool
     pci_address: str
+    gtt_bytes: int = 0  # system memory that the driver lends
+    unique_id: str = ""  # of the die
+    hive_id: str = ""  # of the dies that xGMI joins
 
 
 def gfx_name(version: int) -> str:
@@ -43,6 +46,19 @@ def read_kfd(root: Path = Path("/sys")) -> tuple[KfdNode, ...]:
     numbered = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
     nodes = (_read_node(root, folder / str(number), number) for number in numbered)
     return tuple(node for node in nodes if node is not None)
+
+
+def masked_gpus(root: Path = Path("/sys")) -> int:
+    """Nodes that the kernel lists and the control group of this process hides: their properties answer EPERM."""
+    count = 0
+    for path in (root / TOPOLOGY).glob("[0-9]*/properties"):
+        try:
+            path.read_text()
+        except PermissionError:
+            count += 1
+        except OSError:  # a node that goes away while it is read is not a masked one
+            continue
+    return count
 
 
 def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
@@ -64,6 +80,9 @@ def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
         memory_used_bytes=_integer(device / "mem_info_vram_used"),
         integrated=facts.get("cpu_cores_count", 0) > 0 or facts["gfx_target_version"] in INTEGRATED,
         pci_address=_pci_address(facts.get("domain", 0), facts.get("location_id", 0)),
+        gtt_bytes=_integer(device / "mem_info_gtt_total"),
+        unique_id=_identity(facts.get("unique_id", 0)),
+        hive_id=_identity(facts.get("hive_id", 0)),
     )
 
 
@@ -84,6 +103,10 @@ def _local_memory(banks: Path) -> int:
     """Bytes of the banks that are not system memory (heap_type 0); `local_mem_size` is always 0."""
     facts = [_properties(bank / "properties") for bank in sorted(banks.glob("[0-9]*"))]
     return sum(bank.get("size_in_bytes", 0) for bank in facts if bank.get("heap_type", 0) != 0)
+
+
+def _identity(number: int) -> str:
+    return hex(number) if number else ""
 
 
 def _pci_address(domain: int, location: int) -> str:

@@ -12,7 +12,7 @@ class Frozen(BaseModel, frozen=True, extra="ignore"):
     """Recorded machines of newer versions still load."""
 
 
-Opening = Literal["open", "denied", "absent"]
+Opening = Literal["open", "denied", "absent", "hung"]  # hung: the driver did not answer
 
 
 class Accelerator(Frozen):
