@@ -1,0 +1,105 @@
+"""Probes of the backends of model.attention on packed rows: a child of `hardware.probes`, started by its name.
+
+Each is run forward and backward on rows of several documents against float64 on the CPU, and timed.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bloomery.hardware.probe_checks import Found, backward, best_seconds, difference, judged, worst
+from bloomery.hardware.probe_child import leave, main
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS = 256
+TIMED_TOKENS = {"cpu": 1024, "cuda": 4096}
+
+
+def backend(name: str, job: Mapping[str, Any]) -> Found:
+    """`backend-blockwise`: three documents a row, or one where it cannot keep them apart; which kernel ran."""
+    kind, where = name.partition("-")[2], job["device"]
+    dtype = "bfloat16" if kind == "varlen" and job["dtype"] == "float32" else job["dtype"]
+    error = checked(kind, where, dtype)
+    tokens = TIMED_TOKENS[where]
+    seconds = timed(kind, where, dtype, tokens)
+    facts = {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)}
+    return judged(error, dtype, seconds=seconds, facts=facts)
+
+
+def checked(kind: str, where: str, dtype: str) -> float:
+    """The greatest difference of the result and the three gradients from `math` in float64."""
+    import torch
+
+    torch.manual_seed(0)
+    q, g = (torch.randn(2, 4, TOKENS, 64).to(getattr(torch, dtype)) for _ in range(2))
+    k, v = (torch.randn(2, 2, TOKENS, 64).to(getattr(torch, dtype)) for _ in range(2))
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    given = [tensor.to(where).requires_grad_() for tensor in (q, k, v)]
+    truth = _attend(exact, "math", documents=_documents(2, TOKENS, "cpu", packed=kind != "sdpa"))
+    backward(truth, g.double())
+    result = _attend(given, kind, documents=_documents(2, TOKENS, where, packed=kind != "sdpa"))
+    backward(result, g.to(where))
+    pairs = [(result.detach(), truth.detach())]
+    pairs += [(a.grad, b.grad) for a, b in zip(given, exact, strict=True) if a.grad is not None and b.grad is not None]
+    assert len(pairs) == 4
+    return worst([difference(found, right) for found, right in pairs])
+
+
+def timed(kind: str, where: str, dtype: str, tokens: int) -> float:
+    """Forward and backward of one row, 8 heads, width 64."""
+    import torch
+
+    q, k, v = (torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(3))
+    gradient = torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype))
+    documents = _documents(1, tokens, where, packed=kind != "sdpa")
+
+    def work() -> None:
+        q.grad = k.grad = v.grad = None
+        backward(_attend([q, k, v], kind, documents=documents), gradient)
+
+    return best_seconds(work, where)
+
+
+def kernel(kind: str, where: str, dtype: str) -> str:
+    """Which kernel of scaled_dot_product_attention torch took, by the operators that it called; else ours."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called: list[str] = []
+
+    class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    if kind not in ("sdpa", "mask"):
+        return kind
+    tensors = [torch.randn(1, 8, TOKENS, 64).to(where, getattr(torch, dtype)) for _ in range(3)]
+    with Listening():  # type: ignore[no-untyped-call]
+        _attend(tensors, kind, documents=_documents(1, TOKENS, where, packed=kind != "sdpa"))
+    words = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
+    return next((words[word] for word in words if any(f"{word}_attention" in name for name in called)), "math")
+
+
+def _attend(tensors: list["Tensor"], kind: str, *, documents: "Tensor | None") -> "Tensor":
+    from bloomery.model.attention import attend, layout_of
+
+    q, k, v = tensors
+    layout = layout_of(documents, backend=kind)
+    return attend(q, k, v, layout, backend=kind, window=None, softcap=None, scale=64**-0.5, dropout=0.0)
+
+
+def _documents(rows: int, tokens: int, where: str, *, packed: bool) -> "Tensor | None":
+    """A half, a quarter and a quarter of each row; None: one document a row."""
+    import torch
+
+    if not packed:
+        return None
+    lengths = torch.tensor([tokens // 2, tokens // 4, tokens - tokens // 2 - tokens // 4])
+    return torch.repeat_interleave(torch.arange(3), lengths).expand(rows, -1).to(where)
+
+
+if __name__ == "__main__":
+    leave(main({"backend": backend}))

@@ -1,0 +1,144 @@
+"""Probes run in children: whatever a driver does to them is an answer, and the caller goes on."""
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from bloomery.hardware import probes
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
+from bloomery.hardware.probes import MODEL_BACKENDS, Spec, cache_key, cached_probes, probe, run_probes, specs
+from bloomery.hardware.profile import build_profile
+from bloomery.model.attention_facts import BACKENDS
+
+HERE = Path(__file__).parent
+HOST = Host(
+    system="Linux", cpu_name="a CPU", cpu_cores=2, cpu_flags=("avx2",), memory_bytes=2**34, memory_free_bytes=2**33,
+    disk_free_bytes=2**40,
+)  # fmt: skip
+CARD = Accelerator(index=0, vendor="amd", name="Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def faulty(*names: str, seconds: float = 20.0, **job) -> tuple[Probe, ...]:
+    wanted = [Spec(name=name, module="faulty_probes", seconds=seconds) for name in names]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    return probe(wanted, {"device": "cpu", "dtype": "float32", "arch": ""} | job, environment=environment)
+
+
+def machine(*devices: Accelerator, build: str = "cpu", torch: str | None = "2.13.0+cpu") -> Machine:
+    return Machine(accelerators=devices, host=HOST, software=Software(python="3.12.4", torch=torch, build=build))
+
+
+def test_every_way_to_go_wrong_is_an_outcome_and_the_rest_still_run():
+    found = faulty("fine-1", "segfault", "fine-2", "wrong", "nan", "raises", "fine-3", "leaves", "fine-4")
+    outcomes = {each.name: each.outcome for each in found}
+    assert outcomes == {
+        "fine-1": "ok", "segfault": "crashed", "fine-2": "ok", "wrong": "wrong", "nan": "wrong", "raises": "failed",
+        "fine-3": "ok", "leaves": "crashed", "fine-4": "ok",
+    }  # fmt: skip
+    said = {each.name: each.said for each in found}
+    assert said["segfault"].startswith("SIGSEGV")
+    assert said["raises"] == "RuntimeError: HIP error: invalid device function in ~"
+    assert said["leaves"] == "exit code 7: the driver printed this and left"
+    assert "0.5" in said["wrong"]
+
+
+def test_a_child_is_shared_while_all_is_well_and_replaced_when_it_is_not():
+    one, two, _, three = faulty("fine-1", "fine-2", "raises", "fine-3")
+    assert one.facts["pid"] == two.facts["pid"] != three.facts["pid"]
+
+
+def test_a_hanging_probe_is_given_up_and_its_whole_group_is_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(probes, "START_SECONDS", 1.0)
+    begun = time.monotonic()
+    hung, after = faulty("hang", "fine", seconds=3.0, pids=str(tmp_path / "pids"))
+    assert (hung.outcome, after.outcome) == ("hung", "ok")
+    assert "3 s" in hung.said
+    assert time.monotonic() - begun < 30
+    for pid in (tmp_path / "pids").read_text().split():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_progress_names_each_probe_and_counts():
+    seen: list[tuple[str, int, int]] = []
+    wanted = [Spec(name=name, module="faulty_probes") for name in ("fine-1", "segfault", "fine-2")]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    probe(wanted, {}, environment=environment, on_progress=lambda name, done, total: seen.append((name, done, total)))
+    assert [name for name, _, _ in dict.fromkeys(seen)] == ["fine-1", "segfault", "fine-2"]
+    assert {done for _, done, _ in seen} == {0, 1, 2} and {total for _, _, total in seen} == {3}
+
+
+def test_the_processor_is_probed_and_remembered_until_torch_changes(tmp_path):
+    here = detect()
+    found = run_probes(here, only={"device", "matmul-float32", "attention", "backend-sdpa"})
+    assert {each.name: each.outcome for each in found} == {
+        "device": "ok", "matmul-float32": "ok", "attention-flash": "ok", "attention-math": "ok", "backend-sdpa": "ok",
+    }  # fmt: skip
+    rate = next(each for each in found if each.name == "matmul-float32")
+    assert rate.error is not None and rate.error < 2e-5 and float(rate.facts["tflops"]) > 0
+    assert next(each for each in found if each.name == "backend-sdpa").facts["kernel"] == "flash"
+    assert cached_probes(here) == found
+    other = here.model_copy(update={"software": here.software.model_copy(update={"torch": "2.0"})})
+    assert cached_probes(other) == ()
+
+
+def test_only_adds_to_what_is_remembered():
+    here = detect()
+    run_probes(here, only={"bitsandbytes"})
+    run_probes(here, only={"flash-attn"})
+    assert {each.name for each in cached_probes(here)} == {"bitsandbytes", "flash-attn"}
+
+
+def test_without_torch_there_is_nothing_to_probe():
+    assert run_probes(machine(torch=None)) == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"%s": 3}', '{"%s": {"probes": [{"name": 1}]}}'])
+def test_a_damaged_cache_is_an_empty_one(text, tmp_path):
+    here = machine()
+    path = tmp_path / "cache/bloomery/probes.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace("%s", cache_key(here)))
+    assert cached_probes(here) == ()
+    probes._remember(here, (Probe(name="device", outcome="ok"),))
+    assert cached_probes(here) == (Probe(name="device", outcome="ok"),)
+
+
+def test_the_cache_is_the_users_alone_keeps_few_machines_and_may_be_unwritable(tmp_path, monkeypatch):
+    for number in range(probes.KEPT + 5):
+        probes._remember(machine(torch=f"2.{number}"), (Probe(name="device", outcome="ok"),))
+    path = tmp_path / "cache/bloomery/probes.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(json.loads(path.read_text())) == probes.KEPT
+    assert [each.name for each in path.parent.iterdir()] == ["probes.json"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    probes._remember(machine(), (Probe(name="device", outcome="ok"),))
+
+
+def test_what_is_probed_depends_on_the_machine():
+    def names(subject: Machine) -> set[str]:
+        return {spec.name for spec in specs(subject, build_profile(subject))}
+
+    alone = names(machine())
+    assert {"matmul-bfloat16", "attention-flash", "backend-per_document", "all-reduce"} <= alone
+    assert not {"blas-hipblaslt", "p2p", "attention-efficient", "compile"} & alone  # no compiler on that host
+    amd = names(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
+    assert {"blas-hipblaslt", "blas-rocblas", "attention-efficient", "backend-varlen", "compile"} <= amd
+    assert not {"p2p", "all-reduce", "attention-cudnn", "device-1"} & amd
+    two = names(machine(CARD, CARD.model_copy(update={"index": 1}), build="rocm", torch="2.13.0+rocm7.2"))
+    assert {"p2p", "all-reduce", "device-1"} <= two
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_every_backend_of_a_device_is_probed(kind):
+    assert set(MODEL_BACKENDS[kind]) == {name for name, facts in BACKENDS.items() if kind in facts.devices}
