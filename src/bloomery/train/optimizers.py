@@ -93,6 +93,11 @@ class Optimizer:
         """What is trained, in the model's order."""
         return list(self._names)
 
+    @property
+    def members(self) -> list[torch.optim.Optimizer]:
+        """torch's own behind this one, for tools that look into them."""
+        return list(self._members)
+
     def step(self, share: float) -> None:
         """One update with `share` of each peak learning rate."""
         for group in self._groups():
