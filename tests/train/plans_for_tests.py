@@ -42,7 +42,7 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
     parts = {
         "model": ModelPlan(config=config or tiny_config(), source=None, attention="mask", score_chunk=64),
         "data": DataPlan(
-            prepared=prepared, sequence_length=32, layout="packed", workers=1, pin_memory=False, prefetch=2,
+            prepared=prepared, sequence_length=32, layout="packed", pin_memory=False, prefetch=2,
         ),
         "optimizer": OptimizerPlan(
             kind="adamw", learning_rate=0.01, matrix_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95),

@@ -11,7 +11,7 @@ from bloomery.plan.types import Plan
 ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
 MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "model": ("attention", "score_chunk"),
-    "data": ("workers", "pin_memory", "prefetch"),
+    "data": ("pin_memory", "prefetch"),
     "optimizer": ("fused",),
     "train": (
         "micro_batch", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic", "threads",

@@ -13,9 +13,7 @@ from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
 
 
-def plan_here(
-    loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None
-) -> tuple[Plan, Machine]:
+def plan_here(loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None) -> tuple[Plan, Machine]:
     """The plan and the machine it is for: `machine` (default: this one), or that with the named GPU of the table.
 
     Raises UserError.

@@ -9,9 +9,8 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import MEMORY_SHARE, Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
-from bloomery.plan import batch, claims, doubts, lengths, refuse, remedies, speed
+from bloomery.plan import batch, claims, doubts, lengths, refuse, remedies, sections, speed
 from bloomery.plan.choices import (
-    ASKED,
     choose_attention,
     choose_compile,
     choose_deterministic,
@@ -27,23 +26,17 @@ from bloomery.plan.memory import (
     quadratic_bytes,
 )
 from bloomery.plan.types import (
-    CheckpointPlan,
     CorpusFacts,
-    DataPlan,
     Decision,
     Estimate,
-    EvalPlan,
-    Lengths,
     MemoryEstimate,
     ModelPlan,
-    MonitorPlan,
-    OptimizerPlan,
     Plan,
     TrainPlan,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Command, Recipe, Wsd
-from bloomery.units import GIB, MIB, Duration
+from bloomery.recipe.schema import Recipe
+from bloomery.units import GIB, MIB
 
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
@@ -115,12 +108,12 @@ class _Resolution:
                 attention=attention.value,
                 score_chunk=cut.score_chunk.value,
             ),
-            data=self.data(prepared),
-            optimizer=self.optimizer(scale),
+            data=sections.data(recipe, self.profile, prepared),
+            optimizer=sections.optimizer(recipe, self.profile, scale),
             train=train,
-            checkpoint=self.checkpoint(scale),
-            eval=self.evaluation(scale, cut.micro_batch.value),
-            monitor=self.monitor(scale),
+            checkpoint=sections.checkpoint(recipe, scale),
+            eval=sections.evaluation(recipe, scale, cut.micro_batch.value),
+            monitor=sections.monitor(recipe, scale),
             torch=self.torch or "",
             memory=cut.memory,
             step_seconds=seconds,
@@ -136,7 +129,7 @@ class _Resolution:
             contradictions=(),
             claims=(),
             remedies=(),
-            lengths=self.own_lengths(),
+            lengths=sections.own_lengths(recipe, self.corpus),
             corpus=self.corpus,
             environment=self.profile.environment.value,
         )
@@ -168,9 +161,9 @@ class _Resolution:
             _decision("train.deterministic", choose_deterministic(self.recipe, self.profile)),
             _decision("train.device", self.profile.device),
             _decision("model.score_chunk", cut.score_chunk),
-            _decision("data.workers", self.workers()),
-            _decision("data.pin_memory", self.pin_memory()),
-            _decision("data.prefetch", self.prefetch()),
+            _decision("data.workers", sections.workers(self.recipe, self.profile)),
+            _decision("data.pin_memory", sections.pin_memory(self.recipe, self.profile)),
+            _decision("data.prefetch", sections.prefetch(self.recipe, self.profile)),
             _decision("optimizer.fused", self.profile.fused_optimizer),
             *([_decision("environment", Choice(words, environment.because))] if words else []),
         )
@@ -190,23 +183,8 @@ class _Resolution:
             clip=asked.clip,
             seed=asked.seed,
             deterministic=choose_deterministic(self.recipe, self.profile).value,
-            threads=self.threads(),
+            threads=sections.threads(self.machine),
             device=self.profile.device.value,
-        )
-
-    def threads(self) -> int:
-        """Every core, unless the user has bounded OpenMP."""
-        asked = self.machine.software.environment.get("OMP_NUM_THREADS", "")
-        return int(asked) if asked.isdigit() and int(asked) > 0 else self.machine.host.cpu_cores
-
-    def data(self, prepared: Path) -> DataPlan:
-        return DataPlan(
-            prepared=prepared.absolute(),
-            sequence_length=self.recipe.data.sequence_length,
-            layout=self.recipe.data.layout,
-            workers=self.workers().value,
-            pin_memory=self.pin_memory().value,
-            prefetch=self.prefetch().value,
         )
 
     def judged(self, plan: Plan, cut: batch.Cut) -> Plan:
@@ -297,90 +275,6 @@ class _Resolution:
             tokens_per_step=tokens,
             checkpointing=checkpointing,
         )
-
-    def own_lengths(self) -> Lengths:
-        recipe, schedule = self.recipe, self.recipe.optimizer.schedule
-        return Lengths(
-            train=recipe.train.length,
-            warmup=recipe.optimizer.warmup,
-            decay=_decay(schedule),
-            checkpoint=recipe.checkpoint.every,
-            evaluation=recipe.eval.every,
-            evaluation_tokens=_number(recipe.eval.tokens),
-            monitor=recipe.monitor.every,
-            rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
-        )
-
-    def optimizer(self, scale: lengths.Scale) -> OptimizerPlan:
-        asked, timed = self.recipe.optimizer, self.recipe.train.length.unit == "seconds"
-        decay = _decay(asked.schedule)
-        return OptimizerPlan(
-            kind=asked.kind,
-            learning_rate=asked.learning_rate,
-            matrix_learning_rate=asked.matrix_learning_rate or asked.learning_rate,
-            momentum=asked.momentum,
-            betas=asked.betas,
-            epsilon=asked.epsilon,
-            weight_decay=asked.weight_decay,
-            fused=self.profile.fused_optimizer.value,
-            schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
-            floor=asked.floor,
-            warmup_steps=lengths.warmup_steps(asked.warmup, scale, timed=timed),
-            decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
-        )
-
-    def checkpoint(self, scale: lengths.Scale) -> CheckpointPlan:
-        asked = self.recipe.checkpoint
-        return CheckpointPlan(
-            every_steps=lengths.steps_of(asked.every, scale, key="checkpoint.every"),
-            keep=asked.keep,
-            asynchronous=True if asked.asynchronous == "auto" else asked.asynchronous,
-        )
-
-    def evaluation(self, scale: lengths.Scale, micro_batch: int) -> EvalPlan:
-        asked = self.recipe.eval
-        every_steps = lengths.steps_of(asked.every, scale, key="eval.every")
-        return EvalPlan(
-            every_steps=every_steps,
-            rows=lengths.evaluation_rows(every_steps, scale, tokens=_number(asked.tokens)),
-            prompts=tuple(asked.prompts),
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            stop_early=None if asked.stop_early == "none" else asked.stop_early,
-            micro_batch=micro_batch,
-        )
-
-    def monitor(self, scale: lengths.Scale) -> MonitorPlan:
-        asked = self.recipe.monitor
-        return MonitorPlan(
-            every_steps=lengths.steps_of(asked.every, scale, key="monitor.every"),
-            sinks=tuple(sink for sink in asked.to if not isinstance(sink, Command)),
-            commands=tuple(sink.command for sink in asked.to if isinstance(sink, Command)),
-        )
-
-    def workers(self) -> Choice[int]:
-        asked = self.recipe.data.workers
-        return self.profile.workers if asked == "auto" else Choice(asked, ASKED)
-
-    def pin_memory(self) -> Choice[bool]:
-        asked = self.recipe.data.pin_memory
-        return self.profile.pin_memory if asked == "auto" else Choice(asked, ASKED)
-
-    def prefetch(self) -> Choice[int]:
-        asked = self.recipe.data.prefetch
-        return self.profile.prefetch if asked == "auto" else Choice(asked, ASKED)
-
-
-def _decay(schedule: str | Wsd) -> Duration | None:
-    if schedule == "wsd":
-        return Wsd().decay
-    return schedule.decay if isinstance(schedule, Wsd) else None
-
-
-def _number(asked: int | str) -> int | None:
-    """None for auto."""
-    return asked if isinstance(asked, int) else None
 
 
 def _decision(key: str, choice: Choice[Any]) -> Decision:

@@ -104,7 +104,6 @@ class DataPlan(Part):
     prepared: Path
     sequence_length: int
     layout: Literal["packed", "padded", "fixed"]
-    workers: int
     pin_memory: bool
     prefetch: int
 

@@ -1,0 +1,130 @@
+"""The sections of a plan that follow from the recipe's own words, a section a function."""
+
+from pathlib import Path
+
+from bloomery.choice import Choice
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.plan import lengths
+from bloomery.plan.choices import ASKED
+from bloomery.plan.types import (
+    CheckpointPlan,
+    CorpusFacts,
+    DataPlan,
+    EvalPlan,
+    Lengths,
+    MonitorPlan,
+    OptimizerPlan,
+)
+from bloomery.recipe.schema import Command, Recipe, Wsd
+from bloomery.units import Duration
+
+
+def threads(machine: Machine) -> int:
+    """Every core, unless the user has bounded OpenMP."""
+    asked = machine.software.environment.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else machine.host.cpu_cores
+
+
+def data(recipe: Recipe, profile: Profile, prepared: Path) -> DataPlan:
+    return DataPlan(
+        prepared=prepared.absolute(),
+        sequence_length=recipe.data.sequence_length,
+        layout=recipe.data.layout,
+        pin_memory=pin_memory(recipe, profile).value,
+        prefetch=prefetch(recipe, profile).value,
+    )
+
+
+def own_lengths(recipe: Recipe, corpus: CorpusFacts | None) -> Lengths:
+    return Lengths(
+        train=recipe.train.length,
+        warmup=recipe.optimizer.warmup,
+        decay=_decay(recipe.optimizer.schedule),
+        checkpoint=recipe.checkpoint.every,
+        evaluation=recipe.eval.every,
+        evaluation_tokens=_number(recipe.eval.tokens),
+        monitor=recipe.monitor.every,
+        rows_per_epoch=corpus.rows_per_epoch if corpus else None,
+    )
+
+
+def optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> OptimizerPlan:
+    asked, timed = recipe.optimizer, recipe.train.length.unit == "seconds"
+    decay = _decay(asked.schedule)
+    return OptimizerPlan(
+        kind=asked.kind,
+        learning_rate=asked.learning_rate,
+        matrix_learning_rate=asked.matrix_learning_rate or asked.learning_rate,
+        momentum=asked.momentum,
+        betas=asked.betas,
+        epsilon=asked.epsilon,
+        weight_decay=asked.weight_decay,
+        fused=profile.fused_optimizer.value,
+        schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
+        floor=asked.floor,
+        warmup_steps=lengths.warmup_steps(asked.warmup, scale, timed=timed),
+        decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
+    )
+
+
+def checkpoint(recipe: Recipe, scale: lengths.Scale) -> CheckpointPlan:
+    asked = recipe.checkpoint
+    return CheckpointPlan(
+        every_steps=lengths.steps_of(asked.every, scale, key="checkpoint.every"),
+        keep=asked.keep,
+        asynchronous=True if asked.asynchronous == "auto" else asked.asynchronous,
+    )
+
+
+def evaluation(recipe: Recipe, scale: lengths.Scale, micro_batch: int) -> EvalPlan:
+    asked = recipe.eval
+    every_steps = lengths.steps_of(asked.every, scale, key="eval.every")
+    return EvalPlan(
+        every_steps=every_steps,
+        rows=lengths.evaluation_rows(every_steps, scale, tokens=_number(asked.tokens)),
+        prompts=tuple(asked.prompts),
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        stop_early=None if asked.stop_early == "none" else asked.stop_early,
+        micro_batch=micro_batch,
+    )
+
+
+def monitor(recipe: Recipe, scale: lengths.Scale) -> MonitorPlan:
+    asked = recipe.monitor
+    return MonitorPlan(
+        every_steps=lengths.steps_of(asked.every, scale, key="monitor.every"),
+        sinks=tuple(sink for sink in asked.to if not isinstance(sink, Command)),
+        commands=tuple(sink.command for sink in asked.to if isinstance(sink, Command)),
+    )
+
+
+def workers(recipe: Recipe, profile: Profile) -> Choice[str]:
+    """Processes that cut the text into tokens, before training; training itself reads with one thread."""
+    asked, reads = recipe.data.workers, profile.workers.because
+    if asked == "auto":
+        return Choice("by size", f"small texts are prepared in one process, large ones on every core; {reads}")
+    return Choice(str(asked), f"{ASKED}: processes that prepare the text; {reads}")
+
+
+def pin_memory(recipe: Recipe, profile: Profile) -> Choice[bool]:
+    asked = recipe.data.pin_memory
+    return profile.pin_memory if asked == "auto" else Choice(asked, ASKED)
+
+
+def prefetch(recipe: Recipe, profile: Profile) -> Choice[int]:
+    asked = recipe.data.prefetch
+    return profile.prefetch if asked == "auto" else Choice(asked, ASKED)
+
+
+def _decay(schedule: str | Wsd) -> Duration | None:
+    if schedule == "wsd":
+        return Wsd().decay
+    return schedule.decay if isinstance(schedule, Wsd) else None
+
+
+def _number(asked: int | str) -> int | None:
+    """None for auto."""
+    return asked if isinstance(asked, int) else None
