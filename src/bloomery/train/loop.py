@@ -24,6 +24,7 @@ from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.schedules import planned_share
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult, train_step
+from bloomery.train.vitals import Checkup
 
 Outcome = Literal["done", "stopped"]
 Action = Literal["step", "skip", "rewind"]
@@ -45,6 +46,7 @@ class Job:
     validation: Loader | None
     tokenizer: Tokenizer
     saver: Saver
+    checkup: Checkup
     began: float  # time.perf_counter() at the start
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
@@ -108,6 +110,8 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     batches = [stream.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     share = planned_share(job.step, job.plan.optimizer, steps=plan.steps)
+    checkup = job.checkup if job.checkup.due(job.step + 1, job.plan.monitor.every_steps) else None
+    state.trainee.checkup = checkup
     result = train_step(state.trainee, batches, job.objective, plan=plan, share=share)
     rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch)
     state.cursor = Cursor(state.cursor.seed, rows.stop)
@@ -128,8 +132,11 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
             step_seconds=seconds,
             data_wait_seconds=waited,
             memory_gib=peak_memory_gib(plan.device),
+            learned_tokens=result.learned,
         )
     )
+    if checkup is not None:
+        job.emit(checkup.report(job.step, batches, job.objective, compiled=plan.compile))
     return judge(job, result, rows, batches[0])
 
 
@@ -282,6 +289,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         validation=open_loader(plan, "validation") if has_validation else None,
         tokenizer=load_tokenizer(prepared),
         saver=Saver(checkpoints, plan.checkpoint.keep, plan.checkpoint.asynchronous, tokenizer=prepared, emit=emit),
+        checkup=Checkup(dict(state.trainee.model.named_parameters())),
         began=began,
         saved_step=state.progress.step,
     )

@@ -13,6 +13,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.plan.types import TrainPlan
 from bloomery.train.objectives import LossParts, Objective
 from bloomery.train.optimizers import Optimizer
+from bloomery.train.vitals import Checkup
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class StepResult:
     loss: float
     grad_norm: float
     overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
+    learned: int = 0  # labels that counted
 
     @property
     def taken(self) -> bool:
@@ -52,6 +54,7 @@ class Trainee:
     model: Decoder
     optimizer: Optimizer
     scale: LossScale | None  # float16 alone
+    checkup: Checkup | None = None  # looks at the next update
 
 
 def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
@@ -92,7 +95,8 @@ def train_step(
     the step is taken, and what the optimizer then does runs while the host goes on.
     """
     device = next(trainee.model.parameters()).device
-    count = max(1.0, sum(float(batch.weights.sum()) for batch in batches))
+    learned = sum(float(batch.weights.sum()) for batch in batches)
+    count = max(1.0, learned)
     factor = trainee.scale.value if trainee.scale is not None else 1.0
     total = torch.zeros((), dtype=torch.float32, device=device)
     for batch in batches:
@@ -101,10 +105,12 @@ def train_step(
         total += parts.total.detach()
     gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
     loss, norm = torch.stack([total / count, global_norm(gradients) / factor]).tolist()
-    result = StepResult(loss, norm, overflowed=factor > 1 and math.isfinite(loss) and not math.isfinite(norm))
+    overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
+    result = StepResult(loss, norm, overflowed, round(learned))
     if result.taken:
         scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
-        trainee.optimizer.step(share)
+        with nullcontext() if trainee.checkup is None else trainee.checkup.watching():
+            trainee.optimizer.step(share)
     if trainee.scale is not None and math.isfinite(loss):
         trainee.scale.update(finite=result.taken)
     trainee.optimizer.zero_grad()
