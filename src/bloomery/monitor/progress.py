@@ -20,6 +20,7 @@ from bloomery.monitor.events import (
     Sampled,
     Saved,
     StepDone,
+    Vitals,
     Warned,
 )
 from bloomery.monitor.live import LiveView
@@ -99,6 +100,8 @@ class PlainView:
                 self._at(event.step).notes.append(_saved(event))
             case RunEnded():
                 self._end(event)
+            case Vitals():
+                pass  # for a diagnosis, which says in words what is wrong
             case Saved() | Sampled() | Recovered() | Warned() if self._joins_the_line(event):
                 assert self._line is not None
                 self._line.after.append(event)

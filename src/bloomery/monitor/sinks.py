@@ -21,6 +21,7 @@ from bloomery.monitor.events import (
     Sampled,
     Saved,
     StepDone,
+    Vitals,
     Warned,
     read_events,
     to_json,
@@ -59,6 +60,9 @@ def sentence(event: Event) -> str:
                 f"step {event.step}  loss {number(event.loss)}  gradient {number(event.grad_norm)}"
                 f"  rate {event.learning_rate:.3g}  {event.tokens_per_second:,.0f} tokens/s  {event.memory_gib:.2f} GiB"
             )
+        case Vitals():
+            moved = "no update" if event.update_ratio is None else f"weights moved by {event.update_ratio:.2g} of their size"
+            return f"vitals of step {event.step}  {moved}"
         case EvalDone():
             exam = f"  {event.bits_per_byte:.4f} bits/byte" if event.bits_per_byte is not None else ""
             return f"exam at step {event.step}  loss {number(event.loss)}  perplexity {number(event.perplexity)}{exam}"
@@ -154,6 +158,8 @@ def scalars(event: Event) -> dict[str, float]:
                 "speed/data_wait_seconds": event.data_wait_seconds,
                 "memory/gib": event.memory_gib,
             }
+        case Vitals():
+            figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
         case EvalDone():
             figures = {
                 "eval/loss": event.loss,
