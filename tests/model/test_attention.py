@@ -120,8 +120,7 @@ def test_operators_are_well_formed(backend: str) -> None:
     """torch's own check of schema, fake implementation and autograd registration."""
     documents = documents_of([4, 6], [10])
     layout = layout_of(documents, backend=backend)
-    extra = (layout.first_BT, layout.reach) if backend == "blockwise" else (layout.first_BT,)
-    arguments = (*inputs(10), *extra, torch.tensor(5), 4, 2.0, 0.3, 0.5)
+    arguments = (*inputs(10), layout.first_BT, layout.reach, torch.tensor(5), 4, 2.0, 0.3, 0.5)
     operator = getattr(torch.ops.bloomery, backend).default
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     torch.library.opcheck(operator, arguments, test_utils=checks)

@@ -208,3 +208,50 @@ def test_a_compiled_head_is_bitwise_over_restarts_and_fresh_caches(tmp_path: Pat
         return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
     assert len({run("a"), run("a"), run("b")}) == 1
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("tile", [1, 5, 13])
+def test_tiles_of_the_vocabulary_change_no_score_and_no_gradient(
+    tile: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "CPU_TILE", tile)
+    hidden, output, labels, weights = example()
+    ours = LabelScores(labels, weights, 4)(hidden, output, softcap)
+    theirs = reference(hidden, output, labels, weights, softcap)
+    assert_close(ours, theirs)
+    assert_close(gradients(ours, hidden, output), gradients(theirs, hidden, output))
+
+
+@pytest.mark.parametrize("first", [None, 3.0])
+def test_a_gradient_that_goes_straight_into_grad_is_added_to_what_is_there(first: float | None) -> None:
+    hidden, output, labels, weights = example()
+    (theirs,) = torch.autograd.grad(LabelScores(labels, weights, 4)(hidden, output, None).sum(), output.weight)
+    output.weight.grad = None if first is None else torch.full_like(output.weight, first)
+    LabelScores(labels, weights, 4, into_grad=True)(hidden, output, None).sum().backward()
+    assert_close(output.weight.grad, theirs + (first or 0.0))
+
+
+def test_a_tied_weight_gets_both_of_its_gradients() -> None:
+    """Once as an embedding, which autograd adds, and once as the output layer, which adds for itself."""
+    torch.manual_seed(0)
+    output, tokens = nn.Linear(8, 13, bias=False).double(), torch.randint(13, (2, 9))
+
+    def gradient(into_grad: bool) -> Tensor:
+        output.weight.grad = None
+        for _ in range(2):  # accumulated
+            hidden = torch.nn.functional.embedding(tokens, output.weight).tanh()
+            LabelScores(tokens, torch.ones(2, 9), 4, into_grad=into_grad)(hidden, output, None).sum().backward()
+        assert output.weight.grad is not None
+        return output.weight.grad
+
+    assert_close(gradient(True), gradient(False))
+
+
+def test_a_large_vocabulary_needs_the_memory_of_a_tile() -> None:
+    """All logits would be 32 MB in bfloat16. A tile is 4, beside its passes in float32 and a slice of the weight."""
+    hidden, output = torch.randn(1, 512, 64).bfloat16().requires_grad_(), nn.Linear(64, 32768, bias=False).bfloat16()
+    labels, weights = torch.randint(32768, (1, 512)), torch.ones(1, 512)
+    output.weight.grad = torch.zeros_like(output.weight)
+    head = LabelScores(labels, weights, 512, into_grad=True)
+    assert peak_bytes(lambda: head(hidden, output, None).sum().backward()) < 22e6

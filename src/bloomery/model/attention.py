@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.model.blockwise import Options, blockwise, reach_of
+from bloomery.model.attention_operator import Options, Rows
+from bloomery.model.blockwise import blockwise, reach_of
 from bloomery.model.fused_attention import document_offsets, flex, varlen
 from bloomery.model.per_document import per_document
 from bloomery.model.precision import working_dtype
@@ -120,15 +121,15 @@ def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, option
 
 
 def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
-    seed = _seed(options.dropout)
-    return blockwise(q_BHTE, k_BKTE, v_BKTE, layout.first_BT, layout.reach, seed, options)
+    rows = Rows(layout.first_BT, layout.reach, _seed(options.dropout))
+    return blockwise(q_BHTE, k_BKTE, v_BKTE, rows, options)
 
 
 def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
     first_BT = layout.first_BT
     if first_BT is None:
         first_BT = torch.zeros(q_BHTE.shape[0], q_BHTE.shape[2], dtype=torch.int64)
-    return per_document(q_BHTE, k_BKTE, v_BKTE, first_BT, _seed(options.dropout), options)
+    return per_document(q_BHTE, k_BKTE, v_BKTE, Rows(first_BT, None, _seed(options.dropout)), options)
 
 
 def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:

@@ -10,31 +10,14 @@ of a tile. Sums run in float32 for half types (float64 stays); every step is det
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from bloomery.model.attention_operator import Options, Rows, attention_operator, like_projection, sums_like
+
 BLOCK = 256
 CPU_SCORES, GPU_SCORES = 2**20, 2**23  # that exist at once: a cache's worth, or enough to fill a GPU
-
-
-class Options(NamedTuple):
-    """What the scores of one layer go through."""
-
-    window: int | None  # keys that a query sees, itself included
-    softcap: float | None
-    scale: float
-    dropout: float
-
-
-class Context(Protocol):
-    """What an operator's forward leaves for its backward."""
-
-    saved_tensors: tuple[Tensor, ...]
-    options: Options
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -147,20 +130,13 @@ def _scores(query: Tensor, key: Tensor, task: Task) -> Tensor:
     return torch.unflatten(task.capped(scores), 2, query.shape[2:4])
 
 
-def like_projection(x_BHTE: Tensor) -> Tensor:
-    """Room for [B, H, T, E] that is [B, T, H, E] in memory, so that the heads join without a copy."""
-    batch, heads, length, width = x_BHTE.shape
-    return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
-
-
 def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """The output, [B, T, H, E] in memory, and the log-sum-exp [B, H, T]."""
-    out_BHTE = like_projection(q_BHTE)
-    sums_BHT = q_BHTE.new_empty(q_BHTE.shape[:3], dtype=_exact(q_BHTE))
+    out_BHTE, sums_BHT = like_projection(q_BHTE), sums_like(q_BHTE)
     q, k, v = _grouped(q_BHTE, k_BKTE.shape[1]), k_BKTE.contiguous(), v_BKTE.contiguous()
     for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
         query = q[..., queries, :] * task.scale
@@ -222,85 +198,21 @@ def backward(
     return dq_BHTE, dk.to(k_BKTE.dtype), dv.to(v_BKTE.dtype)
 
 
-@torch.library.custom_op("bloomery::blockwise", mutates_args=())
-def _forward(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    first_BT: Tensor | None,
-    reach: Tensor | None,
-    seed: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    out_BHTE, sums_BHT = like_projection(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=_exact(q_BHTE))
-    with torch.autocast(q_BHTE.device.type, enabled=False):
-        for rows, task in Task(first_BT, reach, seed, window, softcap, scale, dropout).groups(q_BHTE):
-            out_BHTE[rows], sums_BHT[rows] = forward(q_BHTE[rows], k_BKTE[rows], v_BKTE[rows], task)
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+    out_BHTE, sums_BHT = like_projection(q), sums_like(q)
+    for part, task in Task(*rows, *options).groups(q):
+        out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
     return out_BHTE, sums_BHT
 
 
-@_forward.register_fake
-def _(q_BHTE: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
-    return like_projection(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=_exact(q_BHTE))
-
-
-@torch.library.custom_op("bloomery::blockwise_backward", mutates_args=())
 def _backward(
-    grad_BHTE: Tensor,
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    out_BHTE: Tensor,
-    sums_BHT: Tensor,
-    first_BT: Tensor | None,
-    reach: Tensor | None,
-    seed: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    dropout: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (like_projection(x) for x in (q_BHTE, k_BKTE, v_BKTE))
-    with torch.autocast(q_BHTE.device.type, enabled=False):
-        for rows, task in Task(first_BT, reach, seed, window, softcap, scale, dropout).groups(q_BHTE):
-            dq[rows], dk[rows], dv[rows] = backward(
-                grad_BHTE[rows], q_BHTE[rows], k_BKTE[rows], v_BKTE[rows], out_BHTE[rows], sums_BHT[rows], task
-            )
+    dq, dk, dv = (like_projection(x) for x in (q, k, v))
+    for part, task in Task(*rows, *options).groups(q):
+        dq[part], dk[part], dv[part] = backward(grad[part], q[part], k[part], v[part], out[part], sums[part], task)
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(_grad: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return like_projection(q_BHTE), like_projection(k_BKTE), like_projection(v_BKTE)
-
-
-def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
-    ctx.options = Options(*inputs[6:])
-
-
-def _differentiate(ctx: Context, grad_BHTE: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad_BHTE, *ctx.saved_tensors, *ctx.options), *[None] * 7
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def blockwise(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    first_BT: Tensor | None,
-    reach: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """[B, H, T, E]; an operator of its own, so that it stands uncompiled inside compiled blocks.
-
-    `first_BT` (document starts) comes with its `reach_of`; a 0-dim `seed` on the CPU decides what dropout drops.
-    """
-    outputs: tuple[Tensor, Tensor] = _forward(q_BHTE, k_BKTE, v_BKTE, first_BT, reach, seed, *options)
-    return outputs[0]
+# Document starts come with their `reach_of`.
+blockwise = attention_operator("blockwise", _forward, _backward, sums=sums_like)

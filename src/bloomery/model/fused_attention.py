@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bloomery.model.blockwise import Options
+from bloomery.model.attention_operator import Options
 
 FLEX_BLOCK = 128
 

@@ -1,6 +1,7 @@
 """What runs on the last hidden states inside `Decoder.forward`: scores of labels, or logits.
 
-Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label to learn), C rows of one chunk.
+Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label to learn), C rows of one chunk,
+U entries of one tile of the vocabulary.
 """
 
 import functools
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 R = TypeVar("R")
+
+# Entries of the vocabulary whose logits exist at once on a CPU: a thousand rows of them stay in the caches, so that the
+# passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
+CPU_TILE = 4096
 
 
 class Head(Protocol):
@@ -40,20 +45,22 @@ class LastLogits:
 class LabelScores:
     """The float32 log-probability of each label, [B, T]; 0 where the weight is 0.
 
-    Logits exist for `chunk` rows at a time, forward and backward, and are computed anew in backward; those of a single
-    chunk are kept instead. Rows of weight 0 are left out before the matmul.
-    `compiled`: what lies between the matmuls is one kernel each way, for chunks of one shape.
+    Logits exist for `chunk` rows at a time (and on a CPU for a tile of the vocabulary), forward and backward, and are
+    computed anew in backward; where one piece is all there is, it is kept instead. Rows of weight 0 are left out before
+    the matmul. `compiled`: what lies between the matmuls is one kernel each way, for chunks of one shape. `into_grad`:
+    backward adds to the weight's own `.grad` and tells autograd of none, which spares a copy of it; hooks see nothing.
     """
 
     labels_BT: Tensor
     weights_BT: Tensor
     chunk: int
     compiled: bool = False
+    into_grad: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         assert set(dict(output.named_parameters())) == {"weight"}, "only the weight of the output layer is read"
         flat_ND, labels_N, weights_N = hidden_BTD.flatten(0, 1), self.labels_BT.flatten(), self.weights_BT.flatten()
-        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled)
+        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, self.into_grad)
         if torch.compiler.is_compiling():  # shapes stay as they are
             scores_N = label_scores(flat_ND, output.weight, labels_N, settings) * (weights_N != 0)
         else:
@@ -68,6 +75,7 @@ class Settings:
     softcap: float | None
     chunk: int
     compiled: bool
+    into_grad: bool = False
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -132,7 +140,7 @@ class _Context(Protocol):
 
 
 class _LabelScores(torch.autograd.Function):
-    """Saves a log-sum-exp a row and, of several chunks, recomputes the logits in backward: a matmul more, less memory.
+    """Saves a log-sum-exp a row and, of several pieces, recomputes the logits in backward: a matmul more, less memory.
 
     Takes any upstream gradient. Logits that were kept become their gradient: a second backward is refused by autograd.
     """
@@ -141,16 +149,19 @@ class _LabelScores(torch.autograd.Function):
     def forward(
         ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
     ) -> Tensor:
-        weight, log_sums = weight_VD.to(hidden_ND.dtype), _chosen(_log_sums, settings)
-        chunks = zip(torch.split(hidden_ND, settings.chunk), torch.split(labels_N, settings.chunk), strict=True)
-        scores, sums = [], []
-        for hidden_CD, labels_C in chunks:
-            logits_CV = hidden_CD @ weight.T
-            sums.append(log_sums(logits_CV, settings.softcap))
-            labelled_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
-            scores.append(capped(_exact(labelled_C), settings.softcap) - sums[-1])
-        scores_N, sums_N = torch.cat(scores), torch.cat(sums)
-        kept = (logits_CV,) if len(sums) == 1 else ()
+        log_sums, exact = _chosen(_log_sums, settings), torch.promote_types(hidden_ND.dtype, torch.float32)
+        sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=exact)
+        labelled_N = torch.zeros_like(sums_N)
+        for entries in _slices(len(weight_VD), _tile(weight_VD)):
+            weight_UD = weight_VD[entries].to(hidden_ND.dtype)
+            for rows in _slices(len(hidden_ND), settings.chunk):
+                logits_CU = hidden_ND[rows] @ weight_UD.T
+                sums_N[rows] = torch.logaddexp(sums_N[rows], log_sums(logits_CU, settings.softcap))
+                place_C, inside_C = _places(labels_N[rows], entries)
+                found_C = logits_CU.gather(1, place_C[:, None]).squeeze(1).to(exact)
+                labelled_N[rows] = torch.where(inside_C, found_C, labelled_N[rows])
+        scores_N = capped(labelled_N, settings.softcap) - sums_N
+        kept = (logits_CU,) if logits_CU.shape == (len(hidden_ND), len(weight_VD)) else ()
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept)
         ctx.settings = settings
         return scores_N
@@ -159,24 +170,53 @@ class _LabelScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept = ctx.saved_tensors
-        settings, weight = ctx.settings, weight_VD.to(hidden_ND.dtype)
-        to_other_gradient = _chosen(_to_other_gradient, settings)
-        d_hidden = torch.empty_like(hidden_ND)
-        d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden_ND), settings.chunk):
-            rows = slice(start, start + settings.chunk)
-            hidden_CD, sums_C, grad_C = hidden_ND[rows], sums_N[rows], grad_N[rows]
-            gradient_CV = kept[0] if kept else hidden_CD @ weight.T  # logits, so far
-            to_other_gradient(gradient_CV, sums_C, grad_C, settings.softcap)
-            labelled_C = _label_gradient(scores_N[rows], sums_C, grad_C, settings.softcap)
-            every_C = torch.arange(len(hidden_CD), device=hidden_ND.device)
-            # scatter_ says the same, in a pass over all of the vocabulary on a CPU
-            gradient_CV[every_C, labels_N[rows]] = labelled_C.to(weight.dtype)
-            d_hidden[rows] = gradient_CV @ weight
-            if d_weight is None:
-                continue
-            if d_weight.dtype == weight.dtype:
-                d_weight.addmm_(gradient_CV.T, hidden_CD)
-            else:
-                d_weight += gradient_CV.T @ hidden_CD
-        return d_hidden, None if d_weight is None else d_weight.to(weight_VD.dtype), None, None
+        settings, to_other_gradient = ctx.settings, _chosen(_to_other_gradient, ctx.settings)
+        d_hidden = torch.zeros_like(hidden_ND, dtype=sums_N.dtype)
+        d_weight = _room_for_gradient(weight_VD, sums_N.dtype, settings) if ctx.needs_input_grad[1] else None
+        label_N = _label_gradient(scores_N, sums_N, grad_N, settings.softcap)
+        for entries in _slices(len(weight_VD), _tile(weight_VD)):
+            weight_UD = weight_VD[entries].to(hidden_ND.dtype)
+            for rows in _slices(len(hidden_ND), settings.chunk):
+                gradient_CU = kept[0] if kept else hidden_ND[rows] @ weight_UD.T  # logits, so far
+                to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
+                place_C, inside_C = _places(labels_N[rows], entries)
+                every_C = torch.arange(len(place_C), device=place_C.device)
+                # scatter_ says the same, in a pass over all of the vocabulary on a CPU
+                others_C, own_C = gradient_CU[every_C, place_C], label_N[rows].to(gradient_CU.dtype)
+                gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
+                d_hidden[rows] += gradient_CU @ weight_UD
+                if d_weight is not None:
+                    _add_product(d_weight[entries], gradient_CU.T, hidden_ND[rows])
+        given = None if d_weight is None or settings.into_grad else d_weight.to(weight_VD.dtype)
+        return d_hidden.to(hidden_ND.dtype), given, None, None
+
+
+def _tile(weight_VD: Tensor) -> int:
+    return CPU_TILE if weight_VD.device.type == "cpu" else len(weight_VD)
+
+
+def _slices(size: int, step: int) -> list[slice]:
+    """All of `size`, at least one slice: shapes stay when there is nothing to learn."""
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)] or [slice(0, 0)]
+
+
+def _places(labels_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """Where in a tile each label stands, and whether it does; elsewhere the place is a valid one that means nothing."""
+    place_C = labels_C - entries.start
+    return place_C.clamp(0, entries.stop - entries.start - 1), (place_C >= 0) & (labels_C < entries.stop)
+
+
+def _room_for_gradient(weight_VD: Tensor, exact: torch.dtype, settings: Settings) -> Tensor:
+    if not settings.into_grad:
+        return torch.zeros_like(weight_VD, dtype=exact)
+    if weight_VD.grad is None:
+        weight_VD.grad = torch.zeros_like(weight_VD)
+    return weight_VD.grad
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without a product of its own where the types allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

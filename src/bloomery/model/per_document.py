@@ -6,14 +6,14 @@ Legend: B batch, T time, H query heads, K key heads, E head width, L length of o
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bloomery.model import blockwise
-from bloomery.model.blockwise import Context, Options, Task, like_projection
+from bloomery.model.attention_operator import Options, Rows, attention_operator, sums_like
+from bloomery.model.blockwise import Task
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -47,84 +47,41 @@ def _task(length: int, number: int, seed: Tensor | None, options: Options) -> Ta
     return Task(None, None, None if seed is None else seed + (number << 32), window, softcap, scale, dropout)
 
 
-@torch.library.custom_op("bloomery::per_document", mutates_args=(), device_types="cpu")
-def _forward(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    first_BT: Tensor,
-    seed: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    lengths, outs, sums = _lengths(first_BT), [], []
-    documents = zip(*(_documents(x, lengths) for x in (q_BHTE, k_BKTE, v_BKTE)), strict=True)
-    with torch.autocast("cpu", enabled=False):
-        for number, (q, k, v) in enumerate(documents):
-            task = _task(lengths[number], number, seed, Options(window, softcap, scale, dropout))
-            out, total = blockwise.forward(q, k, v, task) if task else _flash(q, k, v, 0.0, True, scale=scale)
-            outs.append(out)
-            sums.append(total)
-    return _joined(outs, len(q_BHTE)), _joined(sums, len(q_BHTE))
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+    assert rows.first_BT is not None
+    lengths, outs, totals = _lengths(rows.first_BT), [], []
+    documents = zip(*(_documents(x, lengths) for x in (q, k, v)), strict=True)
+    for number, (q_one, k_one, v_one) in enumerate(documents):
+        task = _task(lengths[number], number, rows.seed, options)
+        if task is None:
+            out, total = _flash(q_one, k_one, v_one, 0.0, True, scale=options.scale)
+        else:
+            out, total = blockwise.forward(q_one, k_one, v_one, task)
+        outs.append(out)
+        totals.append(total)
+    return _joined(outs, len(q)), _joined(totals, len(q))
 
 
-@_forward.register_fake
-def _(q_BHTE: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = q_BHTE.shape
-    sums_BTH = q_BHTE.new_empty(batch, length, heads, dtype=torch.promote_types(q_BHTE.dtype, torch.float32))
-    return like_projection(q_BHTE), sums_BTH.transpose(1, 2)
-
-
-@torch.library.custom_op("bloomery::per_document_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad_BHTE: Tensor,
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    out_BHTE: Tensor,
-    sums_BHT: Tensor,
-    first_BT: Tensor,
-    seed: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    dropout: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lengths, grads = _lengths(first_BT), []
-    parts = (_documents(x, lengths) for x in (grad_BHTE, q_BHTE, k_BKTE, v_BKTE, out_BHTE, sums_BHT))
-    with torch.autocast("cpu", enabled=False):
-        for number, (grad, q, k, v, out, sums) in enumerate(zip(*parts, strict=True)):
-            task = _task(lengths[number], number, seed, Options(window, softcap, scale, dropout))
-            if task is None:
-                grads.append(_flash_backward(grad, q, k, v, out, sums, 0.0, True, scale=scale))
-            else:
-                grads.append(blockwise.backward(grad, q, k, v, out, sums, task))
-    dq, dk, dv = (_joined(part, len(q_BHTE)) for part in zip(*grads, strict=True))
+    assert rows.first_BT is not None
+    lengths, grads = _lengths(rows.first_BT), []
+    parts = (_documents(x, lengths) for x in (grad, q, k, v, out, sums))
+    for number, one in enumerate(zip(*parts, strict=True)):
+        task = _task(lengths[number], number, rows.seed, options)
+        if task is None:
+            grads.append(_flash_backward(*one, 0.0, True, scale=options.scale))
+        else:
+            grads.append(blockwise.backward(*one, task))
+    dq, dk, dv = (_joined(part, len(q)) for part in zip(*grads, strict=True))
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(_grad: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return like_projection(q_BHTE), like_projection(k_BKTE), like_projection(v_BKTE)
+def _sums_by_token(q_BHTE: Tensor) -> Tensor:
+    """[B, H, T] as `_joined` lays it out: [B, T, H] in memory."""
+    return sums_like(q_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
-def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.options = Options(*inputs[5:])
-
-
-def _differentiate(ctx: Context, grad_BHTE: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad_BHTE, *ctx.saved_tensors, *ctx.options), *[None] * 6
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def per_document(
-    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, first_BT: Tensor, seed: Tensor | None, options: Options
-) -> Tensor:
-    """[B, H, T, E]. `first_BT`: where each token's document starts; a 0-dim `seed` decides what dropout drops."""
-    outputs: tuple[Tensor, Tensor] = _forward(q_BHTE, k_BKTE, v_BKTE, first_BT, seed, *options)
-    return outputs[0]
+# On the CPU alone; `first_BT` must be there.
+per_document = attention_operator("per_document", _forward, _backward, sums=_sums_by_token, device="cpu")

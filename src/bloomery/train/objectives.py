@@ -31,8 +31,11 @@ def next_token_loss(scores_BT: Tensor, weights_BT: Tensor) -> LossParts:
 
 
 def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
-    """Every label of weight 1 is learned; the logits of at most `score_chunk` rows exist at once."""
+    """Every label of weight 1 is learned; the logits of at most `score_chunk` rows exist at once.
+
+    The output layer's gradient is added to its `.grad` by the head itself.
+    """
     return Objective(
-        head=lambda batch: LabelScores(batch.labels, batch.weights, score_chunk, compiled),
+        head=lambda batch: LabelScores(batch.labels, batch.weights, score_chunk, compiled, into_grad=True),
         loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.weights),
     )
