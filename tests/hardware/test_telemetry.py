@@ -1,0 +1,317 @@
+"""Sensors: constructed kernel trees, recorded answers of tools, and sources that hang, raise or crash."""
+
+import errno
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bloomery.hardware import telemetry_reader
+from bloomery.hardware.telemetry import (
+    PROCESSOR,
+    Device,
+    Processor,
+    Reading,
+    Sysfs,
+    merged,
+    sample,
+    shared_power,
+    throttle_reason,
+)
+from bloomery.hardware.telemetry_reader import Reader
+from bloomery.hardware.telemetry_tools import (
+    Nvml,
+    figure,
+    nvidia_reasons,
+    parse_amd_smi,
+    parse_nvidia_smi,
+    parse_rocm_smi,
+)
+
+CARD = Device(index=0, vendor="amd", name="RX 6700 XT", node="/dev/dri/renderD128", pci_address="0000:03:00.0")
+
+
+def files(folder: Path, **contents: str | bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+
+
+def card(root: Path, minor: int = 128, **sensors: str) -> Path:
+    """The folder of a card's PCI device; `sensors` lie in its hwmon."""
+    folder = root / f"sys/class/drm/renderD{minor}/device"
+    files(folder, gpu_busy_percent="97", mem_info_vram_used=str(3 * 2**30), mem_info_vram_total=str(12 * 2**30))
+    files(folder / "hwmon/hwmon3", **sensors)
+    return folder
+
+
+WARM = {
+    "temp1_label": "edge", "temp1_input": "61000", "temp1_crit": "100000",
+    "temp2_label": "junction", "temp2_input": "78000", "temp2_crit": "110000",
+    "power1_average": "183000000", "freq1_input": "2424000000",
+}  # fmt: skip
+
+
+def test_a_card_is_read_at_its_junction(tmp_path):
+    card(tmp_path, **WARM)
+    (reading,) = sample([CARD], [Sysfs(tmp_path)])
+    assert reading == Reading(
+        device=0, name="RX 6700 XT", source="sysfs", utilisation=97.0, memory_gib=3.0, memory_total_gib=12.0,
+        temperature=78.0, critical=110.0, power=183.0, clock_mhz=2424.0,
+    )  # fmt: skip
+
+
+def test_newer_cards_have_only_power1_input_and_some_only_an_edge(tmp_path):
+    card(tmp_path, temp1_label="edge", temp1_input="40000", power1_input="9500000")
+    (reading,) = sample([CARD], [Sysfs(tmp_path)])
+    assert (reading.temperature, reading.power, reading.critical) == (40.0, 9.5, None)
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.ENODATA, errno.EPERM])
+def test_a_sleeping_card_has_figures_missing_and_nothing_breaks(tmp_path, monkeypatch, code):
+    folder = card(tmp_path, **WARM)
+    read = Path.read_bytes
+
+    def asleep(path: Path) -> bytes:
+        if "hwmon" in str(path) or path == folder / "gpu_busy_percent":
+            raise OSError(code, os.strerror(code))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", asleep)
+    (reading,) = sample([CARD], [Sysfs(tmp_path)])
+    assert reading.memory_gib == 3.0 and not reading.says_something
+
+
+def test_a_card_is_found_by_its_address_where_its_render_node_is_hidden(tmp_path):
+    files(tmp_path / "sys/bus/pci/devices/0000:03:00.0", gpu_busy_percent="5")
+    assert sample([CARD], [Sysfs(tmp_path)])[0].utilisation == 5.0
+
+
+def dies(root: Path, odd_power: dict[str, str]) -> list[Device]:
+    card(root, 128, temp2_label="junction", temp2_input="50000", power1_average="402000000")
+    card(root, 129, temp2_label="junction", temp2_input="49000", **odd_power)
+    facts = {"vendor": "amd", "device_id": 0x7408}
+    return [
+        Device(index=0, node="/dev/dri/renderD128", pci_address="0000:c1:00.0", **facts),
+        Device(index=1, node="/dev/dri/renderD129", pci_address="0000:c6:00.0", **facts),
+    ]
+
+
+@pytest.mark.parametrize("odd_power", [{}, {"power1_average": "0"}])
+def test_the_odd_die_of_an_mi250x_is_shown_as_shared(tmp_path, odd_power):
+    even, odd = sample(dies(tmp_path, odd_power), [Sysfs(tmp_path)])
+    assert (even.power, even.shared_with) == (402.0, None)
+    assert (odd.power, odd.shared_with, odd.temperature) == (None, 0, 49.0)
+
+
+def test_an_mi210_is_one_die_and_shares_nothing():
+    lone = [Device(index=0, vendor="amd", device_id=0x740F), Device(index=1, vendor="amd", device_id=0x740F)]
+    readings = [Reading(device=0, power=90.0), Reading(device=1)]
+    assert shared_power(readings, lone) == readings
+
+
+def metrics(bits: int, minor: int = 3) -> bytes:
+    return struct.pack("<HBB", 120, 1, minor) + bytes(108) + struct.pack("<Q", bits)
+
+
+def test_throttling_is_read_from_gpu_metrics():
+    hot, powerful = 1 << 36, 1 << 0  # SMU_THROTTLER_TEMP_HOTSPOT_BIT, SMU_THROTTLER_PPT0_BIT
+    assert throttle_reason(metrics(hot | powerful)) == "power limit, temperature"
+    assert throttle_reason(metrics(0)) == ""
+    for unknown in (metrics(hot, minor=4), metrics(2**64 - 1), metrics(0)[:60], b"", b"\x78"):
+        assert throttle_reason(unknown) is None
+
+
+# Recorded: rocm-smi of ROCm 6.4 and of a machine with an R9700 beside an 780M; amd-smi of ROCm 10.1 (MI300X).
+ROCM_SMI = """WARNING: a line before it
+{"card0":{"Temperature (Sensor edge) (C)":"35.0","Temperature (Sensor junction) (C)":"36.0",
+"Average Graphics Package Power (W)":"19.0","GPU use (%)":"3","GPU Memory Allocated (VRAM%)":"85","Card Series":"N/A",
+"Card Model":"0x7551","Card SKU":"APM107573","GFX Version":"gfx1201","VRAM Total Memory (B)":"34208743424",
+"VRAM Total Used Memory (B)":"29225381888"},"card1":{"Temperature (Sensor edge) (C)":"39.0",
+"Current Socket Graphics Package Power (W)":"12.134","GPU use (%)":"0","Card SKU":"PHXGENERIC"},
+"system":{"Driver version":"6.12.12"}}"""
+AMD_SMI = """{"gpu_data":[{"gpu":0,"mem_usage":{"used_vram":{"value":1234,"unit":"MB"},"total_vram":{"value":196608,
+"unit":"MB"}},"usage":{"gfx_activity":{"value":42.5,"unit":"%"}},"temperature":{"hotspot":{"value":68.0,"unit":"C"},
+"edge":{"value":null}},"power":{"socket_power":{"value":410.5,"unit":"W"}}}]}"""
+
+
+def test_rocm_smi_as_recorded():
+    devices = [Device(index=0, vendor="amd"), Device(index=1, vendor="amd"), Device(index=2, vendor="amd")]
+    first, second = parse_rocm_smi(ROCM_SMI, devices)
+    assert (first.temperature, first.power, first.utilisation) == (36.0, 19.0, 3.0)
+    assert first.memory_gib == pytest.approx(27.22, abs=0.01) and first.memory_total_gib == pytest.approx(
+        31.86, abs=0.01
+    )
+    assert (second.temperature, second.power, second.memory_gib) == (39.0, 12.134, None)
+
+
+def test_rocm_smi_of_other_releases_is_joined_by_address():
+    told = """{"card1": {"PCI Bus": "0000:03:00.0", "Temperature (Sensor Junction) (C)": "70.0",
+               "sclk clock speed:": "(2424Mhz)"}, "card0": {"PCI Bus": "0000:0b:00.0", "GPU use (%)": "9"}}"""
+    (reading,) = parse_rocm_smi(told, [CARD])
+    assert (reading.temperature, reading.clock_mhz, reading.utilisation) == (70.0, 2424.0, None)
+
+
+def test_amd_smi_as_recorded():
+    (reading,) = parse_amd_smi(AMD_SMI, [CARD])
+    assert (reading.utilisation, reading.temperature, reading.power) == (42.5, 68.0, 410.5)
+    assert reading.memory_total_gib == 192.0
+    listed = [{"gpu": 0, "bdf": "0000:83:00.0"}]
+    assert list(parse_amd_smi(AMD_SMI, [CARD], listed)) == []
+    assert len(list(parse_amd_smi(AMD_SMI, [Device(index=5, vendor="amd", pci_address="0000:83:00.0")], listed))) == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "number"),
+    [
+        ("N/A", None),
+        (None, None),
+        ("[Not Supported]", None),
+        ("35.0", 35.0),
+        (7, 7.0),
+        ({"value": "12 W"}, 12.0),
+        (True, None),
+    ],
+)
+def test_figures_come_in_many_ways(told, number):
+    assert figure(told) == number
+
+
+def test_nvidia_smi():
+    told = (
+        "00000000:03:00.0, 98, 8123, 81559, 64, 412.31, 1755, 0x0000000000000044\n00000000:0B:00.0, [N/A], ..., 1, 2, 3"
+    )
+    device = Device(index=0, vendor="nvidia", pci_address="0000:03:00.0")
+    (reading,) = parse_nvidia_smi(told, [device])
+    assert (reading.utilisation, reading.temperature, reading.power, reading.clock_mhz) == (98.0, 64.0, 412.31, 1755.0)
+    assert reading.throttled == "temperature, power limit" and nvidia_reasons(1) == ""
+
+
+def test_nvml_without_what_a_card_does_not_know(monkeypatch):
+    class Error(Exception):
+        pass
+
+    class Library:
+        NVMLError = Error
+        nvmlInit = nvmlDeviceGetHandleByIndex = staticmethod(lambda *words: "handle")
+        nvmlDeviceGetTemperature = staticmethod(lambda handle, sensor: 71)
+        nvmlDeviceGetPowerUsage = staticmethod(lambda handle: 301_500)
+        nvmlDeviceGetCurrentClocksThrottleReasons = staticmethod(lambda handle: 0x20)
+
+        @staticmethod
+        def nvmlDeviceGetUtilizationRates(handle):
+            raise Error("Not Supported")
+
+    monkeypatch.setitem(sys.modules, "pynvml", Library)
+    (reading,) = Nvml().read([Device(index=0, vendor="nvidia")])
+    assert (reading.temperature, reading.power, reading.utilisation) == (71.0, 301.5, None)
+    assert reading.throttled == "temperature"
+
+
+class Says:
+    def __init__(self, name: str, **figures: float) -> None:
+        self.name, self._figures = name, figures
+
+    def read(self, devices):
+        yield from (Reading(device=device.index, source=self.name, **self._figures) for device in devices)
+
+
+class Raises:
+    name = "raises"
+
+    def read(self, devices):
+        raise KeyError("libamd_smi.so")
+
+
+def test_a_source_that_raises_is_passed_over_and_the_next_one_completes():
+    asked: list[str] = []
+    sources = [
+        Raises(),
+        Says("memory only", memory_gib=2.0),
+        Says("all", power=5.0, memory_gib=9.0),
+        Says("never", power=1.0),
+    ]
+    (reading,) = sample([CARD], sources, trying=asked.append)
+    assert (reading.memory_gib, reading.power) == (2.0, 5.0)
+    assert asked == ["raises", "memory only", "all"]
+    assert merged(None, reading) is reading
+
+
+def processor(root: Path, ticks: str, microjoules: int) -> None:
+    files(root / "proc", stat=ticks, meminfo="MemTotal:  4194304 kB\nMemFree: 1 kB\nMemAvailable: 1048576 kB")
+    files(root / "sys/class/powercap/intel-rapl:0", name="package-0", energy_uj=str(microjoules))
+    files(root / "sys/class/powercap/intel-rapl:0:0", name="core", energy_uj="1")
+    files(root / "sys/class/hwmon/hwmon0", name="k10temp", temp1_input="55125", temp3_input="61000")
+
+
+def test_the_processor_between_two_looks(tmp_path):
+    looks = Processor(tmp_path, "EPYC")
+    processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1", 5_000_000)
+    first = looks.read(10.0)
+    assert (first.device, first.utilisation, first.power, first.memory_gib) == (PROCESSOR, None, None, 3.0)
+    processor(tmp_path, "cpu  130 0 100 870 0 0 0 0 90 0", 65_000_000)
+    second = looks.read(12.0)
+    assert (second.utilisation, second.power, second.temperature) == (30.0, 30.0, 61.0)
+    processor(tmp_path, "cpu  140 0 100 880 0 0 0 0 90 0", 1_000_000)  # the counter began anew
+    assert looks.read(13.0).power is None
+
+
+def test_a_machine_without_any_of_these_files(tmp_path):
+    assert Processor(tmp_path).read(1.0) == Reading(device=PROCESSOR, source="proc")
+    assert sample([CARD], [Sysfs(tmp_path)]) == []
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def test_a_look_through_the_child(tmp_path, told):
+    card(tmp_path, **WARM)
+    processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
+    reader = Reader([CARD], said=told.append, processor="EPYC", root=tmp_path)
+    gpu, cpu = reader.look()
+    reader.close()
+    assert gpu.power == 183.0 and cpu.name == "EPYC" and not told
+
+
+def test_a_sensor_that_never_answers_is_given_up_once_and_the_rest_goes_on(tmp_path, told):
+    folder = card(tmp_path, **WARM)
+    processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
+    (folder / "gpu_busy_percent").unlink()
+    os.mkfifo(folder / "gpu_busy_percent")  # a reader waits for a writer that never comes
+    reader = Reader([CARD], said=told.append, root=tmp_path, deadline=1.5)
+    begun = time.monotonic()
+    assert reader.look() == []
+    assert time.monotonic() - begun < 4
+    (cpu,) = reader.look()
+    reader.close()
+    assert cpu.device == PROCESSOR
+    assert told == ["reading sensors through sysfs did not answer within 2 s: it is not asked again, training goes on"]
+
+
+def test_a_reader_that_cannot_start_is_said_once(monkeypatch, told):
+    monkeypatch.setattr(telemetry_reader, "MODULE", "bloomery.no_such_module")
+    reader = Reader([CARD], said=told.append)
+    assert reader.look() == reader.look() == []
+    assert len(told) == 1 and "cannot be read" in told[0]
+
+
+def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatch):
+    package = tmp_path / "amdsmi.py"
+    package.write_text("import os\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
+    reader = Reader([CARD], said=told.append, root=tmp_path)
+    assert reader.look() == []
+    assert [reading.device for reading in reader.look()] == [PROCESSOR]
+    reader.close()
+    assert len(told) == 1 and "through amdsmi failed" in told[0]
+
+
+def test_the_child_knows_no_torch_and_no_pydantic():
+    code = "import sys, bloomery.hardware.telemetry_child; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
