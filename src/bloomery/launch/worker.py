@@ -91,15 +91,18 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _memory_explained(micro_batch: int) -> Iterator[None]:
-    from torch import OutOfMemoryError
+    """Of memory that ran out before there was a step: what cannot be cut smaller."""
+    from bloomery.train.process import out_of_memory
 
     try:
         yield
-    except OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         raise UserError(
             f"the device's memory is full: {str(error).partition('.')[0]}",
             where=f"train.micro_batch={micro_batch}",
-            remedy="a smaller train.micro_batch trains the same; train.activation_checkpointing=full needs least",
+            remedy="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
         ) from error
 
 

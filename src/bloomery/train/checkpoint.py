@@ -25,6 +25,7 @@ from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.weights import write_model
 from bloomery.monitor.events import Emit, Event, Saved, Warned
+from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import (
     NOT_SAVED,
     best_step,
@@ -97,7 +98,7 @@ class Saver:
         number of `state` is not finite.
         """
         self.drain()
-        copied = {name: stage(tensors, copy=self.asynchronous) for name, tensors in parts.items()}
+        copied = self._staged(step, parts)
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
         staged = _Staged(step, copied, config, state, best)
         if not self.asynchronous:
@@ -106,6 +107,18 @@ class Saver:
             return
         self._thread = threading.Thread(target=self._run, args=(staged,), name=f"save-{step}")
         self._thread.start()
+
+    def _staged(self, step: int, parts: Parts) -> Parts:
+        try:
+            return {name: stage(tensors, copy=self.asynchronous) for name, tensors in parts.items()}
+        except (RuntimeError, MemoryError) as error:
+            if not self.asynchronous or not out_of_memory(error):
+                raise
+        self.asynchronous = False
+        self._warn(
+            step, "memory is too full for a copy of the run's state: training waits while checkpoints are written"
+        )
+        return self._staged(step, parts)
 
     def poll(self) -> None:
         """Emit what the writing thread has to tell; raise what only a bug can have caused."""

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from bloomery.plan.types import Plan
 from bloomery.train.checkpoint import Saver, newest_valid
 from bloomery.train.evaluation import Evaluation, evaluate, samples
 from bloomery.train.length import Costs, fitted, typical_step
+from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.schedules import planned_share
@@ -27,7 +29,7 @@ from bloomery.train.step import StepResult, train_step
 from bloomery.train.vitals import Checkup
 
 Outcome = Literal["done", "stopped"]
-Action = Literal["step", "skip", "rewind"]
+Action = Literal["step", "skip", "rewind", "again"]
 
 # A guess at checkpoints, for the share of a wall-time length that they take: a hash, a copy, a disk.
 WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
@@ -74,8 +76,9 @@ def run(
     and rewinding, and when the last checkpoint cannot be written.
     """
     job = open_job(plan, run_dir, emit, resume_from)
-    while (outcome := train(job, stop, save_asked)) == "rewind":
-        rewind(job)
+    while (outcome := train(job, stop, save_asked)) == "rewind" or outcome == "again":
+        if outcome == "rewind":
+            rewind(job)
     if outcome == "done":
         look(job)
     save(job)
@@ -83,15 +86,15 @@ def run(
     return outcome
 
 
-def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) -> Outcome | Literal["rewind"]:
-    """Steps until the run is finished, asked to stop, or must go back to its last good checkpoint."""
+def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) -> Outcome | Literal["rewind", "again"]:
+    """Steps until the run is finished, asked to stop, must go back to a good checkpoint, or reads in other batches."""
     with read_ahead(job) as stream:
         while not finished(job):
             if stop():
                 return "stopped"
             action = take_step(job, stream)
-            if action == "rewind":
-                return "rewind"
+            if action in ("rewind", "again"):
+                return action
             if job.plan.train.steps is None and len(job.step_seconds) >= MEASURED_STEPS:
                 fix_length(job)
             if job.step % job.plan.eval.every_steps == 0:
@@ -112,7 +115,9 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     share = planned_share(job.step, job.plan.optimizer, steps=plan.steps)
     checkup = job.checkup if job.checkup.due(job.step + 1, job.plan.monitor.every_steps) else None
     state.trainee.checkup = checkup
-    result = train_step(state.trainee, batches, job.objective, plan=plan, share=share)
+    result = attempt(lambda: train_step(state.trainee, batches, job.objective, plan=plan, share=share), state)
+    if isinstance(result, Full):
+        return shrink(job, result)
     rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch)
     state.cursor = Cursor(state.cursor.seed, rows.stop)
     state.progress.step += 1
@@ -140,6 +145,28 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     return judge(job, result, rows, batches[0])
 
 
+def shrink(job: Job, full: Full) -> Action:
+    """The step that memory was too small for is taken again in smaller micro-batches; `plan.json` keeps them."""
+    if job.plan.train.micro_batch == 1 and not job.state.trainee.updating:  # this is the end, and nothing is lost
+        save(job)
+        job.saver.wait()
+    rung, begun = smaller_step(job.plan, full, step=job.step), job.step
+    replan(job, rung.plan)
+    action = rung.action
+    if job.state.trainee.updating:
+        return_to_checkpoint(job, policy=True)
+        action += f"; the update was half done, so the run goes back to step {job.step}"
+    job.emit(Recovered(step=job.step, because=f"{full} in step {begun + 1}", action=action))
+    return "again"
+
+
+def replan(job: Job, plan: Plan) -> None:
+    """Goes on with another plan of the same training; what was measured under the old one is forgotten."""
+    job.plan, job.objective = plan, open_objective(plan)
+    job.step_seconds.clear()
+    write_plan(plan, job.run_dir / "plan.json")
+
+
 def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
     """What follows from a step that learned from `rows`; says so when it was not taken."""
     if result.taken:
@@ -159,12 +186,9 @@ def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
 
 def rewind(job: Job) -> None:
     """Back to the newest undamaged checkpoint (or the start), and on with the data after the bad rows."""
-    job.saver.drain()
-    folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
     bad_step, cursor = job.step, job.state.cursor
-    go_back(job.state, job.plan, folder)
+    return_to_checkpoint(job)
     job.state.cursor = cursor
-    job.saved_step, job.evaluated = job.step, None
     job.emit(
         Recovered(
             step=job.step,
@@ -172,6 +196,14 @@ def rewind(job: Job) -> None:
             action=f"back to step {job.step}, and on with row {cursor.consumed:,} of the shuffled data",
         )
     )
+
+
+def return_to_checkpoint(job: Job, *, policy: bool = False) -> None:
+    """The newest undamaged one, or how the run began; the count of bad steps stays, or with `policy` goes back too."""
+    job.saver.drain()
+    folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
+    go_back(job.state, job.plan, folder, policy=policy)
+    job.saved_step, job.evaluated = job.step, None
 
 
 def look(job: Job) -> None:
@@ -183,23 +215,35 @@ def look(job: Job) -> None:
         job.evaluated = (job.step, found.loss)
         job.state.progress.note_evaluation(found.loss)
         job.emit(found.event(job.step))
-    for prompt, text in samples(job.state.trainee.model, job.tokenizer, plan=job.plan):
-        job.emit(Sampled(step=job.step, prompt=prompt, text=text))
+
+    def draw() -> None:
+        for prompt, text in samples(job.state.trainee.model, job.tokenizer, plan=job.plan):
+            job.emit(Sampled(step=job.step, prompt=prompt, text=text))
+
+    if isinstance(drawn := attempt(draw, job.state), Full):
+        job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
 
 
 def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:
-    """None when there is no validation split, or nothing in it to score."""
-    if job.validation is None:
+    """None when there is no validation split, nothing in it to score, or no memory for even one row of it."""
+    validation = job.validation
+    if validation is None:
         return None
-    return evaluate(
-        job.state.trainee.model,
-        job.validation,
-        job.objective,
-        plan=job.plan.eval,
-        precision=job.plan.train.precision,
-        token_bytes=job.tokenizer.token_bytes(),
-        limit=limit,
-    )
+    work = partial(evaluate, job.state.trainee.model, validation, token_bytes=job.tokenizer.token_bytes(), limit=limit)
+    while True:
+        plan = job.plan
+        look_now = partial(work, job.objective, plan=plan.eval, precision=plan.train.precision)
+        found = attempt(look_now, job.state)
+        if not isinstance(found, Full):
+            return found
+        rung = smaller_look(plan, found, step=job.step)
+        if rung is None:
+            because = f"the evaluation after step {job.step} was left out: {found} for a single row"
+            job.emit(Warned(step=job.step, because=because))
+            return None
+        replan(job, rung.plan)
+        told = f"{found} in the evaluation after step {job.step}"
+        job.emit(Recovered(step=job.step, because=told, action=rung.action))
 
 
 def save(job: Job) -> None:
@@ -284,7 +328,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         run_dir=run_dir,
         emit=emit,
         state=state,
-        objective=pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile),
+        objective=open_objective(plan),
         loader=open_loader(plan, "train"),
         validation=open_loader(plan, "validation") if has_validation else None,
         tokenizer=load_tokenizer(prepared),
@@ -315,6 +359,10 @@ def announce(job: Job) -> None:
     )
     if plan.train.compile:
         job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
+
+
+def open_objective(plan: Plan) -> Objective:
+    return pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
 
 
 def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:

@@ -1,5 +1,6 @@
 """Settings of the whole process that training depends on, and what it has used."""
 
+import re
 import resource
 import sys
 
@@ -19,6 +20,16 @@ def set_up_process(plan: Plan) -> None:
         # A driver that runs out of memory can hang the machine (ROCm); PyTorch's own limit raises an error instead.
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / whole))
+
+
+FULL = re.compile(
+    r"(CUDA|HIP) error: out of memory|ALLOC_FAILED|DefaultCPUAllocator:.*(can't allocate|not enough) memory"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: of PyTorch's allocators, of a GPU library beside them, or of Python itself."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(FULL.search(str(error)))
 
 
 def peak_memory_gib(device: str) -> float:

@@ -88,14 +88,18 @@ def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
     scale = LossScale() if plan.train.precision == "float16" else None
     trainee = Trainee(model, build_optimizer(model, plan.optimizer), scale)
     state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite())
-    go_back(state, plan, resume_from)
-    if resume_from is not None:
-        state.policy.load(read_state(resume_from)["policy"])
+    go_back(state, plan, resume_from, policy=True)
     return state
 
 
-def go_back(state: TrainState, plan: Plan, folder: Path | None) -> None:
-    """Replaces all but the policy, in place: by what the checkpoint holds, or without one by how the run began."""
+def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:
+    """Replaces all in place: by what the checkpoint holds, or without one by how the run began.
+
+    The policy's count is left alone, as a rewind would else go on for ever; `policy` takes that back too.
+    """
+    state.trainee.updating = False
+    if policy:
+        state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is not None:
         _restore(state, folder)
         return

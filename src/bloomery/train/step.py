@@ -55,6 +55,7 @@ class Trainee:
     optimizer: Optimizer
     scale: LossScale | None  # float16 alone
     checkup: Checkup | None = None  # looks at the next update
+    updating: bool = False  # True outside a step: an update was cut short, and weights and states do not fit together
 
 
 def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
@@ -109,8 +110,10 @@ def train_step(
     result = StepResult(loss, norm, overflowed, round(learned))
     if result.taken:
         scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
+        trainee.updating = True
         with nullcontext() if trainee.checkup is None else trainee.checkup.watching():
             trainee.optimizer.step(share)
+        trainee.updating = False
     if trainee.scale is not None and math.isfinite(loss):
         trainee.scale.update(finite=result.taken)
     trainee.optimizer.zero_grad()

@@ -1,0 +1,249 @@
+"""Memory that runs out in forward, backward, update, evaluation or sampling: the run goes on, and computes the same."""
+
+import math
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bloomery.errors import UserError
+from bloomery.hardware import tenants as gpu
+from bloomery.hardware.tenants import Tenant, tenants
+from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
+from bloomery.plan.store import read_plan
+from bloomery.plan.types import Plan, Remedy
+from bloomery.train import checkpoint, loop, memory
+from bloomery.train.optimizers import Optimizer
+from bloomery.train.process import out_of_memory
+from bloomery.train.sealed import damage
+from bloomery.units import GIB
+
+
+class Allocator(TorchDispatchMode):
+    """A device whose memory is too small for tensors of `rows` rows or more, at one place and from one step on."""
+
+    def __init__(self, place: str, rows: int, *, since: int = 1, times: int = 99) -> None:
+        super().__init__()
+        self.model = None
+        self.place, self.rows, self.since, self.left, self.steps = place, rows, since, times, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if self.left and self.steps + 1 >= self.since and self._too_large(made) and self._where() == self.place:
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+        return made
+
+    def _too_large(self, made: object) -> bool:
+        return isinstance(made, torch.Tensor) and made.ndim >= 3 and made.shape[0] >= self.rows
+
+    def _where(self) -> str:
+        if torch._C._current_autograd_node() is not None:
+            return "backward"
+        return "forward" if self.model is None or self.model.training else "evaluation"
+
+    def note(self, event) -> None:
+        self.steps = event.step if isinstance(event, StepDone) else self.steps
+
+
+def run_short_of_memory(plan: Plan, folder, allocator: Allocator) -> Run:
+    opened = loop.open_job
+
+    def open_job(plan, run_dir, emit, resume_from):
+        job = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from)
+        allocator.model = job.state.trainee.model
+        return job
+
+    with allocator, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "open_job", open_job)
+        return Run(plan, folder)
+
+
+@pytest.fixture
+def plan(prepared) -> Plan:
+    sections = {
+        "train": {"steps": 6, "micro_batch": 4, "accumulation": 1},
+        "model": {"score_chunk": 128},
+        "eval": {"every_steps": 99},
+        "checkpoint": {"every_steps": 2},
+    }
+    return tiny_plan(prepared, config=CONFIG, **sections)
+
+
+def cut(plan: Plan, rows: int) -> Plan:
+    """The plan as it would have been made with smaller micro-batches."""
+    train = plan.train.model_copy(update={"micro_batch": rows, "accumulation": 4 // rows})
+    model = plan.model.model_copy(update={"score_chunk": min(plan.model.score_chunk, rows * 32)})
+    return plan.model_copy(update={"train": train, "model": model})
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
+    """Bitwise, dropout and all: the run is the one that had the smaller micro-batch from the start."""
+    short = run_short_of_memory(plan, tmp_path / "short", Allocator(place, rows=2))
+    small = Run(cut(plan, 1), tmp_path / "small")
+    assert [event.step for event in short.of(Recovered)] == [0, 0]
+    assert short.losses() == small.losses()
+    assert_same_tensors(short.tensors(6), small.tensors(6))
+    told = short.of(Recovered)[0]
+    assert told.because == "memory ran out (2.50 GiB more were wanted) in step 1"
+    assert told.action == "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
+    stored = read_plan(tmp_path / "short/plan.json")
+    assert (stored.train.micro_batch, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
+    assert stored.model.score_chunk == 32
+    (decision,) = [decision for decision in stored.decisions if decision.key == "train.micro_batch"]
+    assert decision.value == "1"
+    assert "memory ran out" in decision.because
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_later_step_goes_on_as_if_resumed_with_the_smaller_micro_batch(plan, tmp_path, place):
+    """Bitwise against a run that was stopped there and resumed with a plan of smaller micro-batches."""
+    short = run_short_of_memory(plan, tmp_path / "short", Allocator(place, rows=4, since=4))
+    first = Run(plan, tmp_path / "halves", stop_after=3)
+    second = Run(cut(plan, 2), tmp_path / "halves", resume_from=first.checkpoint(3))
+    assert [event.step for event in short.of(Recovered)] == [3]
+    assert list(short.losses()) == [1, 2, 3, 4, 5, 6]
+    assert short.losses() == first.losses() | second.losses()
+    assert_same_tensors(short.tensors(6), second.tensors(6))
+
+
+def test_without_dropout_the_mathematics_do_not_depend_on_the_micro_batch(prepared, tmp_path, plan):
+    """Equal up to the order of sums, R15's 1e-6."""
+    plain = plan.model_copy(update={"model": plan.model.model_copy(update={"config": tiny_config(vocab_size=300)})})
+    short = run_short_of_memory(plain, tmp_path / "short", Allocator("backward", rows=4, since=3))
+    whole = Run(plain, tmp_path / "whole")
+    for step, loss in whole.losses().items():
+        assert math.isclose(short.losses()[step], loss, abs_tol=1e-6), step
+
+
+def test_a_resumed_run_keeps_the_smaller_micro_batch(plan, tmp_path):
+    short = run_short_of_memory(plan, tmp_path / "run", Allocator("forward", rows=4))
+    again = Run(read_plan(tmp_path / "run/plan.json"), tmp_path / "run", resume_from=short.checkpoint(4))
+    assert again.losses() == {step: loss for step, loss in short.losses().items() if step > 4}
+    assert again.of(Recovered) == []
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_update_that_was_cut_short_is_taken_back(plan, tmp_path, monkeypatch, at):
+    """Half of the weights have moved: nothing but a checkpoint, or the start, is whole."""
+    updates = []
+    whole_step = Optimizer.step
+
+    def torn(self: Optimizer, share: float) -> None:
+        updates.append(share)
+        if len(updates) == at:
+            for parameter in self.parameters[: len(self.parameters) // 2]:
+                parameter.data.add_(1.0)
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB.")
+        whole_step(self, share)
+
+    monkeypatch.setattr(Optimizer, "step", torn)
+    short = Run(plan, tmp_path / "short")
+    (told,) = short.of(Recovered)
+    back = 0 if at == 1 else 4
+    assert told.step == back
+    assert f"goes back to step {back}" in told.action
+    if at == 1:
+        calm = Run(cut(plan, 2), tmp_path / "calm")
+        assert short.losses() == calm.losses()
+        assert_same_tensors(short.tensors(6), calm.tensors(6))
+    else:
+        first = Run(plan, tmp_path / "halves", stop_after=4)
+        second = Run(cut(plan, 2), tmp_path / "halves", resume_from=first.checkpoint(4))
+        assert_same_tensors(short.tensors(6), second.tensors(6))
+
+
+def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_path):
+    looks = {"eval": {"every_steps": 3, "micro_batch": 8}}
+    plan = tiny_plan(prepared, config=CONFIG, train={"micro_batch": 2, "accumulation": 2}, **looks)
+    short = run_short_of_memory(plan, tmp_path / "short", Allocator("evaluation", rows=4))
+    whole = Run(plan, tmp_path / "whole")
+    assert len(short.of(Recovered)) == 2
+    assert short.of(Recovered)[-1].action == "evaluation in micro-batches of 2 instead of 4: the same score"
+    assert short.losses() == whole.losses()
+    assert_same_tensors(short.tensors(6), whole.tensors(6))
+    for ours, theirs in zip(short.of(EvalDone), whole.of(EvalDone), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
+        assert ours.tokens == theirs.tokens
+    assert read_plan(tmp_path / "short/plan.json").eval.micro_batch == 2
+
+
+def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_path):
+    looking = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": 3, "prompts": ("def f",)})})
+    short = run_short_of_memory(looking, tmp_path / "short", Allocator("evaluation", rows=1))
+    assert short.outcome == "done"
+    assert short.of(EvalDone) == short.of(Sampled) == []
+    told = [event.because for event in short.of(Warned)]
+    assert (
+        "the evaluation after step 3 was left out: memory ran out (2.50 GiB more were wanted) for a single row" in told
+    )
+    assert "not all samples were drawn after step 3: memory ran out (2.50 GiB more were wanted)" in told
+
+
+def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
+    remedy = Remedy(edit="train.activation_checkpointing=full", saves="1.0 GiB")
+    advised = plan.model_copy(update={"remedies": (Remedy(edit="train.micro_batch=1", saves="2.0 GiB"), remedy)})
+    with pytest.raises(memory.MemoryFull, match="with a single row of 32 tokens at once") as caught:
+        run_short_of_memory(advised, tmp_path / "run", Allocator("forward", rows=1, since=4))
+    assert "train.activation_checkpointing=full" in caught.value.remedy
+    assert "micro_batch=1" not in caught.value.remedy
+    assert damage(tmp_path / "run/checkpoints/step-00000003") is None  # nothing is lost
+    with pytest.raises(UserError) as unforeseen:
+        run_short_of_memory(plan, tmp_path / "other", Allocator("forward", rows=1))
+    assert "train.activation_checkpointing=full or optimizer.kind=adafactor" in unforeseen.value.remedy
+
+
+def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoint(plan, tmp_path, monkeypatch):
+    real = checkpoint.stage
+
+    def stage(tensors, *, copy):
+        if copy:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: ...")
+        return real(tensors, copy=copy)
+
+    monkeypatch.setattr(checkpoint, "stage", stage)
+    eager = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"asynchronous": True})})
+    run = Run(eager, tmp_path / "run")
+    assert run.outcome == "done"
+    assert run.checkpoint(6).is_dir()
+    (warned,) = run.of(Warned)
+    assert "training waits while checkpoints are written" in warned.because
+
+
+def test_what_counts_as_full_memory():
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert out_of_memory(real.value)
+    assert memory._wanted(str(real.value)) == f"{2**62 / 2**40:.1f} TiB"
+    for text in ("CUDA error: out of memory", "HIP error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling"):
+        assert out_of_memory(RuntimeError(text))
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("HIP error: an illegal memory access was encountered"))
+    assert not out_of_memory(RuntimeError("shape '[2, 3]' is invalid for input of size 7"))
+
+
+def test_other_errors_pass_through(plan, tmp_path, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(loop, "train_step", broken)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        Run(plan, tmp_path / "run")
+
+
+def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
+    for pid, name, size in ((77, "blender", 3 * GIB), (78, "firefox", GIB // 2)):
+        held = tmp_path / f"sys/class/kfd/kfd/proc/{pid}"
+        held.mkdir(parents=True)
+        (held / "vram_4711").write_text(f"{size}\n")
+        (tmp_path / f"proc/{pid}").mkdir(parents=True)
+        (tmp_path / f"proc/{pid}/comm").write_text(f"{name}\n")
+    monkeypatch.setattr(gpu, "ask", lambda *_, **__: "91, 1024\n92, [N/A]\nnot a line\n")
+    found = tenants(tmp_path / "sys", tmp_path / "proc")
+    assert found == (Tenant(77, "blender", 3 * GIB), Tenant(91, "unknown", GIB), Tenant(78, "firefox", GIB // 2))
+    said = memory.told_tenants(found[:1], others=4 * GIB, total=12 * GIB)
+    assert said == "; others use 4.0 GiB of the GPU's 12.0 GiB: blender (process 77) 3.0 GiB"
+    assert memory.told_tenants((), others=GIB // 2, total=12 * GIB) == ""
