@@ -33,6 +33,10 @@ class ArchSpec(Spec):
     fp8: Literal["fnuz", "ocp", "none"] = "none"
     matrix_units: str  # empty: none
     fused_attention: Literal["yes", "experimental", "none"]
+    fused_attention_from: str = "2.9"
+    fused_attention_stable_from: str = "2.9"
+    fused_attention_wrong_in: tuple[str, ...] = ()
+    hipblaslt: Literal["default", "supported", "none", "unknown"] = "none"
     compile: bool
     compile_because: str
     efficiency: tuple[float, float, float] | None = None
@@ -42,6 +46,17 @@ class ArchSpec(Spec):
     @property
     def bf16_matmul(self) -> bool:
         return self.bf16 != "none"
+
+    def attention_in(self, torch: str | None) -> Literal["yes", "experimental", "none", "wrong"]:
+        """What the fused kernels of a release of PyTorch ("2.13.0+rocm7.2"; None: the newest) are on this arch."""
+        series = None if torch is None else torch_series(torch)
+        if series is None or self.fused_attention == "none":
+            return self.fused_attention
+        if series in map(torch_series, self.fused_attention_wrong_in):
+            return "wrong"
+        if series < torch_series(self.fused_attention_from):
+            return "none"
+        return "experimental" if series < torch_series(self.fused_attention_stable_from) else self.fused_attention
 
     @property
     def context_name(self) -> str:
@@ -60,8 +75,9 @@ class GpuSpec(Spec):
     peak_tflops: dict[str, float]
     achievable_tflops: dict[str, float] = {}
     board_watts: float | None = None
+    dies_per_card: int = 1  # the operating system exposes each die as a device
     link: str
-    source: str
+    sources: dict[str, str]  # figure -> keys of the table's sources
 
     def memory_bytes(self) -> int:
         """Of the smallest variant, as the driver shows it. 0 where it is shared with the processor."""
@@ -71,6 +87,15 @@ class GpuSpec(Spec):
         """Dense FLOP/s in `dtype` (float32, float16, bfloat16, float8); None where the hardware has no such rate."""
         tera = self.peak_tflops.get(dtype)
         return None if tera is None else tera * 1e12
+
+    def achievable_flops(self, dtype: str) -> float | None:
+        """The best matrix product that anybody published for this device, in FLOP/s; None where nobody has."""
+        tera = self.achievable_tflops.get(dtype)
+        return None if tera is None else tera * 1e12
+
+    def source(self, figure: str) -> str:
+        """Where one of memory, bandwidth, peaks, achievable, link or power comes from; empty where nobody says."""
+        return "; ".join(table().sources[key] for key in self.sources.get(figure, "").split())
 
 
 class CpuSpec(Spec):
@@ -92,6 +117,7 @@ class CpuEfficiency(Spec):
 
 
 class Table(Spec):
+    sources: dict[str, str]
     arch: tuple[ArchSpec, ...]
     cpu: tuple[CpuSpec, ...]
     cpu_efficiency: tuple[CpuEfficiency, ...]
@@ -103,6 +129,12 @@ def table() -> Table:
     """gpus.toml, checked."""
     text = (resources.files("bloomery.hardware") / "gpus.toml").read_text(encoding="utf-8")
     return Table.model_validate(tomllib.loads(text))
+
+
+def torch_series(version: str) -> tuple[int, int]:
+    """(2, 13) from "2.13.0+rocm7.2"."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
 
 
 def arch_spec(arch: str) -> ArchSpec | None:
