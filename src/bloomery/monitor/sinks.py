@@ -61,7 +61,7 @@ def sentence(event: Event) -> str:
                 f"  rate {event.learning_rate:.3g}  {event.tokens_per_second:,.0f} tokens/s  {event.memory_gib:.2f} GiB"
             )
         case Vitals():
-            moved = "no update" if event.update_ratio is None else f"weights moved by {event.update_ratio:.2g} of their size"
+            moved = f"weights moved by {event.update_ratio:.2g} of their size" if event.update_ratio else "no update"
             return f"vitals of step {event.step}  {moved}"
         case EvalDone():
             exam = f"  {event.bits_per_byte:.4f} bits/byte" if event.bits_per_byte is not None else ""
