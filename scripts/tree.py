@@ -23,6 +23,7 @@ FOLDERS = {
 }
 TABLES = {
     "hardware/gpus.toml": "every GPU and processor that is known: memory, rates, kernels, each with its source",
+    "hardware/symptoms.toml": "what people see when a machine does not train: how to know it, its cause, what mends it",
     "report/style.css": "how the report looks, in the light and in the dark",
 }
 

@@ -1,0 +1,135 @@
+"""The table of symptoms: each recognises its own log, none recognises what is harmless."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.symptoms import Symptom, Symptoms, agree, install_command, match, symptoms
+
+FOLDER = Path(__file__).parent
+MACHINES = FOLDER.parent / "machines"
+HARMLESS = (FOLDER / "harmless.txt").read_text().splitlines()
+each = pytest.mark.parametrize("symptom", symptoms(), ids=lambda symptom: symptom.id)
+
+
+def machine(name: str) -> Machine:
+    return read_machine(MACHINES / f"{name}.json")
+
+
+def fitting(symptom: Symptom) -> list[Machine]:
+    """The recorded machines on which it could be this."""
+    return [one for path in sorted(MACHINES.glob("*.json")) if agree(symptom.requires, one := read_machine(path))]
+
+
+@each
+def test_a_log_matches_its_own_symptom_and_no_other_scores_higher(symptom):
+    first, *rest = match(symptom.log)
+    assert first.id == symptom.id
+    assert all(other.score < first.score for other in rest)
+    assert first.line == symptom.log.strip()
+
+
+@each
+def test_it_stays_the_best_on_the_machines_that_can_have_it(symptom):
+    assert fitting(symptom)
+    for one in fitting(symptom):
+        assert match(symptom.log, machine=one)[0].id == symptom.id
+
+
+@each
+def test_it_stays_the_best_in_the_middle_of_a_long_log(symptom):
+    log = "\n".join([*HARMLESS, symptom.log, *HARMLESS])
+    assert match(log)[0].id == symptom.id
+
+
+@each
+def test_the_stream_it_appears_in_does_not_hide_it(symptom):
+    assert match(symptom.log, stream=symptom.stream)[0].id == symptom.id
+
+
+def test_two_hundred_harmless_lines_match_nothing():
+    assert len(set(HARMLESS)) >= 200
+    assert {line: [one.id for one in match(line)] for line in HARMLESS if match(line)} == {}
+    assert match("\n".join(HARMLESS)) == ()
+
+
+def test_ids_are_unique_and_the_forty_of_rocm_are_among_more():
+    ids = [symptom.id for symptom in symptoms()]
+    assert len(ids) == len(set(ids)) >= 80
+
+
+@each
+def test_a_remedy_can_be_pasted_into_a_shell(symptom):
+    steps = [step for step in (*symptom.remedy, symptom.prove) if step != "{install}"]
+    assert not any("{install}" in step for step in steps)
+    assert all(re.match("# |[a-zA-Z]", step) for step in steps)
+    checked = subprocess.run(["bash", "-n"], input="\n".join(steps), text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_an_unknown_key_is_an_error():
+    good = symptoms()[0].model_dump()
+    assert Symptoms.model_validate({"symptom": [good]})
+    for wrong in ({**good, "patern": "x"}, {**good, "requires": {"vender": "amd"}}, {**good, "patterns": ["("]}):
+        with pytest.raises(ValidationError):
+            Symptoms.model_validate({"symptom": [wrong]})
+
+
+def test_a_machine_that_contradicts_excludes():
+    log = "CUDA error: no kernel image is available for execution on the device"
+    assert match(log)[0].id == "cuda-no-kernel-image"
+    assert match(log, machine=machine("rx-6700-xt")) == ()
+    assert match(log, machine=machine("h200"))[0].id == "cuda-no-kernel-image"
+    assert match(log, machine=machine("laptop-without-a-gpu"))[0].id == "cuda-no-kernel-image"
+
+
+def test_facts_make_a_symptom_likelier():
+    log = "RuntimeError: HIP error: shared object initialization failed"
+    plain, behind = (
+        match(log, machine=machine("rx-6700-xt"))[0],
+        match(log, machine=machine("rx-7900-xtx-behind-an-igpu"))[0],
+    )
+    assert behind.score == plain.score + 0.5
+
+
+def test_the_kernels_log_and_a_programs_output_are_told_apart():
+    log = "amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout, signaled seq=2662395"
+    assert match(log, stream="dmesg")
+    assert match(log, stream="stderr") == ()
+    assert match("CUDA out of memory", stream="stderr")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        (
+            "rx-6700-xt-wrong-wheel",
+            "pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ "
+            "'torch[device-gfx1031]==2.13.0+rocm10.0.0'",
+        ),
+        (
+            "mi50-wheel-without-its-kernels",
+            "pip install --force-reinstall --index-url https://download.pytorch.org/whl/rocm6.3 torch==2.9.1+rocm6.3",
+        ),
+        ("h200", "pip install --force-reinstall torch==2.13.0"),
+    ],
+)
+def test_the_command_that_installs_fits_the_machine(name, command):
+    assert install_command(machine(name)) == command
+    found = match("Torch not compiled with CUDA enabled", machine=machine(name))[0]
+    assert found.remedy[0].startswith(command)
+
+
+def test_without_a_machine_the_doctor_is_asked_for_the_build():
+    assert match("Torch not compiled with CUDA enabled")[0].remedy[0].startswith("bloomery doctor  #")
+
+
+def test_a_huge_log_is_searched_at_its_end():
+    log = "x" * 3_000_000 + "\n" + "CUDA out of memory"
+    assert match(log)[0].id == "cuda-out-of-memory"
+    assert json.dumps(match("y" * 100_000 + "HIP out of memory")) == "[]"  # no message is that far into a line
