@@ -58,6 +58,7 @@ class Journal:
         self._sinks: list[Sink] = []
         self._untold: list[Event] = []  # said while nobody was shown anything
         self._log = LogFile(folder.log)
+        self._followed = False  # whether somebody reads events.jsonl and tells what is written there
         self.ended = False  # whether RunEnded is written
 
     def emit(self, event: Event) -> None:
@@ -89,10 +90,11 @@ class Journal:
             untold, self._untold = self._untold, []
             for event in untold if not self._quiet else ():
                 self._sinks[0].write(event)
+            self._followed = True
             try:
                 yield
             finally:
-                self._sinks = []
+                self._sinks, self._followed = [], False
 
     def _machine(self) -> Machine | None:
         path = self._folder.machine
@@ -107,11 +109,16 @@ class Journal:
             plan.monitor.commands,
             every_steps=plan.monitor.every_steps,
             folder=self._folder.path,
-            warn=lambda because: self.emit(Warned(because=because)),
+            warn=self._warn,
         )
         for sink in sinks:
             stack.callback(sink.close)
         return sinks
+
+    def _warn(self, because: str) -> None:
+        """Of a sink. While a stage is followed, what is written is told by who follows, not by the failing sink."""
+        warning = Warned(because=because)
+        (self._write if self._followed else self.emit)(warning)
 
     def close(self) -> None:
         self._log.close()

@@ -3,10 +3,12 @@
 This process never imports torch: it stays quick to answer Ctrl+C, and survives whatever a driver does to its child.
 """
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -28,10 +30,12 @@ from bloomery.launch.replan import (
     same_devices,
 )
 from bloomery.launch.run_folder import RunFolder, locked, new_run, propose_folder
+from bloomery.launch.rungs import MOST_RESTARTS, Descent, keep, next_rung, take_kept
 from bloomery.launch.signals import StopRequests, stop_requests
 from bloomery.launch.supervise import Ending, Stage, existing, failure, run_stage
+from bloomery.launch.telemetry import sensing
 from bloomery.launch.worker import DONE, STOPPED
-from bloomery.monitor.events import RunEnded, Warned, read_events
+from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_events
 from bloomery.monitor.sinks import write_metrics
 from bloomery.plan.corpus import corpus_of, counted
 from bloomery.plan.resolve import resolve
@@ -60,21 +64,29 @@ class _Flow:
     book: Journal
     requests: StopRequests
     name: str
+    recover: bool = False
 
     def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: Plan | None) -> Ending:
         """One child from start to end. What follows training is told while its view still stands."""
         self.check()
         with self.book.shown(plan, self.name):
-            ending = run_stage(
-                stage,
-                self.folder,
-                words=words,
-                environment=os.environ | environment,
-                inherited=(self.lock,),
-                requests=self.requests,
-                on_event=self.book.tell,
-                on_line=self.book.line,
-            )
+            with sensing(self.folder, plan) if plan else nullcontext() as saw:
+
+                def told(event: Event) -> None:
+                    self.book.tell(event)
+                    if saw is not None:
+                        saw(event)
+
+                ending = run_stage(
+                    stage,
+                    self.folder,
+                    words=words,
+                    environment=os.environ | environment,
+                    inherited=(self.lock,),
+                    requests=self.requests,
+                    on_event=told,
+                    on_line=self.book.line,
+                )
             if stage == "train" and ending.code in (DONE, STOPPED):
                 self.end("done" if ending.code == DONE else "stopped")
             return ending
@@ -103,15 +115,25 @@ class _Flow:
         }
 
 
-def start(loaded: LoadedRecipe, *, run_dir: Path | None = None, devices: str | None = None, quiet: bool = False) -> Run:
-    """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails."""
+def start(
+    loaded: LoadedRecipe,
+    *,
+    run_dir: Path | None = None,
+    devices: str | None = None,
+    recover: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
+
+    `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
+    """
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     with (
         stop_requests() as requests,
         new_run(loaded, path) as (folder, lock),
         journal(folder, quiet=quiet) as book,
     ):
-        flow = _Flow(folder, lock, book, requests, loaded.name)
+        flow = _Flow(folder, lock, book, requests, loaded.name, recover)
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
@@ -121,11 +143,13 @@ def resume(
     step: int | None = None,
     overrides: Sequence[str] = (),
     devices: str | None = None,
+    recover: bool = False,
     quiet: bool = False,
 ) -> Run:
     """Go on with the run in `path` from its newest undamaged checkpoint, or from that of `step`.
 
-    `overrides` may name train.length, eval.*, checkpoint.* and monitor.*. Raises UserError.
+    `overrides` may name train.length, eval.*, checkpoint.* and monitor.*; `recover` is `start`'s, and begins one rung
+    safer when the run died of what that may prevent. Raises UserError.
     """
     refuse_overrides(overrides)
     folder = existing(path)
@@ -134,7 +158,7 @@ def resume(
         if step is None and not overrides and _is_done(folder):
             return Run(folder.path, DONE, again=True)
         with journal(folder, quiet=quiet) as book:
-            flow = _Flow(folder, lock, book, requests, loaded.name)
+            flow = _Flow(folder, lock, book, requests, loaded.name, recover)
             return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
 
 
@@ -200,7 +224,8 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
     if not folder.plan.exists() or not folder.machine.exists():
         write_durably(folder.recipe, dump_recipe(loaded))
         return _from_the_beginning(flow, loaded, devices, resumed=True)
-    plan = read_plan(folder.plan)
+    descent = take_kept(folder)
+    plan = _descend(flow, descent) if descent is not None and flow.recover else read_plan(folder.plan)
     if not (plan.data.prepared / MANIFEST).is_file():
         flow.book.emit(Warned(because=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
         _prepare(flow, plan.data.prepared)
@@ -253,12 +278,36 @@ def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
 
 
 def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
-    ending = flow.stage("train", ("--resumed",) if resumed else (), _environment(plan, machine), plan)
-    if ending.code in (DONE, STOPPED):
-        return ending.code
-    if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen, so there was nothing to save
-        raise _Stopped
-    raise failure(ending, flow.folder, step=last_step(flow.folder))
+    """Trains until the run ends; with `recover`, on a safer rung after each death that one may prevent."""
+    for restarts in itertools.count():
+        flow.folder.safer.unlink(missing_ok=True)
+        ending = flow.stage("train", ("--resumed",) if resumed else (), _environment(plan, machine), plan)
+        if ending.code in (DONE, STOPPED):
+            return ending.code
+        if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen: nothing was to save
+            raise _Stopped
+        descent = next_rung(read_plan(flow.folder.plan), ending)  # training may have changed its plan
+        if descent is None or not flow.recover or flow.requests.asked or restarts == MOST_RESTARTS:
+            break
+        plan, resumed = _descend(flow, descent), True
+    died = failure(ending, flow.folder, step=last_step(flow.folder))
+    raise died if descent is None else _with_way_out(flow, died, descent, restarts)
+
+
+def _descend(flow: _Flow, descent: Descent) -> Plan:
+    write_plan(descent.rung.plan, flow.folder.plan)
+    step = last_step(flow.folder)
+    flow.book.emit(Recovered(step=step, because=descent.because, action=f"restarted {descent.rung.action}"))
+    return descent.rung.plan
+
+
+def _with_way_out(flow: _Flow, died: UserError, descent: Descent, restarts: int) -> UserError:
+    """The same error, whose last line is the command that goes on one rung safer."""
+    keep(flow.folder, descent)
+    tried = f" ({restarts} restarts did not help)" if restarts else ""
+    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {descent.rung.action}"
+    remedy = f"{died.remedy}\n       {command}" if died.remedy else command
+    return UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
 
 
 def _environment(plan: Plan, machine: Machine) -> dict[str, str]:

@@ -20,9 +20,12 @@ from bloomery.errors import UserError
 from bloomery.launch.processes import die_with_parent
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, STOP_SIGNALS
+from bloomery.launch.thermal import PAUSE, Waiting
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
+from bloomery.train.run import MemoryFull, Unsound
 
 DONE, FAILED, STOPPED = 0, 1, 75
+UNSOUND, MEMORY_FULL = 3, 4  # failures that a safer plan may prevent
 
 
 @final
@@ -64,7 +67,7 @@ class StopFlag:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 done, 75 stopped and saved, 1 failed with its reason sent to the parent."""
+    """The exit code: 0 done, 75 stopped and saved; 1, 3 (wrong kernel), 4 (memory full): the parent was told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=("prepare", "train"))
     parser.add_argument("folder", type=Path)
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         report = {"problem": error.problem, "where": error.where, "remedy": error.remedy, "code": error.code}
         os.write(words.report, json.dumps(report).encode())
-        return FAILED
+        return UNSOUND if isinstance(error, Unsound) else MEMORY_FULL if isinstance(error, MemoryFull) else FAILED
 
 
 @contextmanager
@@ -137,12 +140,13 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(because=told)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
+    waiting = Waiting(folder.path / PAUSE, flag.watching(emit))
     with _memory_explained(plan.train.micro_batch):
         outcome = run(
             plan,
             run_dir=folder.path,
-            emit=flag.watching(emit),
-            stop=lambda: flag.asked,
+            emit=waiting.emit,
+            stop=lambda: waiting.until(lambda: flag.asked),
             save_asked=flag.take_save,
             resume_from=checkpoint,
         )

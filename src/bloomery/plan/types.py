@@ -89,7 +89,7 @@ class Verdict(Part):
 
 
 class Remedy(Part):
-    edit: str  # recipe override, e.g. train.micro_batch=8
+    edit: str  # recipe overrides, e.g. train.micro_batch=8
     saves: str
 
 
@@ -164,6 +164,8 @@ class MonitorPlan(Part):
     every_steps: int
     sinks: tuple[str, ...]
     commands: tuple[str, ...]
+    pause_above: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: what each GPU says of itself
+    trace_steps: tuple[int, int] | None = None  # the first and the last
 
 
 class Lengths(Part):
@@ -177,6 +179,45 @@ class Lengths(Part):
     evaluation_tokens: int | None = None  # None: auto
     monitor: Duration
     rows_per_epoch: int | None
+
+
+class Longest(Part):
+    """The longest row that fits, one at a time: as planned, and with every layer computed again."""
+
+    as_planned: int
+    checkpointed: int
+
+
+class LayoutPlan(Part):
+    """One way to lay a step over several devices. Memory is that of the device that needs most."""
+
+    name: str  # replicate, shard, shard in nodes, pipeline
+    replicate: int
+    shard: int
+    pipeline: int
+    micro_batch: int
+    accumulation: int
+    activation_checkpointing: str
+    memory: MemoryEstimate
+    step_seconds: Estimate | None
+    exposed_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+
+
+class MeshPlan(Part):
+    """Several devices: what joins them, every layout, and the one that the plan's other figures are of."""
+
+    gpus: int  # of a node
+    nodes: int
+    link: str
+    network: str  # empty: one node
+    layouts: tuple[LayoutPlan, ...]
+    chosen: int
+    because: str
+
+    @property
+    def devices(self) -> int:
+        return self.gpus * self.nodes
 
 
 class Plan(Part):
@@ -201,6 +242,10 @@ class Plan(Part):
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
     disk: dict[str, float] = {}  # bytes: shards, checkpoints
     energy_kwh: float | None = None  # None: the board's power is unknown
+    step_parts: dict[str, Estimate] = {}  # seconds of a step by what takes them; empty: unknown
+    longest: Longest | None = None  # None: not a GPU
+    later: tuple[Remedy, ...] = ()  # what would save memory and is not in this version
+    mesh: MeshPlan | None = None  # None: one device
 
     @property
     def seconds(self) -> Estimate | None:

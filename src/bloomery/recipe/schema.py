@@ -18,6 +18,8 @@ from pydantic import (
 
 from bloomery.units import Duration, parse_bytes, parse_count, parse_duration, parse_range
 
+LONGEST_TRACE = 20  # steps: a profile of more fills the disk
+
 
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """A recipe section: unknown keys are errors, values never change after loading."""
@@ -330,9 +332,19 @@ class Command(Section):
     command: Annotated[str, AfterValidator(_words_of_a_command)]
 
 
+def _in_order(value: list[int]) -> list[int]:
+    if value[0] > value[1] or value[1] - value[0] >= LONGEST_TRACE:
+        raise ValueError(f"must be the first and the last of at most {LONGEST_TRACE} steps, such as [100, 102]")
+    return value
+
+
 class Monitor(Section):
     every: Length = Duration(10.0, "steps")
     to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command] = []
+    pause_above: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = "auto"  # degrees Celsius
+    trace_steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)] | None = (
+        None
+    )
 
 
 class Recipe(Section):

@@ -1,0 +1,84 @@
+"""A run pauses when a device is too hot and goes on when it is cooler, neither more often than it must."""
+
+import threading
+import time
+
+import pytest
+
+from bloomery.hardware.telemetry import PROCESSOR, Reading
+from bloomery.launch.thermal import BLIND_SECONDS, Guard, Waiting
+from bloomery.monitor.events import Phase
+
+
+def looks(guard: Guard, *degrees: float | None, critical: float | None = 110.0, device: int = 0) -> list[str]:
+    """What is said at each look, five seconds apart."""
+    said = []
+    for at, heat in enumerate(degrees):
+        change = guard.judge([Reading(device=device, temperature=heat, critical=critical)], 5.0 * at)
+        said.append("" if change is None else f"{'pause' if change.paused else 'go on'}: {change.because}")
+    return said
+
+
+def test_it_pauses_above_the_limit_and_goes_on_ten_degrees_below():
+    said = looks(Guard("auto"), 90, 106, 107, 104, 96, 95.5, 94, 106, 106)
+    paused = "above 105: paused; training goes on below 95 °C"
+    assert {at: text for at, text in enumerate(said) if text} == {
+        2: f"pause: GPU 0 is at 107 °C, {paused}",
+        6: "go on: training goes on after 20 s: GPU 0 is at 94 °C",
+        8: f"pause: GPU 0 is at 106 °C, {paused}",
+    }
+
+
+def test_one_hot_look_is_a_spike_unless_the_hardware_saves_itself():
+    assert looks(Guard("auto"), 109, 90, 109, 90) == [""] * 4
+    assert looks(Guard("auto"), 110)[0].startswith("pause: GPU 0 is at 110 °C")
+
+
+@pytest.mark.parametrize(
+    ("limit", "critical", "pauses"),
+    [(80.0, None, True), ("auto", None, False), (None, 100.0, False), (80.0, 200.0, True)],
+)
+def test_where_the_limit_comes_from(limit, critical, pauses):
+    assert any(looks(Guard(limit), 99, 99, critical=critical)) == pauses
+
+
+def test_the_processor_is_guarded_only_where_it_trains_and_degrees_were_given():
+    for guard, pauses in [
+        (Guard(80.0), False),
+        (Guard("auto", processor=True), False),
+        (Guard(80.0, processor=True), True),
+    ]:
+        assert any(looks(guard, 95, 95, device=PROCESSOR, critical=None)) == pauses
+
+
+def test_a_sensor_that_goes_silent_does_not_hold_a_run_for_ever():
+    blind = [None] * (int(BLIND_SECONDS / 5) + 1)
+    said = looks(Guard("auto"), 106, 106, *blind)
+    assert [text for text in said if text.startswith("go on")] == [
+        "go on: training goes on after 65 s: for 60 s no sensor has told a temperature"
+    ]
+
+
+def test_the_hottest_of_several_decides():
+    guard = Guard(80.0)
+    hot = [Reading(device=0, temperature=60.0), Reading(device=1, temperature=90.0)]
+    assert guard.judge(hot, 0) is None and guard.judge(hot, 5).paused
+    assert guard.judge([Reading(device=0, temperature=75.0), Reading(device=1, temperature=60.0)], 10) is None
+    assert not guard.judge([Reading(device=0, temperature=60.0), Reading(device=1, temperature=69.0)], 15).paused
+
+
+def test_training_waits_between_two_steps_and_says_so(tmp_path):
+    told = []
+    waiting = Waiting(tmp_path / "pause", told.append)
+    assert not waiting.until(lambda: False, poll_seconds=0.01) and not told
+    (tmp_path / "pause").touch()
+    threading.Timer(0.2, (tmp_path / "pause").unlink).start()
+    begun = time.monotonic()
+    assert not waiting.until(lambda: False, poll_seconds=0.01)
+    assert time.monotonic() - begun > 0.15 and [type(event) for event in told] == [Phase] and told[0].name == "paused"
+
+
+def test_a_paused_run_still_hears_a_stop(tmp_path):
+    (tmp_path / "pause").touch()
+    asked = iter([False, False, True, True])
+    assert Waiting(tmp_path / "pause", lambda event: None).until(lambda: next(asked), poll_seconds=0.01)
