@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or look at what one does to a text."),
     "prepare": ("bloomery.cli.prepare:command", "Turn text into shards of tokens; --preview shows what is learned."),
     "plan": ("bloomery.cli.plan:command", "Say what a run would do, need and take, and whether it fits."),
+    "bench": ("bloomery.cli.bench:command", "Measure what this machine reaches, beside what the plan said."),
     "train": ("bloomery.cli.train:command", "Train a recipe."),
     "resume": ("bloomery.cli.resume:command", "Go on where a run stopped, whatever stopped it."),
     "stop": ("bloomery.cli.stop:command", "Let a running run save, and stop it."),

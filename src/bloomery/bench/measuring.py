@@ -1,0 +1,198 @@
+"""Settings measured one by one, each in a child of its own: the largest micro-batch, then the points of a sweep."""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+from bloomery.errors import UserError
+from bloomery.hardware.children import LONGEST, Child
+from bloomery.hardware.machine import Machine
+from bloomery.plan.here import plan_here
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import load_recipe
+
+CHILD = "bloomery.bench.child"
+SILENCE_SECONDS = 900.0  # compiling, or a step of a large model on a small processor, says nothing for minutes
+SECONDS, SEARCH_SECONDS = 8.0, 2.0  # of measuring a point; of a trial on the way to the largest micro-batch
+SLOWEST_STEP = 90.0  # seconds: the search does not try micro-batches that would take longer
+
+Outcome = Literal["ok", "memory", "crashed", "hung", "failed", "refused"]
+OnPhase = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setting: what the plan said of it and what was measured. `plan` is None where the recipe was refused.
+
+    `peak_gib`: on a GPU what tensors held, on a CPU what the process held; `step_seconds` is of one optimizer step.
+    """
+
+    words: tuple[str, ...]
+    plan: Plan | None
+    outcome: Outcome
+    said: str = ""
+    step_seconds: float | None = None
+    slowest_seconds: float | None = None
+    peak_gib: float | None = None
+    reserved_gib: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.plan is None or self.step_seconds is None:
+            return None
+        return self.plan.train.tokens_per_step / self.step_seconds
+
+    @property
+    def micro_batch(self) -> int:
+        return self.plan.train.micro_batch if self.plan else 0
+
+    @property
+    def planned_gib(self) -> float | None:
+        """The plan's figure for what `peak_gib` counts."""
+        if self.plan is None:
+            return None
+        memory = self.plan.memory
+        return (memory.allocated if self.plan.train.device == "cuda" else memory.total) / 2**30
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A recipe on a machine. `memory_limit`: bytes, instead of the planned limit."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    machine: Machine
+    memory_limit: float | None = None
+
+    def plan(self, *words: str) -> Plan:
+        """Raises UserError for what the recipe or this version refuses."""
+        loaded = load_recipe(self.recipe, (*self.overrides, *words))
+        plan, _ = plan_here(loaded, machine=self.machine)
+        if self.memory_limit is None:
+            return plan
+        return plan.model_copy(update={"memory": plan.memory.model_copy(update={"limit": self.memory_limit})})
+
+    def point(self, *words: str, on_phase: OnPhase) -> Row:
+        """The recipe with these overrides, measured."""
+        try:
+            plan = self.plan(*words)
+        except UserError as error:
+            return Row(words=words, plan=None, outcome="refused", said=error.problem)
+        return run(plan, words, seconds=SECONDS, on_phase=on_phase)
+
+    def trial(self, rows: int, *, on_phase: OnPhase) -> Row:
+        """So many rows in a micro-batch, whether or not that divides the step; the step holds whole micro-batches."""
+        base = self.plan()
+        each = rows * base.data.sequence_length
+        words = (f"train.micro_batch={rows}", f"train.tokens_per_step={max(1, rows_per_step(base) // rows) * each}")
+        row = run(self.plan(*words), words, seconds=SEARCH_SECONDS, on_phase=on_phase)
+        return replace(row, words=words[:1])
+
+
+def rows_per_step(plan: Plan) -> int:
+    return plan.train.micro_batch * plan.train.accumulation
+
+
+def run(plan: Plan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> Row:
+    """One child from its start to its end, whatever that is."""
+    prepared = (plan.data.prepared / "manifest.json").is_file()
+    job = {
+        "plan": plan.model_dump(mode="json"),
+        "seconds": seconds,
+        "text": "prepared" if prepared else "random",
+    }
+    environment = plan.environment | dict(os.environ)
+    on_phase("starting")
+    with Child(CHILD, job, environment=environment) as child:
+        while True:
+            told = child.next(SILENCE_SECONDS)
+            if told == "silent":
+                return Row(words=words, plan=plan, outcome="hung", said=f"no word in {SILENCE_SECONDS:.0f} s")
+            if told == "ended":
+                return _died(words, plan, child)
+            assert isinstance(told, dict)
+            if "phase" not in told:
+                return _row(words, plan, told)
+            on_phase(told["phase"])
+
+
+def _died(words: tuple[str, ...], plan: Plan, child: Child) -> Row:
+    """SIGKILL from outside is what the system does when memory runs out."""
+    if child.code == -9:
+        return Row(words=words, plan=plan, outcome="memory", said="the system killed the process (SIGKILL)")
+    return Row(words=words, plan=plan, outcome="crashed", said=child.ending()[:LONGEST])
+
+
+def _row(words: tuple[str, ...], plan: Plan, told: dict[str, Any]) -> Row:
+    if told["outcome"] != "ok":
+        return Row(words=words, plan=plan, outcome=told["outcome"], said=told["said"])
+    times = told["step_seconds"]
+    row = Row(
+        words=words,
+        plan=plan,
+        outcome="ok",
+        step_seconds=statistics.median(times),
+        slowest_seconds=max(times),
+        peak_gib=told["peak_gib"],
+        reserved_gib=told["reserved_gib"],
+    )
+    limit = plan.memory.limit / 2**30
+    if row.peak_gib is not None and row.peak_gib > limit:
+        said = f"it took {row.peak_gib:.2f} GiB, and the limit is {limit:.2f}"
+        return replace(row, outcome="memory", said=said)
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """`rows`: the largest micro-batch that fitted, 0 when none did. `bound`: what kept it from being larger."""
+
+    rows: int
+    usable: int  # the largest that also divides the step
+    bound: Literal["memory", "step", "time", "crash"]
+    because: str
+
+
+def search(
+    trial: Callable[[int], Row], *, most: int, on_row: Callable[[Row], None], slowest: float = SLOWEST_STEP
+) -> Largest:
+    """Doubling until something gives way or a step is full, then bisection to an eighth."""
+    fits, fails, because = 0, most + 1, f"a step of the recipe has {most} rows"
+    bound: Literal["memory", "step", "time", "crash"] = "step"
+    for rows in _candidates(most):
+        row = trial(rows)
+        on_row(row)
+        if row.outcome != "ok":
+            fails, bound, because = rows, "memory" if row.outcome == "memory" else "crash", row.said
+            break
+        fits = rows
+        if row.step_seconds is not None and rows < most and _too_slow(row, slowest):
+            bound, because = "time", f"twice as many rows would take more than {slowest:.0f} s each time"
+            break
+    while bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8):
+        middle = (fits + fails) // 2
+        row = trial(middle)
+        on_row(row)
+        if row.outcome == "ok":
+            fits = middle
+        else:
+            fails = middle
+    usable = next((rows for rows in range(fits, 0, -1) if most % rows == 0), 0)
+    return Largest(rows=fits, usable=usable, bound=bound, because=because)
+
+
+def _candidates(most: int) -> Iterator[int]:
+    rows = 1
+    while rows < most:
+        yield rows
+        rows *= 2
+    yield most
+
+
+def _too_slow(row: Row, slowest: float) -> bool:
+    """Whether a micro-batch of twice the size would take longer than anyone waits for a trial."""
+    assert row.plan is not None and row.step_seconds is not None
+    return 2 * row.step_seconds / row.plan.train.accumulation > slowest

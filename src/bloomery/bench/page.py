@@ -1,0 +1,140 @@
+"""What `bloomery bench` prints: a table with the plan's figures beside the measured ones, and a verdict."""
+
+import textwrap
+from collections.abc import Iterator
+
+from bloomery.bench.measuring import Largest, Row
+from bloomery.plan.types import Estimate, Plan
+from bloomery.units import GIB, format_count, format_seconds
+
+WIDTH = 100
+LABEL = 10
+SETTING = 38
+ORIGINS = {"table": "from the table", "probe": "from a probe", "measured": "from an earlier measurement"}
+WORDS = {"memory": "memory full", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
+
+
+def opening(plan: Plan, *, recipe: str, device: str, prepared: bool) -> Iterator[str]:
+    """What is measured, on what."""
+    train = plan.train
+    kind = "compiled" if train.compile else "uncompiled"
+    yield _line("bench", f"{recipe} on {device} · {train.precision} · {kind} · {plan.model.attention} attention")
+    rows = f"{train.micro_batch} x {plan.data.sequence_length:,} tokens a micro-batch"
+    yield _line("plan", f"{rows}, {train.accumulation} of them a step · checkpointing {train.activation_checkpointing}")
+    text = "the recipe's own text" if prepared else "random tokens: the text is not prepared"
+    yield _line("text", f"speed on {text}; memory on the longest documents")
+
+
+def heading(plan: Plan, label: str) -> Iterator[str]:
+    """`memory` is what tensors held on a GPU, what the whole process held on a CPU."""
+    memory = "GiB of tensors" if plan.train.device == "cuda" else "GiB resident"
+    yield ""
+    yield f"{label:<{SETTING}}{'tokens/s':>10}{'plan':>9}{'ratio':>7}  {memory:>14}{'plan':>8}{'ratio':>7}"
+
+
+def line(row: Row) -> str:
+    """One setting."""
+    name = ", ".join(_short(word) for word in row.words) or "as planned"
+    if len(name) >= SETTING:
+        name += "\n" + " " * SETTING
+    if row.outcome != "ok":
+        above, _, last = f"{name:<{SETTING}}".rpartition("\n")
+        return (above and above + "\n") + _wrapped(last, f"{WORDS[row.outcome]}: {row.said}")
+    assert row.plan is not None and row.tokens_per_second is not None
+    planned = planned_rate(row.plan)
+    speed = _beside(row.tokens_per_second, planned.value if planned else None, "{:,.0f}", (10, 9))
+    memory = _beside(row.peak_gib, row.planned_gib, "{:.2f}", (16, 8))
+    return f"{name:<{SETTING}}{speed}{memory}"
+
+
+def _short(word: str) -> str:
+    """A recipe key without its section, where that leaves it clear."""
+    return word.removeprefix("train.")
+
+
+def _beside(measured: float | None, planned: float | None, form: str, widths: tuple[int, int]) -> str:
+    left = "" if measured is None else form.format(measured)
+    right = "unknown" if planned is None else form.format(planned)
+    ratio = "" if measured is None or not planned else f"{measured / planned:.2f}"
+    return f"{left:>{widths[0]}}{right:>{widths[1]}}{ratio:>7}"
+
+
+def planned_rate(plan: Plan) -> Estimate | None:
+    """Tokens a second."""
+    return None if plan.step_seconds is None else plan.step_seconds.inverse(plan.train.tokens_per_step)
+
+
+def largest_lines(found: Largest, plan: Plan) -> Iterator[str]:
+    """The largest micro-batch, and what bounds it."""
+    bounds = {"memory": "memory is full", "step": "bounded by the step", "time": "not tried further", "crash": "crash"}
+    if not found.rows:
+        yield _line("largest", f"no micro-batch fits, not even one row: {found.because}")
+        return
+    tokens = f"{found.rows:,} rows, {found.rows * plan.data.sequence_length:,} tokens"
+    usable = "" if found.usable == found.rows else f"; {found.usable:,} of them divide the step"
+    beyond = "" if found.bound == "step" else " beyond"
+    yield _line("largest", f"{tokens}{usable} ({bounds[found.bound]}{beyond}: {found.because})")
+
+
+def verdict(row: Row) -> dict[str, str]:
+    """Of speed and memory: inside, above or below the plan's interval, unknown, or failed when nothing was measured."""
+    if row.outcome != "ok" or row.plan is None:
+        return {"speed": "failed", "memory": "failed"}
+    rate, memory = planned_rate(row.plan), row.plan.memory
+    # The interval is of the total; what an allocator and a driver add is not in what tensors hold.
+    share = (row.planned_gib or 0.0) * GIB / memory.total if memory.total else 0.0
+    low, high = (end * share / GIB for end in (memory.low, memory.high))
+    return {
+        "speed": "unknown" if rate is None else _placed(row.tokens_per_second or 0.0, rate.low, rate.high),
+        "memory": _placed(row.peak_gib or 0.0, low, high),
+    }
+
+
+def _placed(value: float, low: float, high: float) -> str:
+    return "below" if value < low else "above" if value > high else "inside"
+
+
+def verdict_lines(row: Row) -> Iterator[str]:
+    """Whether the plan was right, in two sentences."""
+    found = verdict(row)
+    if found["speed"] == "failed":
+        yield _line("verdict", f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.said}")
+        return
+    assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
+    rate, memory = planned_rate(row.plan), row.plan.memory
+    speed = f"{row.tokens_per_second:,.0f} tokens/s"
+    if rate is None:
+        yield _line("verdict", f"{speed}: the plan did not know this device, and does now")
+    else:
+        span = f"{rate.low:,.0f} to {rate.high:,.0f} ({ORIGINS[rate.origin]})"
+        yield _line("verdict", f"{speed}: {_sentence(found['speed'])} {span}")
+    share = (row.planned_gib or 0.0) * GIB / memory.total
+    span = f"{memory.low * share / GIB:.2f} to {memory.high * share / GIB:.2f} ({ORIGINS[memory.origin]})"
+    yield _line("", f"{row.peak_gib:.2f} GiB: {_sentence(found['memory'])} {span}")
+    if row.reserved_gib is not None:
+        yield _line("", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}")
+
+
+def _sentence(place: str) -> str:
+    return {"inside": "inside the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}[place]
+
+
+def closing(row: Row, *, remembered: bool, source: str) -> Iterator[str]:
+    """What follows."""
+    if row.outcome == "ok" and row.plan is not None and row.tokens_per_second:
+        total = row.plan.total_tokens
+        if total is not None:
+            whole = f"{format_count(total)} tokens, the whole run, take {format_seconds(total / row.tokens_per_second)}"
+            yield _line("", whole)
+        if remembered:
+            yield _line("kept", "bloomery plan uses this measurement from now on")
+    yield _line("next", f"bloomery train {source}")
+
+
+def _line(label: str, text: str) -> str:
+    return _wrapped(f"{label:<{LABEL}}", text)
+
+
+def _wrapped(head: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH - len(head)) or [""]
+    return "\n".join([head + lines[0], *(" " * len(head) + rest for rest in lines[1:])]).rstrip()

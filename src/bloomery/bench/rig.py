@@ -1,0 +1,128 @@
+"""Steps of the real loop under a stopwatch: model, optimizer states and batches as a plan says, and nothing else."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.errors import UserError
+from bloomery.plan.types import Plan
+from bloomery.train.objectives import pretraining
+from bloomery.train.process import peak_memory_gib, set_up_process
+from bloomery.train.state import build_state
+from bloomery.train.step import train_step
+from bloomery.units import GIB
+
+MOST_ROUNDS = 20
+OVERFLOWS = 20  # float16 lowers its loss scale until gradients fit: so many steps may not be taken
+SHARE = 0.01  # of the learning rate: a step costs the same, and random text does not drive the weights away
+
+
+def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[str, Any]:
+    """A step with the longest documents for the peak, then timed ones with the run's own text where it is prepared.
+
+    Raises what torch raises when memory runs out, and UserError when the text is damaged or no step stays finite.
+    """
+    plan = Plan.model_validate(job["plan"])
+    set_up_process(plan)
+    if plan.train.device == "cpu":
+        bound_memory(plan.memory.limit)
+    on_phase("building the model")
+    rig = Rig(plan)
+    together = min(2, plan.train.accumulation)
+    longest = longest_batches(plan, together)
+    on_phase("compiling" if plan.train.compile else "warming up")
+    rig.warm_up(longest)
+    batches = text_batches(plan, together) if job["text"] == "prepared" else longest
+    rig.seconds(batches)
+    on_phase("measuring")
+    times = list(rounds(lambda number: rig.seconds(batches[:number]), plan.train.accumulation, seconds=job["seconds"]))
+    reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
+    peak = peak_memory_gib(plan.train.device)
+    return {"outcome": "ok", "step_seconds": times, "peak_gib": peak, "reserved_gib": reserved}
+
+
+@final
+class Rig:
+    """What the loop holds when it takes a step."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan.train
+        self._trainee = build_state(plan).trainee
+        self._objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+
+    def warm_up(self, batches: list[Batch]) -> None:
+        """The first step that is taken: it makes the optimizer's states and compiles. Raises UserError."""
+        if not any(self._step(batches) for _ in range(OVERFLOWS)):
+            raise UserError(
+                f"none of {OVERFLOWS} steps was finite",
+                remedy="train.precision=float32 tells whether fp16 is the cause",
+            )
+
+    def seconds(self, batches: list[Batch]) -> float:
+        """Of one optimizer step over these micro-batches, the device's work included."""
+        self._wait()
+        begun = time.perf_counter()
+        self._step(batches)
+        self._wait()
+        return time.perf_counter() - begun
+
+    def _step(self, batches: list[Batch]) -> bool:
+        return train_step(self._trainee, batches, self._objective, plan=self._plan, share=SHARE).taken
+
+    def _wait(self) -> None:
+        if self._plan.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -> Iterator[float]:
+    """Seconds of whole optimizer steps. Of many micro-batches two are run: each more costs what the second one did."""
+    begun = time.perf_counter()
+    for number in range(MOST_ROUNDS):
+        if number >= 2 and time.perf_counter() - begun > seconds:
+            return
+        if accumulation <= 2:
+            yield step(accumulation)
+        else:
+            one, two = step(1), step(2)
+            yield one + (accumulation - 1) * max(0.0, two - one)
+
+
+def longest_batches(plan: Plan, count: int) -> list[Batch]:
+    """Random tokens, one document a row, every token learned: the most that a micro-batch can ask for."""
+    numbers = torch.Generator().manual_seed(plan.train.seed)
+    return [_longest(plan, numbers) for _ in range(count)]
+
+
+def _longest(plan: Plan, numbers: torch.Generator) -> Batch:
+    rows, length = plan.train.micro_batch, plan.data.sequence_length
+    text = torch.randint(plan.model.config.vocab_size, (rows, length + 1), generator=numbers)
+    return Batch(
+        tokens=text[:, :-1].contiguous(),
+        labels=text[:, 1:].contiguous(),
+        weights=torch.ones(rows, length),
+        positions=torch.arange(length).repeat(rows, 1),
+        documents=torch.zeros(rows, length, dtype=torch.int64),
+    )
+
+
+def text_batches(plan: Plan, count: int) -> list[Batch]:
+    """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
+    data, rows, seed = plan.data, plan.train.micro_batch, plan.train.seed
+    loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
+    return [loader.batch(Cursor(seed, number * rows), rows) for number in range(count)]
+
+
+def bound_memory(limit: float) -> None:
+    """An allocation beyond the limit fails as on a full machine, before other programs suffer. Linux alone."""
+    if not sys.platform.startswith("linux"):
+        return
+    status = Path("/proc/self/status").read_text()
+    kib = {key: int(status.split(f"{key}:")[1].split()[0]) for key in ("VmData", "VmRSS")}
+    allowed = int(kib["VmData"] * 1024 + max(0.0, limit - kib["VmRSS"] * 1024))
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))

@@ -1,0 +1,166 @@
+"""`bloomery bench`: what this machine reaches with a recipe, beside what the plan said"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import click
+
+from bloomery.cli.common import print_json, recipe_argument
+
+if TYPE_CHECKING:
+    from bloomery.bench.measuring import Bench, Largest, Row
+    from bloomery.plan.types import Estimate, Plan
+
+
+@click.command()
+@recipe_argument
+@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Measure these values in all combinations.")
+@click.option("--card", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures for others to use.")
+@click.option("--giver", default="anonymous", metavar="NAME", help="Who gives the card.", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; the table goes to stderr.")
+def command(
+    recipe: str, overrides: tuple[str, ...], sweeps: tuple[str, ...], card: Path | None, giver: str, as_json: bool
+) -> int:
+    """Measure the largest micro-batch, speed and memory on this machine, beside the plan's figures.
+
+    Every setting runs in a process of its own, with the steps of real training. Only the figures are kept, and
+    `bloomery plan` uses them from then on. Exit code 1 when the recipe as planned could not be measured.
+
+    Example: bloomery bench go-coder-tiny --sweep train.compile=true,false
+    """
+    from bloomery.bench.cards import giver_name, make_card
+    from bloomery.bench.measuring import Bench
+    from bloomery.bench.page import closing, verdict_lines
+    from bloomery.bench.sweep import points
+    from bloomery.hardware.calibration import remember, write_card
+    from bloomery.hardware.detect import detect
+
+    giver = giver_name(giver)
+    asked = points(sweeps) if sweeps else None
+    bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
+    table = Table(to_stderr=as_json)
+    plan = bench.plan()
+    largest, trials, rows = table.measure(bench, plan, asked)
+    made = make_card([*rows, *trials], bench.machine, giver=giver)
+    kept = made is not None and remember(made)
+    table.say("", *verdict_lines(rows[0]), *closing(rows[0], remembered=kept, source=" ".join((recipe, *overrides))))
+    if made is not None and card is not None:
+        write_card(made, card)
+        table.say(f"{'card':<10}{card}; to share it, add it to benchmarks/cards/ in a pull request")
+    if as_json:
+        print_json(document(largest, trials, rows))
+    return 0 if rows[0].outcome == "ok" else 1
+
+
+@final
+class Table:
+    """Prints rows as they are measured, and on a terminal what is being measured now."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        from rich.console import Console
+
+        self._to_stderr = to_stderr
+        self._status = Console(stderr=True, highlight=False, markup=False).status("", spinner="line")
+        self._live = sys.stderr.isatty()
+
+    def say(self, *lines: str) -> None:
+        if self._live:
+            self._status.stop()
+        for line in lines:
+            click.echo(line, err=self._to_stderr)
+
+    def measure(
+        self, bench: "Bench", plan: "Plan", asked: list[tuple[str, ...]] | None
+    ) -> tuple["Largest | None", list["Row"], list["Row"]]:
+        """The largest micro-batch and its trials (none when micro-batches are swept), then the rows of the sweep."""
+        from bloomery.bench.measuring import rows_per_step, search
+        from bloomery.bench.page import heading, largest_lines, line, opening
+        from bloomery.bench.sweep import usual_points
+        from bloomery.hardware.calibration import device_name
+
+        device, cores = device_name(bench.machine)
+        named = f"{device}, {cores} core{'s' * (cores > 1)}" if cores else device
+        prepared = (plan.data.prepared / "manifest.json").is_file()
+        self.say(*opening(plan, recipe=bench.recipe, device=named, prepared=prepared))
+        largest: Largest | None = None
+        trials: list[Row] = []
+
+        def seen(row: "Row") -> None:
+            trials.append(row)
+            self.say(line(row))
+
+        try:
+            if not any(word.startswith("train.micro_batch=") for words in asked or () for word in words):
+                self.say(*heading(plan, "largest micro-batch"))
+                largest = search(
+                    lambda rows: bench.trial(rows, on_phase=lambda phase: self._now(f"{rows} rows", phase)),
+                    most=rows_per_step(plan),
+                    on_row=seen,
+                )
+                self.say(*largest_lines(largest, plan))
+            usable = largest.usable if largest else 0
+            wanted = asked if asked is not None else usual_points(plan, bench.machine, largest=usable)
+            self.say(*heading(plan, "settings"))
+            rows = [self._point(bench, words) for words in _once([(), *wanted])]
+        finally:
+            self._status.stop()
+        return largest, trials, rows
+
+    def _point(self, bench: "Bench", words: tuple[str, ...]) -> "Row":
+        from bloomery.bench.page import line
+
+        name = ", ".join(words) or "the recipe as planned"
+        row = bench.point(*words, on_phase=lambda phase: self._now(name, phase))
+        self.say(line(row))
+        return row
+
+    def _now(self, name: str, phase: str) -> None:
+        if self._live:
+            self._status.start()
+            self._status.update(f"{name}: {phase}")
+
+
+def _once(points: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return list(dict.fromkeys(points))
+
+
+def document(largest: "Largest | None", trials: list["Row"], rows: list["Row"]) -> dict[str, Any]:
+    """The JSON of `bench --json`; `verdict` is that of the recipe as planned, the first of `points`."""
+    from bloomery.bench.page import verdict
+
+    return {
+        "largest_micro_batch": largest,
+        "trials": [_row(row) for row in trials],
+        "points": [_row(row) for row in rows],
+        "verdict": verdict(rows[0]),
+    }
+
+
+def _row(row: "Row") -> dict[str, Any]:
+    from bloomery.bench.page import planned_rate
+
+    plan = row.plan
+    return {
+        "overrides": row.words,
+        "outcome": row.outcome,
+        "said": row.said,
+        "micro_batch": row.micro_batch,
+        "sequence_length": plan.data.sequence_length if plan else None,
+        "step_seconds": row.step_seconds,
+        "tokens_per_second": row.tokens_per_second,
+        "peak_gib": row.peak_gib,
+        "reserved_gib": row.reserved_gib,
+        "plan": None if plan is None else {
+            "tokens_per_second": _estimate(planned_rate(plan)),
+            "peak_gib": row.planned_gib,
+            "limit_gib": plan.memory.limit / 2**30,
+        },
+    }  # fmt: skip
+
+
+def _estimate(estimate: "Estimate | None") -> dict[str, Any] | None:
+    if estimate is None:
+        return None
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "from": estimate.origin}

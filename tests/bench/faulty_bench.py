@@ -1,0 +1,18 @@
+"""A child that dies or is silent instead of measuring, as FAULT says."""
+
+import os
+import signal
+import time
+
+from bloomery.hardware.children import accept, tell
+
+job = accept()
+tell(job, {"phase": "building the model"})
+fault = os.environ["FAULT"]
+if fault == "segfault":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if fault == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if fault == "raises":
+    raise RuntimeError("HIP error: invalid device function")
+time.sleep(600)

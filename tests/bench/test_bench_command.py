@@ -1,0 +1,129 @@
+"""`bloomery bench` as people type it."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli
+
+TINY = """
+model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
+tokenizer: {train: {vocab_size: 512}}
+data: {builtin: stdlib-code, sequence_length: 128}
+train: {length: 100 steps, tokens_per_step: 512, compile: false}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    Path("tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def bench(*words: str):
+    return CliRunner().invoke(cli, ["bench", "tiny.yaml", *words], catch_exceptions=False, standalone_mode=False)
+
+
+def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
+    result = bench("--card", "card.json", "--giver", "Ada L.")
+    assert result.return_value == 0
+    text = result.stdout
+    for words in (
+        "largest micro-batch",
+        "4 rows, 512 tokens",
+        "as planned",
+        "checkpointing=full",
+        "verdict",
+        "tokens/s",
+    ):
+        assert words in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    card = json.loads(Path("card.json").read_text())
+    assert card["giver"] == "Ada L." and card["model"]["hidden_size"] == 64 and card["points"][0]["micro_batch"] == 4
+    assert {point["micro_batch"] for point in card["points"]} == {1, 2, 4}
+    for secret in (platform.node(), str(Path.home()), str(here), "tiny"):
+        assert not secret or secret not in Path("card.json").read_text()
+    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["giver"] == "this machine"
+    assert sorted(path.name for path in Path().iterdir()) == ["card.json", "tiny.yaml"]
+
+
+def test_json_of_a_sweep(here):
+    result = bench("--sweep", "train.micro_batch=2,3", "--json")
+    told = json.loads(result.stdout)
+    assert set(told) == {"largest_micro_batch", "trials", "points", "verdict"}
+    assert told["largest_micro_batch"] is None and told["trials"] == []
+    planned, two, three = told["points"]
+    assert planned["overrides"] == [] and planned["outcome"] == "ok"
+    assert two["overrides"] == ["train.micro_batch=2"] and two["micro_batch"] == 2
+    assert two["tokens_per_second"] == pytest.approx(512 / two["step_seconds"])
+    assert set(two["plan"]["tokens_per_second"] or {"value", "low", "high", "from"}) == {"value", "low", "high", "from"}
+    assert three["outcome"] == "refused" and three["plan"] is None
+    assert set(told["verdict"]) == {"speed", "memory"}
+    assert "as planned" in result.stderr
+
+
+@pytest.mark.parametrize("giver", ["", "<b>x</b>", "a" * 61])
+def test_a_giver_is_a_name(here, giver):
+    from bloomery.errors import UserError
+
+    with pytest.raises(UserError) as caught:
+        bench("--giver", giver)
+    assert caught.value.where == "--giver"
+
+
+def test_ctrl_c_leaves_nothing_behind(here):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    child = first_child(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130 and "interrupted" in told
+    assert not alive(child)
+    assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
+
+
+def test_a_child_does_not_outlive_a_killed_bench(here):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    child = first_child(process.pid)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 20
+    while alive(child) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def first_child(pid: int) -> int:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in found:
+            if "bloomery.bench.child" in Path(f"/proc/{each}/cmdline").read_text():
+                return int(each)
+        time.sleep(0.02)
+    raise AssertionError("no child was started")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,158 @@
+"""One setting a child: what it reaches, and that a child which dies of memory or a driver is a row that says so."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.bench import measuring
+from bloomery.bench.child import is_out_of_memory
+from bloomery.bench.measuring import Bench, Row, search
+from bloomery.bench.rig import longest_batches, rounds
+from bloomery.hardware.detect import detect
+
+HERE = Path(__file__).parent
+TINY = """
+model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
+tokenizer: {train: {vocab_size: 512}}
+data: {builtin: stdlib-code, sequence_length: 128}
+train: {length: 100 steps, tokens_per_step: 2048, compile: false}
+"""
+WIDE = ("model.hidden_size=256", "model.num_layers=4", "train.tokens_per_step=16384")
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+    def made(*overrides: str, limit: float | None = None) -> Bench:
+        return Bench(recipe="tiny.yaml", overrides=overrides, machine=detect(), memory_limit=limit)
+
+    return made
+
+
+def silent(phase: str) -> None:
+    del phase
+
+
+def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
+    phases: list[str] = []
+    row = bench().point("train.micro_batch=4", on_phase=phases.append)
+    assert row.outcome == "ok", row.said
+    assert row.plan is not None and row.plan.train.accumulation == 4
+    assert row.tokens_per_second == pytest.approx(2048 / row.step_seconds)
+    assert 0.1 < row.peak_gib < 3 and row.planned_gib == row.plan.memory.total / 2**30
+    assert phases == ["starting", "building the model", "warming up", "measuring"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_memory_that_runs_out_is_a_row(bench):
+    """The planned limit becomes the process's own: 128 rows of this model need well over half a GiB."""
+    row = bench(*WIDE, limit=0.55 * 2**30).point("train.micro_batch=128", on_phase=silent)
+    assert row.outcome == "memory" and row.said
+    assert row.tokens_per_second is None
+
+
+def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
+    bounded = bench(*WIDE, limit=0.55 * 2**30)
+    rows: list[Row] = []
+    found = search(lambda number: bounded.trial(number, on_phase=silent), most=128, on_row=rows.append)
+    assert found.bound == "memory" and 4 <= found.rows < 128
+    assert {row.micro_batch for row in rows if row.outcome == "ok"} >= {1, 2, 4, found.rows}
+    assert min(row.micro_batch for row in rows if row.outcome == "memory") > found.rows
+    assert 128 % found.usable == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "said"),
+    [
+        ("segfault", "crashed", "SIGSEGV"),
+        ("raises", "crashed", "RuntimeError: HIP error: invalid device function"),
+        ("killed", "memory", "the system killed the process"),
+        ("hangs", "hung", "no word in 3 s"),
+    ],
+)
+def test_a_child_that_dies_is_a_row_that_says_so(bench, monkeypatch, fault, outcome, said):
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(measuring, "CHILD", "faulty_bench")
+    monkeypatch.setattr(measuring, "SILENCE_SECONDS", 3.0)
+    begun = time.monotonic()
+    row = bench().point(on_phase=silent)
+    assert row.outcome == outcome and said in row.said
+    assert time.monotonic() - begun < 30
+
+
+def test_what_the_recipe_refuses_is_a_row_that_says_why(bench):
+    row = bench().point("train.micro_batch=5", on_phase=silent)
+    assert (row.outcome, row.plan) == ("refused", None) and "micro-batches of 5" in row.said
+
+
+def trial_of(bench, capacity: int, seconds: float = 0.1):
+    plan = bench().plan()
+
+    def trial(rows: int) -> Row:
+        train = plan.train.model_copy(update={"micro_batch": rows, "accumulation": 1})
+        own = plan.model_copy(update={"train": train})
+        if rows > capacity:
+            return Row(words=(), plan=own, outcome="memory", said="full")
+        return Row(words=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0)
+
+    return trial
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2, 3, 7, 8, 9, 40, 63, 100, 255, 256, 1000])
+def test_doubling_and_bisection_find_the_edge_to_an_eighth(bench, capacity):
+    tried: list[Row] = []
+    found = search(trial_of(bench, capacity), most=256, on_row=tried.append, slowest=1e9)
+    edge = min(capacity, 256)
+    assert found.rows <= edge and edge - found.rows <= max(0, found.rows // 8)
+    assert len(tried) <= 13
+    assert found.bound == ("step" if capacity >= 256 else "memory")
+    assert found.usable == max((rows for rows in range(1, found.rows + 1) if 256 % rows == 0), default=0)
+
+
+def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
+    tried: list[Row] = []
+    found = search(trial_of(bench, 1000, seconds=3.0), most=256, on_row=tried.append, slowest=30.0)
+    assert (found.rows, found.bound) == (8, "time")
+    assert [row.micro_batch for row in tried] == [1, 2, 4, 8]
+
+
+def test_a_step_of_many_micro_batches_is_made_of_two(monkeypatch):
+    asked: list[int] = []
+
+    def step(number: int) -> float:
+        asked.append(number)
+        return 1.0 + 2.0 * number  # the optimizer takes 1 s, a micro-batch 2 s
+
+    assert list(rounds(step, 10, seconds=0.0)) == [21.0, 21.0]
+    assert asked == [1, 2, 1, 2]
+    assert list(rounds(step, 2, seconds=0.0)) == [5.0, 5.0]
+
+
+def test_the_longest_batches_are_whole_rows_that_are_learned_everywhere(bench):
+    plan = bench().plan("train.micro_batch=4")
+    one, two = longest_batches(plan, 2)
+    assert one.tokens.shape == (4, 128) and one.weights.min() == 1 and one.documents.max() == 0
+    assert torch.equal(one.tokens[:, 1:], one.labels[:, :-1])
+    assert one.tokens.max() < 512 and not torch.equal(one.tokens, two.tokens)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("HIP error: invalid device function"), False),
+    ],
+)
+def test_what_counts_as_memory(error, memory):
+    assert is_out_of_memory(error) is memory
