@@ -27,9 +27,7 @@ CPU = Machine(
     ),
     software=Software(python="3.12.0", torch="2.13.0", build="cpu"),
 )  # fmt: skip
-GPU = CPU.model_copy(
-    update={"accelerators": (MI300X,), "software": CPU.software.model_copy(update={"build": "rocm"})}
-)
+GPU = CPU.model_copy(update={"accelerators": (MI300X,), "software": CPU.software.model_copy(update={"build": "rocm"})})
 
 
 @pytest.fixture

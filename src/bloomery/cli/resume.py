@@ -10,7 +10,8 @@ from bloomery.cli.common import find_run, overrides_argument
 @overrides_argument
 @click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Go back to this step's checkpoint.")
 @click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu.")
-def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None) -> int:
+@click.option("--recover", is_flag=True, help="After a crash go on one rung safer, three times at most.")
+def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
     """Go on with RUN (a path, a name under runs/, or `last`) where it stopped, whatever stopped it.
 
     Only train.length, eval.*, checkpoint.* and monitor.* may be changed.
@@ -23,7 +24,7 @@ def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str
 
     folder = find_run(run)
     traceback_file.set(folder / "log.txt")
-    outcome = resume(folder, step=step, overrides=overrides, devices=devices)
+    outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
     if outcome.again:
         click.echo(f'This run is done. `bloomery resume {outcome.name} train.length="..."` makes it longer.')
         return 0

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder [default: runs/RECIPE-DATE-TIME].")
 @click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu [default: the best].")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--recover", is_flag=True, help="After a crash go on one rung safer, three times at most.")
 @click.option("--max-steps", type=click.IntRange(min=1), help='The recipe key train.length="N steps".')
 @click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), help='train.length="N epochs".')
 def command(
@@ -25,6 +26,7 @@ def command(
     run_dir: Path | None,
     devices: str | None,
     dry_run: bool,
+    recover: bool,
     max_steps: int | None,
     train_epochs: float | None,
 ) -> int:
@@ -50,7 +52,7 @@ def command(
         return show_plan(loaded, devices=devices)
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
-    return conclude(start(loaded, run_dir=folder, devices=devices))
+    return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover))
 
 
 def conclude(run: "Run") -> int:

@@ -56,6 +56,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def safer(self) -> Path:
+        """After a death that a safer plan may prevent: that plan (`rungs`)."""
+        return self.path / "safer.json"
+
+    @property
     def lock(self) -> Path:
         return self.path / "lock"
 

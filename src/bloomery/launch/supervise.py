@@ -22,6 +22,7 @@ from bloomery.monitor.events import Event, follow
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # of what a child said last
 KILL_WAIT_SECONDS = 10.0
+WORKER = "bloomery.launch.worker"
 
 
 @final
@@ -73,7 +74,7 @@ def _child(
     """A session of its own: Ctrl+C reaches it through us alone, and its group can be killed as a whole."""
     report_end, child_end = os.pipe()
     parent = os.getpid()
-    command = [sys.executable, "-X", "faulthandler", "-m", "bloomery.launch.worker", stage]
+    command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage]
     try:
         with held_back(SAVE_SIGNAL):
             child = subprocess.Popen(

@@ -24,6 +24,7 @@ from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.schedules import planned_share
+from bloomery.train.self_test import check_attention
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult, train_step
 from bloomery.train.vitals import Checkup
@@ -321,6 +322,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
     state = build_state(plan, resume_from=resume_from)
+    check_attention(state.trainee.model, plan)
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)
     job = Job(

@@ -8,19 +8,15 @@ from typing import TypeVar, final
 
 import torch
 
-from bloomery.errors import UserError
 from bloomery.hardware.tenants import Tenant, tenants
 from bloomery.plan.safer import Rung, smaller_evaluation, smaller_micro_batch
 from bloomery.plan.types import Plan
 from bloomery.train.process import out_of_memory
+from bloomery.train.run import MemoryFull
 from bloomery.train.state import TrainState, random_states, set_random_states
 from bloomery.units import GIB, format_bytes
 
 R = TypeVar("R")
-
-
-class MemoryFull(UserError):
-    """Even the smallest micro-batch does not fit."""
 
 
 @final

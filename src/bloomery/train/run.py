@@ -5,6 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from bloomery.errors import UserError
+
+
+class MemoryFull(UserError):
+    """Even a single row at once does not fit."""
+
+
+class Unsound(UserError):
+    """A kernel does not compute what it should."""
+
 
 def name_of(folder: Path) -> str:
     """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""

@@ -1,0 +1,41 @@
+"""A plan by hand, for what the launcher decides of it."""
+
+from pathlib import Path
+
+from bloomery.model.config import ModelConfig
+from bloomery.plan.types import Plan
+
+CONFIG = ModelConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+    max_positions=64, family="llama",
+)  # fmt: skip
+
+
+def plan_of(*, attention: str = "mask", **train: object) -> Plan:
+    """`train`: fields of its section."""
+    plan = {
+        "name": "tiny", "torch": "2.13.0", "step_seconds": None, "total_tokens": None, "decisions": (),
+        "contradictions": (), "claims": (), "remedies": (),
+        "model": {"config": CONFIG, "source": None, "attention": attention, "score_chunk": 64},
+        "data": {
+            "prepared": Path(), "sequence_length": 32, "layout": "packed", "pin_memory": False, "prefetch": 2,
+        },
+        "optimizer": {
+            "kind": "adamw", "learning_rate": 0.01, "matrix_learning_rate": 0.02, "momentum": 0.95,
+            "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1, "fused": True, "schedule": "cosine",
+            "floor": 0.0, "warmup_steps": 2, "decay_steps": 0,
+        },
+        "train": {
+            "steps": 6, "seconds": None, "tokens_per_step": 128, "micro_batch": 2, "accumulation": 2,
+            "precision": "float32", "compile": False, "activation_checkpointing": "none", "clip": 1.0, "seed": 0,
+            "deterministic": False, "threads": 1, "device": "cpu",
+        } | train,
+        "checkpoint": {"every_steps": 3, "keep": 2, "asynchronous": False},
+        "eval": {
+            "every_steps": 3, "prompts": (), "max_tokens": 4, "temperature": 0.8, "top_p": 0.95, "stop_early": None,
+            "micro_batch": 2,
+        },
+        "monitor": {"every_steps": 1, "sinks": (), "commands": ()},
+        "memory": {"parts": {}, "low": 0, "high": 0, "limit": 1, "origin": "table"},
+    }  # fmt: skip
+    return Plan.model_validate(plan)

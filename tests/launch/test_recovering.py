@@ -1,0 +1,174 @@
+"""`--recover`: a run whose kernels crash goes on one rung safer; without it the last line is the command that does."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from plans_of_runs import plan_of
+from runs_of_bloomery import assert_bitwise_equal, losses, write_workshop
+
+from bloomery.errors import UserError
+from bloomery.launch import supervise
+from bloomery.launch.local import resume, start
+from bloomery.launch.run_folder import RunFolder
+from bloomery.launch.rungs import Descent, keep, next_rung, take_kept
+from bloomery.launch.supervise import Ending
+from bloomery.launch.worker import FAILED, MEMORY_FULL, UNSOUND
+from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
+from bloomery.plan.store import read_plan
+from bloomery.recipe.load import load_recipe
+
+SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
+HALVED = "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
+HIP = "HIP error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch) -> Path:
+    write_workshop(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "WORKER", "dying_worker")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    (tmp_path / "runs").mkdir()
+    return tmp_path
+
+
+def run_with(workshop: Path, *deaths: object, recover: bool, overrides: tuple[str, ...] = ()):
+    (workshop / "runs/deaths.json").write_text(json.dumps(deaths))
+    run_dir = workshop / "runs/one"
+    try:
+        code = start(load_recipe("tiny.yaml", overrides), run_dir=run_dir, recover=recover, quiet=True).code
+    except UserError as error:
+        return error
+    return code
+
+
+def of(workshop: Path, kind: type) -> list:
+    return [event for event in read_events(workshop / "runs/one/events.jsonl") if isinstance(event, kind)]
+
+
+def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(workshop: Path) -> None:
+    deaths = (
+        [{"attention": "mask"}, 5, SEGV],
+        [{"precision": "bfloat16"}, 8, HIP],
+        [{"precision": "float32", "rows": 2}, 11, KILL],
+    )
+    code = run_with(workshop, *deaths, recover=True, overrides=("train.precision=bfloat16",))
+    assert code == 0
+    told = of(workshop, Recovered)
+    assert [event.step for event in told] == [4, 7, 10]
+    assert [event.action for event in told] == [
+        "restarted blockwise attention instead of mask",
+        "restarted matrix products in float32",
+        "restarted micro-batch 1 instead of 2, accumulated 4 times: the same tokens a step",
+    ]
+    assert "SIGSEGV" in told[0].because
+    assert HIP in told[1].because
+    assert "SIGKILL" in told[2].because
+    assert [event.step for event in of(workshop, Resumed)] == [3, 6, 9]
+    plan = read_plan(workshop / "runs/one/plan.json")
+    assert (plan.model.attention, plan.train.precision, plan.train.micro_batch) == ("blockwise", "float32", 1)
+    assert plan.train.tokens_per_step == 256
+    because = {decision.key: decision.because for decision in plan.decisions}
+    assert "SIGSEGV" in because["train.attention"]
+    assert len(losses(workshop / "runs/one")) == 16
+    assert not (workshop / "runs/one/safer.json").exists()
+    assert of(workshop, RunEnded)[-1].why == "done"
+
+
+def test_after_three_restarts_it_stops_and_says_how_to_go_on(workshop: Path) -> None:
+    error = run_with(
+        workshop, [{}, 2, ABRT], recover=True, overrides=("train.precision=bfloat16", "train.micro_batch=4")
+    )
+    assert isinstance(error, UserError)
+    assert len(of(workshop, Recovered)) == 3
+    assert "(3 restarts did not help)" in error.problem
+    assert str(error).splitlines()[-1].strip().startswith("`bloomery resume one --recover` goes on: ")
+
+
+def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(workshop: Path) -> None:
+    error = run_with(workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
+    last = str(error).splitlines()[-1].strip()
+    assert last == "`bloomery resume one --recover` goes on: blockwise attention instead of mask"
+    assert of(workshop, Recovered) == []
+    assert read_plan(workshop / "runs/one/plan.json").model.attention == "mask"
+
+    assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
+    (told,) = of(workshop, Recovered)
+    assert told.action == "restarted blockwise attention instead of mask"
+    assert read_plan(workshop / "runs/one/plan.json").model.attention == "blockwise"
+
+
+def test_a_resume_without_the_flag_changes_nothing(workshop: Path, undisturbed) -> None:
+    run_with(workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
+    (workshop / "runs/deaths.json").write_text("[]")
+    assert resume(workshop / "runs/one", quiet=True).code == 0
+    assert of(workshop, Recovered) == []
+    assert_bitwise_equal(workshop / "runs/one", undisturbed.run_dir)
+    assert not (workshop / "runs/one/safer.json").exists()
+
+
+def test_a_mistake_is_not_answered_by_restarts(workshop: Path) -> None:
+    error = run_with(workshop, [{}, 3, "shape '[2, 3]' is invalid for input of size 7"], recover=True)
+    assert isinstance(error, UserError)
+    assert of(workshop, Recovered) == []
+    assert "--recover" not in error.remedy
+
+
+def ending(code: int, *tail: str, problem: str = "") -> Ending:
+    return Ending("train", code, {"problem": problem, "where": "", "remedy": "", "code": 1} if problem else None, tail)
+
+
+@pytest.mark.parametrize(
+    ("died", "action"),
+    [
+        (ending(-SEGV), "without compilation"),
+        (ending(-ABRT, "Memory access fault by GPU node-1 on address 0x7f"), "without compilation"),
+        (ending(FAILED, "RuntimeError: HIP error: invalid device function"), "without compilation"),
+        (ending(FAILED, "torch._inductor.exc.InductorError: CppCompileError", "", "Set X=1"), "without compilation"),
+        (ending(UNSOUND, problem="flex attention computes wrong numbers"), "blockwise attention instead of flex"),
+        (ending(-KILL), HALVED),
+        (ending(MEMORY_FULL, problem="memory ran out"), HALVED),
+        (ending(FAILED, "KeyError: 'x'"), None),
+        (ending(FAILED, problem="the loss is not a finite number"), None),
+        (ending(-signal.SIGTERM), None),
+        (Ending("prepare", -SEGV, None, ()), None),
+    ],
+)  # fmt: skip
+def test_the_first_rung_follows_the_death(died: Ending, action: str | None) -> None:
+    plan = plan_of(compile=True, attention="flex", micro_batch=4, accumulation=1)
+    descent = next_rung(plan, died)
+    assert (descent.rung.action if descent else None) == action
+
+
+def test_the_ladder_has_an_end() -> None:
+    plan, actions = plan_of(compile=True, attention="flex", micro_batch=6, accumulation=2, precision="bfloat16"), []
+    while (descent := next_rung(plan, ending(-SEGV))) is not None:
+        plan = descent.rung.plan
+        actions.append(descent.rung.action.partition(",")[0])
+    assert actions == [
+        "without compilation",
+        "blockwise attention instead of flex",
+        "matrix products in float32",
+        "micro-batch 3 instead of 6",
+        "micro-batch 1 instead of 3",
+    ]
+    assert plan.train.micro_batch * plan.train.accumulation == 12
+    short = plan_of(micro_batch=1, accumulation=1)
+    last = next_rung(short, ending(-KILL))
+    assert last is not None
+    assert last.rung.plan.train.activation_checkpointing == "full"
+    assert next_rung(last.rung.plan, ending(-KILL)) is None
+
+
+def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert take_kept(folder) is None
+    descent = next_rung(plan_of(compile=True), ending(-SEGV))
+    assert isinstance(descent, Descent)
+    keep(folder, descent)
+    assert take_kept(folder) == descent
+    assert take_kept(folder) is None
+    folder.safer.write_text('{"because": "x", "pl')
+    assert take_kept(folder) is None

@@ -1,0 +1,69 @@
+"""The check of the attention kernel before the first step."""
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import CONFIG, Run
+
+from bloomery.model import attention
+from bloomery.train.run import Unsound
+from bloomery.train.self_test import check_attention
+from bloomery.train.state import build_state
+
+
+def checked(backend: str, precision: str = "float32", **config) -> None:
+    facts = tiny_config(**config)
+    plan = tiny_plan(config=facts, model={"attention": backend}, train={"precision": precision})
+    check_attention(build_state(plan).trainee.model, plan)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "bfloat16-pure"])
+@pytest.mark.parametrize("backend", ["mask", "per_document", "blockwise", "sdpa", "math"])
+def test_a_sound_kernel_passes(backend, precision):
+    checked(backend, precision)
+
+
+def test_windows_and_soft_caps_are_part_of_it():
+    checked("blockwise", attention_softcap=20.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda x: x * 1.2, "differs from plain math"), (lambda x: x * torch.nan, "is not finite")],
+)
+def test_a_kernel_that_computes_something_else_is_told(monkeypatch, change, said):
+    sound = attention._BACKENDS["mask"]
+    monkeypatch.setitem(attention._BACKENDS, "mask", lambda *inputs: change(sound(*inputs)))
+    with pytest.raises(Unsound, match=said) as caught:
+        checked("mask")
+    assert "mask attention in float32 computes wrong numbers" in caught.value.problem
+    assert "train.attention=blockwise" in caught.value.remedy
+
+
+def test_a_wrong_gradient_is_told(monkeypatch):
+    sound = attention._BACKENDS["mask"]
+
+    def wrong(q, k, v, layout, options):
+        out = sound(q, k, v, layout, options)
+        return out.detach() + (out - out.detach()) * 0.5
+
+    monkeypatch.setitem(attention._BACKENDS, "mask", wrong)
+    with pytest.raises(Unsound, match="differs from plain math"):
+        checked("mask")
+
+
+def test_no_random_number_is_drawn():
+    before = torch.get_rng_state()
+    plan = tiny_plan(config=CONFIG)
+    model = build_state(plan).trainee.model
+    torch.set_rng_state(before)
+    check_attention(model, plan)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_does_not_begin_on_a_wrong_kernel(prepared, tmp_path, monkeypatch):
+    sound = attention._BACKENDS["mask"]
+    monkeypatch.setitem(attention._BACKENDS, "mask", lambda *inputs: sound(*inputs) + 1)
+    with pytest.raises(Unsound):
+        Run(tiny_plan(prepared, config=CONFIG, train={"steps": 1}), tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints").exists()
