@@ -42,7 +42,7 @@ AMD_DEVICES = (
     "gfx1100 gfx1030 gfx1031 gfx1032 gfx1033 gfx1034 gfx1035 gfx1036 gfx1010 gfx1011 gfx1012"
 )
 # In PyTorch's list, yet not to be used: the wheels lack the matrix library, or crash.
-_NOT_FROM_PYTORCH = {
+NOT_FROM_PYTORCH = {
     "gfx900": "PyTorch's ROCm wheels carry no matrix library for it",
     "gfx906": "from ROCm 6.4 on no matrix library for gfx906 is shipped, and from 7.14 on no kernels",
     "gfx1150": "PyTorch's ROCm 7 wheels crash on it; AMD's ROCm 10 wheels do not",
@@ -116,11 +116,11 @@ def _rocm(arch: str, torch: str, system: str, processor: str) -> list[TorchBuild
 def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     if arch == "gfx906":
         because = "the last index whose wheels bring kernels and the matrix library of gfx906; it ends with torch 2.9.1"
-        never = ("install torch from rocm6.4 or newer: " + _NOT_FROM_PYTORCH[arch],)
+        never = ("install torch from rocm6.4 or newer: " + NOT_FROM_PYTORCH[arch],)
         pinned = torch if _series(torch) == (2, 9) else "2.9.1"
         return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, never)]
     index, archs = PYTORCH_ROCM.get(_series(torch), ("", ""))
-    if arch in _NOT_FROM_PYTORCH or arch not in archs.split():
+    if arch in NOT_FROM_PYTORCH or arch not in archs.split():
         return []
     never = (f"{_OVERRIDE}: {arch} has kernels of its own in this wheel",)
     return [TorchBuild(f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it brings {arch}'s own kernels", never)]

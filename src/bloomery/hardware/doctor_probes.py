@@ -1,0 +1,96 @@
+"""The doctor's rules about probes: what failed, crashed, hung or was wrong when it was tried."""
+
+from collections.abc import Iterator
+
+from bloomery.hardware.doctor_finding import PROBE, Finding, best_device, install
+from bloomery.hardware.machine import Machine, Probe
+from bloomery.hardware.profile import build_profile
+from bloomery.hardware.specs import arch_spec
+from bloomery.hardware.symptoms import Level, match
+
+EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+BAD = ("wrong", "failed", "crashed", "hung")
+SAID = {"wrong": "computes wrong values", "failed": "fails", "crashed": "crashes", "hung": "hangs"}
+# What a probe's first word is about, and what to train with when it is bad.
+SUBJECTS: dict[str, tuple[str, Level, str]] = {
+    "attention": ("fused attention", "slows", "train.attention=blockwise"),
+    "backend": ("the attention backend", "slows", "train.attention=blockwise"),
+    "compile": ("torch.compile", "slows", "train.compile=false"),
+    "bitsandbytes": ("bitsandbytes", "note", "quantize.base=none"),
+    "flash": ("flash-attn", "note", "train.attention=blockwise"),
+    "blas": ("a matrix library", "note", ""),
+    "bandwidth": ("copying on the GPU", "slows", ""),
+    "p2p": ("copying between GPUs", "slows", ""),
+    "all": ("an all-reduce", "slows", ""),
+    "device": ("the GPU", "stops", ""),
+    "matmul": ("a matrix product", "slows", ""),
+}
+
+
+def experimental_attention(machine: Machine) -> Iterator[Finding]:
+    """Fused attention is there and switched off."""
+    off = [probe for probe in machine.probes if EXPERIMENTAL in probe.said and probe.outcome != "ok"]
+    if off and machine.software.environment.get(EXPERIMENTAL) != "1":
+        yield Finding(
+            id="attention-is-math",
+            level="slows",
+            what="PyTorch computes attention with plain products here: fused kernels exist and are switched off",
+            evidence=f"{', '.join(probe.name for probe in off)}: {off[0].said}",
+            mend=(f"export {EXPERIMENTAL}=1  # Bloomery's own runs set it",),
+            prove=PROBE,
+        )
+
+
+def bad_probes(machine: Machine) -> Iterator[Finding]:
+    """One finding for each thing that was tried and did not work; those with one cause are told once."""
+    told: set[tuple[str, str]] = set()
+    for probe in machine.probes:
+        kind = probe.name.partition("-")[0]
+        if probe.outcome not in BAD or EXPERIMENTAL in probe.said or (kind, probe.said) in told:
+            continue
+        told.add((kind, probe.said))
+        yield _finding(probe, kind, machine)
+
+
+def _finding(probe: Probe, kind: str, machine: Machine) -> Finding:
+    subject, level, edit = SUBJECTS.get(kind, (probe.name, "note", ""))
+    if kind == "matmul":
+        dtype = probe.name.partition("-")[2]
+        subject += f" in {dtype}"
+        planned = build_profile(machine.model_copy(update={"probes": ()})).dtype.value
+        level, edit = "stops" if dtype == planned else "note", "train.precision=float32"
+    known = match(probe.said, machine=machine)
+    off = f" (off by {probe.error:.2g})" if probe.error else ""
+    mend = [f"bloomery train RECIPE {edit}"] if edit and probe.outcome != "wrong" else []
+    mend += known[0].remedy if known else _remedy(probe, kind, machine)
+    return Finding(
+        id=f"probe-{probe.name}",
+        level=level,
+        what=f"{subject} {SAID[probe.outcome]} on this machine" + (f": {known[0].cause}" if known else ""),
+        evidence=f"{probe.name}: {probe.said or probe.outcome}{off}",
+        mend=tuple(mend or [f"bloomery train RECIPE {edit}" if edit else "bloomery doctor --bundle report.json"]),
+        prove=PROBE,
+    )
+
+
+def _remedy(probe: Probe, kind: str, machine: Machine) -> list[str]:
+    if kind == "device" and machine.accelerators:
+        return [install(machine) + "  # the build that has this chip's kernels"]
+    return [] if probe.outcome != "crashed" else ["bloomery doctor --bundle report.json  # what a maintainer needs"]
+
+
+def flash_attention(machine: Machine) -> Iterator[Finding]:
+    """flash-attn is absent and would be of use: PyTorch has no fused kernel of its own for this chip."""
+    device = best_device(machine)
+    spec = arch_spec(device.arch) if device else None
+    absent = next((p for p in machine.probes if p.name == "flash-attn" and p.outcome == "absent"), None)
+    line = absent.facts.get("build") if absent else None
+    if device and line and (spec is None or spec.fused_attention != "yes"):
+        yield Finding(
+            id="flash-attn-absent",
+            level="note",
+            what=f"PyTorch has no settled fused attention for {device.arch}; the package flash-attn has",
+            evidence=absent.said if absent else "",
+            mend=(f"{line}  # half an hour of compiling; Bloomery's blockwise attention does without",),
+            prove=PROBE,
+        )

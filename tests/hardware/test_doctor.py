@@ -1,0 +1,391 @@
+"""The doctor's findings: a table of machines, and what each rule does beyond them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bloomery.hardware.doctor import diagnose, ready
+from bloomery.hardware.doctor_torch import claimed
+from bloomery.hardware.machine import Accelerator, Machine, Package, Probe, Setting, read_machine
+from bloomery.units import GIB, MIB
+
+MACHINES = Path(__file__).parent.parent / "machines"
+AMD_WHEEL = (
+    "pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ "
+    "'torch[device-gfx1031]==2.13.0+rocm10.0.0'"
+)
+PIN = "bloomery doctor --fix {}  # pins torch in this environment's pip constraints"
+# machine -> (finding, the first line that mends it), in their order
+EXPECTED = {
+    "container-without-kfd": [
+        ("container-without-gpu", "bloomery doctor --docker  # the run line, to be typed outside of the container"),
+        (
+            "shm-small",
+            "docker run --ipc=host ...  # or --shm-size=16g; `bloomery doctor --docker` prints the whole line",
+        ),
+        ("torch-not-pinned", PIN.format(3)),
+    ],
+    "h200": [],
+    "laptop-without-a-gpu": [("no-gpu", "bloomery demo  # a small model, on this machine")],
+    "mi100-two-without-iommu-pt": [
+        (
+            "iommu-not-passthrough",
+            """sudo sed -i.bak 's/^GRUB_CMDLINE_LINUX="/&amd_iommu=on iommu=pt /' /etc/default/grub""",
+        ),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "mi250x-frontier-slurm": [("torch-not-pinned", PIN.format(1))],
+    "mi300x-node": [
+        (
+            "numa-balancing",
+            "sudo sysctl kernel.numa_balancing=0  # and kernel.numa_balancing=0 in /etc/sysctl.d/ to keep it",
+        ),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "mi50-wheel-without-its-kernels": [
+        (
+            "wheel-unfit",
+            "pip install --force-reinstall --index-url https://download.pytorch.org/whl/rocm6.3 torch==2.9.1+rocm6.3",
+        ),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "rx-6700-xt": [],
+    "rx-6700-xt-override": [
+        ("override-harms", "unset HSA_OVERRIDE_GFX_VERSION  # and delete that line"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "rx-6700-xt-wrong-wheel": [("wrong-build", AMD_WHEEL), ("torch-not-pinned", PIN.format(2))],
+    "rx-6700-xt-wrong-wheel-override": [
+        ("wrong-build", AMD_WHEEL),
+        ("override-harms", "unset HSA_OVERRIDE_GFX_VERSION  # and delete that line"),
+        ("torch-not-pinned", PIN.format(3)),
+    ],
+    "rx-6800-driver-blacklisted": [
+        ("driver-blacklisted", "sudo sed -i.bak '/^ *blacklist  *amdgpu/d' /etc/modprobe.d/vfio.conf"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "rx-7900-xt-cuda-wheel": [
+        (
+            "wrong-build",
+            "pip install --force-reinstall --index-url https://download.pytorch.org/whl/rocm7.2 torch==2.13.0+rocm7.2",
+        ),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "rx-7900-xtx-behind-an-igpu": [
+        ("igpu-is-device-0", "export HIP_VISIBLE_DEVICES=1  # or switch the graphics off in the firmware"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "rx-9060-xt-math-attention": [
+        ("attention-is-math", "export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1  # Bloomery's own runs set it"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "strix-halo": [
+        ("shared-memory-gpu", "# more: amdgpu.gttsize or ttm.pages_limit on the kernel's command line"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "user-added-to-render-not-logged-in-again": [
+        ("login-again", "newgrp render  # in this shell; for all others log out and in again"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "user-outside-render": [
+        ("not-in-group", "sudo usermod -a -G render,video $LOGNAME"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+    "wsl": [
+        ("wsl-detection-off", "export HSA_ENABLE_DXG_DETECTION=1  # and put that line into ~/.bashrc"),
+        ("torch-not-pinned", PIN.format(2)),
+    ],
+}
+READY = {
+    "h200", "laptop-without-a-gpu", "mi100-two-without-iommu-pt", "mi250x-frontier-slurm", "mi300x-node", "rx-6700-xt",
+    "rx-7900-xtx-behind-an-igpu", "rx-9060-xt-math-attention", "strix-halo",
+}  # fmt: skip
+
+
+def machine(name: str = "rx-6700-xt", **changed) -> Machine:
+    """A recorded machine, changed: `software__torch="2.13.0"`, `host__driver__boot=""`, `accelerators=()`."""
+    found = read_machine(MACHINES / f"{name}.json")
+    for path, value in changed.items():
+        found = _changed(found, path.split("__"), value)
+    return found
+
+
+def _changed(part, path, value):
+    name, *rest = path
+    return part.model_copy(update={name: _changed(getattr(part, name), rest, value) if rest else value})
+
+
+def ids(one: Machine) -> list[str]:
+    return [finding.id for finding in diagnose(one)]
+
+
+def only(one: Machine, id: str):
+    (found,) = [finding for finding in diagnose(one) if finding.id == id]
+    return found
+
+
+def test_every_recorded_machine_has_a_diagnosis():
+    assert {path.stem for path in MACHINES.glob("*.json")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_machine_gets_exactly_these_findings_and_commands(name):
+    found = diagnose(machine(name))
+    assert [(finding.id, finding.mend[0]) for finding in found] == EXPECTED[name]
+    assert ready(found) == (name in READY)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_what_mends_can_be_pasted_into_a_shell(name):
+    for finding in diagnose(machine(name)):
+        script = "\n".join((*finding.mend, finding.prove))
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), finding.mend
+        assert finding.what and finding.evidence
+
+
+def test_who_brought_the_wrong_wheel_is_named():
+    found = only(machine("rx-6700-xt-wrong-wheel"), "wrong-build")
+    assert found.what == "PyTorch finds no GPU: it was built for NVIDIA and the card is AMD"
+    assert found.evidence.startswith("torch.version.hip is None; installed on ")
+    assert "not asked for by name" in found.evidence
+    assert "xformers 0.0.35 came with it and requires torch>=2.10" in found.evidence
+    assert "asked for by name" in only(machine("rx-7900-xt-cuda-wheel"), "wrong-build").evidence
+
+
+def test_the_line_that_sets_the_override_is_named_and_can_be_taken_away():
+    found = only(machine("rx-6700-xt-override"), "override-harms")
+    assert found.evidence == "~/.bashrc line 118"
+    assert [(fix.kind, fix.file, fix.line) for fix in found.fixes] == [("unset", "~/.bashrc", 118)]
+    assert "has kernels for gfx1031 itself" in found.what
+
+
+@pytest.mark.parametrize(
+    ("name", "torch", "value", "expected"),
+    [
+        ("rx-6700-xt", "2.13.0+rocm7.2", "10.3.0", "override-helps"),  # the wheel has gfx1030 alone
+        ("rx-6700-xt", "2.13.0+rocm7.2", "", "arch-not-in-wheel"),
+        ("rx-6700-xt", "2.13.0+rocm10.0.0", "10.3.0", "device-package-missing override-harms"),
+        ("rx-6700-xt", "2.13.0+rocm7.2", "11.0.0", "arch-not-in-wheel override-harms"),  # another family
+        ("rx-9060-xt-math-attention", "2.13.0+rocm7.2", "12.0.0", "override-needless"),
+        ("rx-9060-xt-math-attention", "2.13.0+rocm7.2", "12.0.1", "override-harms"),
+        ("rx-7900-xtx-behind-an-igpu", "2.13.0+rocm7.2", "11.0.0", "override-harms"),  # the iGPU would claim it, too
+        ("strix-halo", "2.13.0+rocm7.2", "", "wheel-unfit"),
+        ("mi300x-node", "2.9.1+rocm6.4", "", None),
+        ("mi300x-node", "2.13.0a0+git1234", "", None),  # nobody wrote down what it brings
+    ],
+)
+def test_kernels_and_override(name, torch, value, expected):
+    environment = {"HSA_OVERRIDE_GFX_VERSION": value} if value else {}
+    one = machine(
+        name, software__torch=torch, software__environment=environment, software__packages=(), software__settings=()
+    )
+    found = " ".join(id for id in ids(one) if re.match("override|arch|wheel|device-package", id))
+    assert found == (expected or "")
+
+
+def test_of_two_ways_amds_wheel_comes_first():
+    found = only(machine(software__torch="2.13.0+rocm7.2", software__packages=()), "arch-not-in-wheel")
+    assert found.mend[0].endswith(AMD_WHEEL.removeprefix("pip install --force-reinstall "))
+    assert found.mend[1] == "export HSA_OVERRIDE_GFX_VERSION=10.3.0  # or, with the wheel that is here"
+
+
+def test_amds_wheel_without_the_package_of_this_chip():
+    packages = (Package(name="amd-torch-device-gfx1100", version="2.13.0+rocm10.0.0"),)
+    assert "device-package-missing" in ids(machine(software__packages=packages))
+    assert "device-package-missing" in ids(machine(software__packages=()))
+
+
+@pytest.mark.parametrize(
+    ("value", "chip"), [("10.3.0", "gfx1030"), ("9.0.10", "gfx90a"), ("11.5.1", "gfx1151"), ("x", "")]
+)
+def test_what_an_override_claims(value, chip):
+    assert claimed(value) == chip
+
+
+def test_a_pin_of_the_old_build_does_not_hold_up_the_mending_command():
+    one = machine("rx-6700-xt-wrong-wheel", software__pinned="torch==2.13.0+cpu")
+    assert only(one, "wrong-build").mend[0] == "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL
+    assert "pip's constraints say torch==2.13.0+cpu" in only(one, "torch-not-pinned").evidence
+
+
+def test_no_torch_and_an_old_one():
+    assert only(machine(software__torch=None, software__build=None), "no-torch").level == "stops"
+    assert only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level == "stops"
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "-1"}, "all-gpus-hidden"),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, "all-gpus-hidden"),
+        ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"}, "two-maskings"),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, None),
+        ({"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True"}, "expandable-segments"),
+        ({"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8"}, None),
+    ],
+)
+def test_variables(environment, found):
+    assert ids(machine(software__environment=environment)) == ([found] if found else [])
+
+
+def test_two_maskings_stop_only_where_the_second_reaches_beyond_the_first():
+    within = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"})
+    assert only(within, "two-maskings").level == "note"
+    beyond = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"})
+    assert only(beyond, "two-maskings").level == "stops"
+
+
+def test_masked_gpus_are_not_broken():
+    found = only(machine(host__around__masked_gpus=3), "masked-gpus")
+    assert found.level == "note"
+    assert found.what == "3 more GPUs are here and masked: not yours, not broken"
+
+
+def test_a_container_wants_the_hosts_number_of_the_group():
+    one = machine("user-outside-render", host__around__container="docker")
+    assert only(one, "container-group").mend[0].startswith("docker run --group-add 992 ")
+
+
+def test_selinux_is_thought_of_where_it_is():
+    one = machine("user-outside-render", host__distribution="fedora 42", host__access__groups=("sam", "render"))
+    assert "ausearch" in only(one, "access-denied").mend[0]
+    assert (
+        "ausearch"
+        not in only(machine("user-outside-render", host__access__groups=("render",)), "access-denied").mend[0]
+    )
+
+
+def test_drivers_that_are_not_loaded():
+    plain = machine("rx-6800-driver-blacklisted", host__driver__blacklisted="")
+    assert only(plain, "driver-not-loaded").mend[0].startswith("sudo modprobe amdgpu")
+    nvidia = machine("h200", accelerators=(), host__driver__nvidia="")
+    assert only(nvidia, "nvidia-driver-missing").level == "stops"
+
+
+def test_slurm_jobs_and_login_nodes():
+    frontier = machine("mi250x-frontier-slurm", accelerators=())
+    assert "slurm-without-gpu" in ids(frontier)
+    login = machine("mi250x-frontier-slurm", accelerators=(), host__around__slurm={}, host__displays=())
+    assert "login-node" in ids(login)
+    one_each = machine("mi250x-frontier-slurm")
+    one_each = _changed(one_each, ["accelerators"], one_each.accelerators[:1])
+    assert only(one_each, "slurm-shows-fewer").level == "note"
+
+
+def test_the_machine_around_the_gpu():
+    assert only(machine(host__compiler=None), "no-compiler").mend == ("sudo apt install g++",)
+    assert (
+        only(machine(host__compiler=None, host__distribution="fedora 42"), "no-compiler").mend[0].startswith("sudo dnf")
+    )
+    assert only(machine(host__disk_free_bytes=5 * GIB), "little-disk").level == "note"
+    assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "stops"
+    assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))  # one card, no container
+    assert only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level == "stops"
+
+
+def test_memory_that_others_hold():
+    one = machine()
+    busy = one.accelerators[0].model_copy(update={"memory_used_bytes": 5 * GIB})
+    found = only(_changed(one, ["accelerators"], (busy,)), "gpu-memory-used")
+    assert found.what.startswith("others hold 5.0 of the card's 12.0 GiB")
+    assert found.mend[0].startswith("fuser -v /dev/kfd /dev/dri/renderD128")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "found"),
+    [("rx-6700-xt", "0.49.2", "bitsandbytes-old"), ("rx-6700-xt", "0.50.2", None), ("h200", "0.49.2", None)],
+)
+def test_bitsandbytes(name, version, found):
+    one = machine(name)
+    packages = (*one.software.packages, Package(name="bitsandbytes", version=version))
+    assert ids(_changed(one, ["software", "packages"], packages)) == ([found] if found else [])
+
+
+def test_bitsandbytes_has_to_be_built_for_an_old_chip():
+    one = machine(
+        "mi50-wheel-without-its-kernels", software__packages=(Package(name="bitsandbytes", version="0.50.2"),)
+    )
+    assert "-DBNB_ROCM_ARCH=gfx906" in only(one, "bitsandbytes-without-arch").mend[1]
+
+
+def test_companions_of_another_index():
+    one = machine("mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0"),))
+    assert only(one, "companions-mismatch").mend[0].startswith("pip uninstall torchvision")
+    same = machine("mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0+rocm7.2"),))
+    assert "companions-mismatch" not in ids(same)
+
+
+@pytest.mark.parametrize(
+    ("driver", "arch", "stops"),
+    [("560.35.03", "sm_90", True), ("580.82.07", "sm_90", False), ("580.82.07", "sm_70", True)],
+)
+def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, stops):
+    one = machine("h200", host__driver__nvidia=driver)
+    card = one.accelerators[0].model_copy(update={"arch": arch})
+    found = [f for f in diagnose(_changed(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"]
+    assert bool(found) == stops
+    assert all("whl/cu126" in finding.mend[0] for finding in found)
+
+
+TRAIN = "bloomery train RECIPE"
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "said", "level", "mend"),
+    [
+        ("device", "crashed", "SIGSEGV", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        ("device", "hung", "no answer within 40 s", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        ("matmul-float16", "wrong", "", "stops", f"{TRAIN} train.precision=float32"),
+        ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float32"),
+        ("attention-flash", "wrong", "", "slows", f"{TRAIN} train.attention=blockwise"),
+        ("compile", "failed", "error: unsupported target: 'gfx1031'", "slows", f"{TRAIN} train.compile=false"),
+        ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),
+    ],
+)
+def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, mend):
+    probe = Probe(name=name, outcome=outcome, said=said, error=0.4 if outcome == "wrong" else None)
+    found = only(machine(probes=(probe, Probe(name="bandwidth", outcome="ok"))), f"probe-{name}")
+    assert found.level == level
+    assert found.mend[0].startswith(mend)
+    assert found.evidence.startswith(f"{name}: {said or outcome}")
+    assert found.evidence.endswith("(off by 0.4)") == (outcome == "wrong")
+
+
+def test_what_a_probe_said_is_looked_up_among_the_symptoms():
+    said = "rocBLAS error: Cannot read /x/TensileLibrary.dat: No such file or directory for GPU arch : gfx1031"
+    found = only(machine(probes=(Probe(name="matmul-float16", outcome="crashed", said=said),)), "probe-matmul-float16")
+    assert "rocBLAS ships without this chip's kernels" in found.what
+
+
+def test_probes_of_one_cause_are_told_once():
+    said = "HIP error: invalid device function"
+    probes = [Probe(name=f"attention-{name}", outcome="failed", said=said) for name in ("flash", "efficient", "math")]
+    assert len(diagnose(machine(probes=tuple(probes)))) == 1
+
+
+def test_the_build_line_of_flash_attn_is_given_where_it_is_of_use():
+    line = "GPU_ARCHS=gfx1200 pip install --no-build-isolation --no-deps flash-attn"
+    probe = Probe(name="flash-attn", outcome="absent", facts={"build": line})
+    one = machine("rx-9060-xt-math-attention", probes=(probe,))
+    assert only(one, "flash-attn-absent").mend[0].startswith(line)
+    assert "flash-attn-absent" not in ids(machine("mi300x-node", probes=(probe,)))  # torch has its own there
+
+
+def test_a_line_in_a_shell_file_counts_though_this_shell_is_older():
+    setting = Setting(name="HSA_OVERRIDE_GFX_VERSION", value="10.3.0", file="~/.bashrc", line=3)
+    assert "override-harms" in ids(machine(software__settings=(setting,)))
+
+
+def test_an_unknown_chip_gets_no_made_up_advice():
+    card = Accelerator(index=0, vendor="amd", name="new", arch="gfx1399", memory_bytes=16 * GIB)
+    one = _changed(machine("mi300x-node"), ["accelerators"], (card,))
+    found = only(one, "arch-not-in-wheel")
+    assert "no wheel knows the chip" in found.mend[0]
+    assert not any("OVERRIDE" in step for step in found.mend)
+
+
+def test_ids_are_words():
+    assert all(re.fullmatch(r"[a-z0-9-]+", id) for table in EXPECTED.values() for id, _ in table)
