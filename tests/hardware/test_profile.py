@@ -1,20 +1,28 @@
 """What each kind of machine is given, and why."""
 
+from pathlib import Path
+
 import pytest
 
-from bloomery.hardware.machine import Accelerator, Host, Machine, Software
-from bloomery.hardware.profile import build_profile
+from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
+from bloomery.hardware.profile import MEMORY_SHARE, build_profile
+from bloomery.hardware.visible import hidden, visible_devices
 from bloomery.units import GIB
 
+RECORDED = Path(__file__).parent.parent / "machines"
 
-def machine(*devices, flags=("avx2",), build=None, compiler="/usr/bin/g++", environment=None) -> Machine:
+
+def machine(
+    *devices, flags=("avx2",), build=None, compiler="/usr/bin/g++", environment=None, torch="2.13.0", around=None
+) -> Machine:
     return Machine(
         accelerators=devices,
         host=Host(
             system="Linux", cpu_name="a CPU", cpu_cores=8, cpu_flags=flags, memory_bytes=32 * GIB,
             memory_free_bytes=30 * GIB, disk_free_bytes=100 * GIB, compiler=compiler,
+            around=around or Surroundings(),
         ),
-        software=Software(python="3.12.4", torch="2.13.0", build=build, environment=environment or {}),
+        software=Software(python="3.12.4", torch=torch, build=build, environment=environment or {}),
     )  # fmt: skip
 
 
@@ -42,7 +50,7 @@ def test_a_processor_gets_bf16_only_in_hardware(flags, dtype):
 @pytest.mark.parametrize(
     ("device", "build", "dtype", "attention", "compiled"),
     [
-        (amd("gfx906"), "rocm", "float16", "plain", False),
+        (amd("gfx906"), "rocm", "float32", "plain", False),
         (amd("gfx908"), "rocm", "bfloat16", "plain", True),
         (amd("gfx90a"), "rocm", "bfloat16", "fused", True),
         (amd("gfx942"), "rocm", "bfloat16", "fused", True),
@@ -93,6 +101,158 @@ def test_the_users_own_allocator_settings_stay():
 def test_experimental_attention_is_switched_on():
     environment = build_profile(machine(amd("gfx1200"), build="rocm")).environment.value
     assert environment["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"
+
+
+def test_an_old_chip_gets_the_settings_that_are_called_safe():
+    profile = build_profile(read_machine(RECORDED / "mi50-wheel-without-its-kernels.json"))
+    assert profile.dtype.value == "float32"
+    assert "float16" in profile.dtype.because  # and is told what else there is
+    assert (profile.attention.value, profile.compile.value, profile.pin_memory.value) == ("plain", False, False)
+
+
+@pytest.mark.parametrize("name", ["mi250x-frontier-slurm", "mi300x-node"])
+def test_mi200_and_later_get_bf16_and_flash(name):
+    profile = build_profile(read_machine(RECORDED / f"{name}.json"))
+    assert (profile.dtype.value, profile.attention.value, profile.compile.value) == ("bfloat16", "fused", True)
+    assert profile.pin_memory.value
+
+
+@pytest.mark.parametrize(
+    ("arch", "torch", "attention"),
+    [("gfx1100", "2.9.1+rocm6.4", "plain"), ("gfx1100", "2.10.0+rocm7.1", "fused"), ("gfx1103", "2.9.1", "plain")],
+)
+def test_kernels_of_a_bad_release_are_not_used(arch, torch, attention):
+    profile = build_profile(machine(amd(arch), build="rocm", torch=torch))
+    assert profile.attention.value == attention
+
+
+def test_what_a_probe_refutes_is_not_chosen():
+    sound = machine(amd("gfx90a"), build="rocm")
+    bad = Probe(name="matmul-bfloat16", outcome="crashed", said="SIGSEGV")
+    profile = build_profile(sound.model_copy(update={"probes": (bad,)}))
+    assert profile.dtype.value == "float16"
+    assert "SIGSEGV" in profile.dtype.because
+    worse = (bad, Probe(name="matmul-float16", outcome="wrong"), Probe(name="compile", outcome="failed", said="no"))
+    profile = build_profile(sound.model_copy(update={"probes": worse}))
+    assert (profile.dtype.value, profile.compile.value) == ("float32", False)
+    both = tuple(Probe(name=f"attention-{kernel}", outcome="wrong") for kernel in ("flash", "efficient"))
+    assert build_profile(sound.model_copy(update={"probes": both})).attention.value == "plain"
+    assert build_profile(sound.model_copy(update={"probes": both[:1]})).attention.value == "fused"
+
+
+def test_a_probe_without_the_switch_refutes_nothing():
+    profile = build_profile(read_machine(RECORDED / "rx-9060-xt-math-attention.json"))
+    assert profile.attention.value == "fused"
+    assert profile.environment.value["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"
+
+
+@pytest.mark.parametrize("name", ["user-outside-render", "user-added-to-render-not-logged-in-again"])
+def test_a_card_that_may_not_be_opened_is_not_used(name):
+    profile = build_profile(read_machine(RECORDED / f"{name}.json"))
+    assert profile.device.value == "cpu"
+    assert "/dev/kfd" in profile.device.because
+
+
+def test_the_card_is_taken_and_not_the_processor_graphics_before_it():
+    profile = build_profile(read_machine(RECORDED / "rx-7900-xtx-behind-an-igpu.json"))
+    assert profile.accelerator.arch == "gfx1100"
+    assert profile.environment.value["HIP_VISIBLE_DEVICES"] == "1"
+
+
+def test_processor_graphics_leave_memory_to_the_machine():
+    profile = build_profile(read_machine(RECORDED / "strix-halo.json"))
+    assert profile.device.value == "cuda"
+    assert profile.memory_share.value < MEMORY_SHARE
+    assert profile.pin_memory.value is False
+    assert profile.environment.value["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"  # torch 2.13
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
+def test_every_machine_gets_a_reason_for_everything(path):
+    profile = build_profile(read_machine(path))
+    chosen = (
+        profile.device, profile.dtype, profile.attention, profile.compile, profile.fused_optimizer,
+        profile.memory_share, profile.workers, profile.pin_memory, profile.prefetch, profile.environment,
+    )  # fmt: skip
+    assert all(choice.because for choice in chosen)
+
+
+def test_a_torch_for_both_vendors_cards_uses_its_own():
+    both = machine(amd("gfx1100", 0, 24), nvidia("sm_86"), build="cuda")
+    assert build_profile(both).accelerator.vendor == "nvidia"
+
+
+def test_the_users_mask_decides():
+    cards = (amd("gfx1100", 0, 24), amd("gfx1031", 1, 12), amd("gfx1030", 2, 16))
+
+    def seen(**environment):
+        return [d.index for d in visible_devices(machine(*cards, build="rocm", environment=environment))]
+
+    assert seen() == [0, 1, 2]
+    assert seen(HIP_VISIBLE_DEVICES="1") == [1]
+    assert seen(CUDA_VISIBLE_DEVICES="2,0") == [2, 0]
+    assert seen(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="2") == [0]
+    assert seen(ROCR_VISIBLE_DEVICES="1,2", HIP_VISIBLE_DEVICES="1") == [2]
+    assert seen(ROCR_VISIBLE_DEVICES="2", HIP_VISIBLE_DEVICES="2") == []
+    assert seen(HIP_VISIBLE_DEVICES="0,-1,2") == [0]
+    assert seen(HIP_VISIBLE_DEVICES="1,1") == []
+    profile = build_profile(machine(*cards, build="rocm", environment={"HIP_VISIBLE_DEVICES": "1"}))
+    assert profile.accelerator.arch == "gfx1031"
+
+
+def test_a_mask_names_a_die_by_its_identity():
+    die = amd("gfx90a").model_copy(update={"unique_id": "0x3c7a91e05b2d4f10"})
+    found = machine(die, build="rocm", environment={"ROCR_VISIBLE_DEVICES": "GPU-3c7a91e05b2d4f10"})
+    assert visible_devices(found) == (die,)
+    assert hidden(found) == ""
+
+
+def test_a_setting_of_the_user_stays_and_is_told():
+    own = {"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True", "HIP_VISIBLE_DEVICES": "0,1"}
+    cards = (amd("gfx1036", 0, 2, integrated=True), amd("gfx1100", 1, 24))
+    profile = build_profile(machine(*cards, build="rocm", environment=own))
+    assert profile.environment.value == {}
+    theirs, ours, because = profile.overridden["PYTORCH_HIP_ALLOC_CONF"]
+    assert theirs == "expandable_segments:True"
+    assert "expandable" not in ours
+    assert "HIP" in because
+    assert profile.overridden["HIP_VISIBLE_DEVICES"][:2] == ("0,1", "1")
+
+
+def test_a_setting_that_agrees_overrides_nothing():
+    own = {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"}
+    assert build_profile(machine(amd("gfx1200"), build="rocm", environment=own)).overridden == {}
+
+
+def test_an_older_torch_is_told_by_the_older_name():
+    assert (
+        "PYTORCH_HIP_ALLOC_CONF"
+        in build_profile(machine(amd("gfx906"), build="rocm", torch="2.9.1+rocm6.3")).environment.value
+    )
+
+
+def test_a_clusters_caches_stay_on_the_node():
+    environment = build_profile(read_machine(RECORDED / "mi250x-frontier-slurm.json")).environment.value
+    assert all(environment[name].startswith("/tmp/") for name in ("TRITON_CACHE_DIR", "MIOPEN_USER_DB_PATH"))
+    assert len(set(environment.values())) == len(environment)
+
+
+def test_cuda_gets_expandable_segments_where_they_exist():
+    assert build_profile(machine(nvidia("sm_90"), build="cuda")).environment.value == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
+    }
+    wsl = machine(nvidia("sm_90"), build="cuda", around=Surroundings(wsl=True))
+    assert build_profile(wsl).environment.value == {}
+
+
+def test_compiling_on_a_gpu_needs_triton_and_a_compiler():
+    here = read_machine(RECORDED / "mi300x-node.json")
+    without_triton = here.model_copy(update={"software": here.software.model_copy(update={"triton": None})})
+    assert build_profile(without_triton).compile.value is False
+    without_compiler = here.model_copy(update={"host": here.host.model_copy(update={"compiler": None})})
+    assert "compiler" in build_profile(without_compiler).compile.because
+    switched_off = machine(nvidia("sm_90"), build="cuda", environment={"TORCH_COMPILE_DISABLE": "1"})
+    assert build_profile(switched_off).compile.value is False
 
 
 def test_without_a_compiler_nothing_is_compiled():

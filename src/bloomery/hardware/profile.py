@@ -1,13 +1,27 @@
 """What a machine wants: the only place where knowledge of vendors turns into choices."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bloomery.choice import Choice
-from bloomery.hardware.machine import Accelerator, Machine
-from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
+from bloomery.hardware.machine import Accelerator, Machine, Probe
+from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec, torch_series
+from bloomery.hardware.visible import hidden, visible_devices
 
 MEMORY_SHARE = 0.92  # of a card: above it a ROCm driver can hang before PyTorch raises
+SHARED_MEMORY_SHARE = 0.85  # of processor graphics: what they take, the rest of the machine lacks
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
+CUDA_ALLOCATOR = "expandable_segments:True"
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MIOPEN_USER_DB_PATH")
+
+
+class Overridden(NamedTuple):
+    """A variable that the user has set otherwise than this machine wants. The user's value stays."""
+
+    theirs: str
+    ours: str
+    because: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +37,12 @@ class Profile:
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
     fused_optimizer: Choice[bool]
+    memory_share: Choice[float]  # of the device, above which PyTorch's allocator raises
     workers: Choice[int]
     pin_memory: Choice[bool]
     prefetch: Choice[int]  # batches read ahead
     environment: Choice[dict[str, str]]  # set before torch is imported, never over the user's own
+    overridden: dict[str, Overridden]  # what the user's own settings keep from being set
 
 
 def build_profile(machine: Machine) -> Profile:
@@ -34,51 +50,96 @@ def build_profile(machine: Machine) -> Profile:
     accelerator, device = choose_device(machine)
     arch = arch_spec(accelerator.arch) if accelerator else None
     cpu = cpu_spec(machine.host)
+    wanted = _wanted(machine, accelerator, arch)
+    unset = [each for each in wanted if not _set(machine, each.name)]
     return Profile(
         device=device,
         accelerator=accelerator,
         arch=arch,
         gpu=gpu_spec(accelerator) if accelerator else None,
         cpu=cpu,
-        dtype=_gpu_dtype(accelerator, arch) if accelerator else _cpu_dtype(cpu),
-        attention=_attention(accelerator, arch),
-        compile=_gpu_compile(accelerator, arch) if accelerator else _cpu_compile(machine),
+        dtype=_gpu_dtype(machine, accelerator, arch) if accelerator else _cpu_dtype(cpu),
+        attention=_attention(machine, accelerator, arch),
+        compile=_compile(machine, accelerator, arch),
         fused_optimizer=Choice(True, "one kernel over all parameters; the same mathematics"),
+        memory_share=_memory_share(accelerator),
         workers=Choice(1, "shards are memory-mapped: one thread reads far faster than any device trains"),
-        pin_memory=_pinned(accelerator),
+        pin_memory=_pinned(accelerator, arch),
         prefetch=Choice(4 if accelerator else 2, "batches kept ready, a few kilobytes each"),
-        environment=_environment(machine, accelerator, arch),
+        environment=Choice(
+            {each.name: each.value for each in unset},
+            "; ".join(dict.fromkeys(each.because for each in unset)) or "nothing needs to be set",
+        ),
+        overridden=_overridden(machine, wanted),
     )
 
 
 def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
-    """The accelerator with the most memory that is no processor graphics and that the installed torch was built for."""
+    """The visible accelerator with the most memory that is no processor graphics and that torch was built for."""
     build = machine.software.build
     if not machine.accelerators:
         return None, Choice("cpu", "no GPU was found")
-    best = max(machine.accelerators, key=lambda device: (not device.integrated, device.memory_bytes, -device.index))
-    wanted = "rocm" if best.vendor == "amd" else "cuda"
-    if build is not None and build != wanted:
-        because = f"{best.name} is here, but the installed PyTorch is a {build} build: it needs a {wanted} one"
-        return None, Choice("cpu", because)
-    if hidden(machine):
+    seen = visible_devices(machine)
+    if not seen:
         return None, Choice("cpu", f"{hidden(machine)} hides every GPU")
+    usable = [device for device in seen if build in (None, _build_for(device))]
+    best = max(usable or seen, key=lambda device: (not device.integrated, device.usable_bytes, -device.index))
+    if not usable:
+        because = (
+            f"{best.name} is here, but the installed PyTorch is a {build} build: it needs a {_build_for(best)} one"
+        )
+        return None, Choice("cpu", because)
+    barred = _barred(machine, best)
+    if barred:
+        return None, Choice("cpu", f"{best.name} is here, but {barred}")
     return best, Choice("cuda", f"{best.name} ({best.arch})")
 
 
-def hidden(machine: Machine) -> str:
-    """The variable that masks every accelerator of this machine; empty when none does."""
-    names = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    return next((name for name in names if machine.software.environment.get(name) in ("", "-1")), "")
+def _build_for(device: Accelerator) -> str:
+    return "rocm" if device.vendor == "amd" else "cuda"
 
 
-def _gpu_dtype(device: Accelerator, arch: ArchSpec | None) -> Choice[str]:
+def _barred(machine: Machine, device: Accelerator) -> str:
+    """Why this process may not use a device that is there; empty when nothing says so."""
+    words = {"denied": "may not be opened by you", "hung": "does not answer: the driver has hung"}
+    kfd = machine.host.access.kfd if device.vendor == "amd" else "open"
+    refused = [(name, words[said]) for name, said in (("/dev/kfd", kfd), (device.node, device.access)) if said in words]
+    return " ".join(refused[0]) if refused else ""
+
+
+def _probe(machine: Machine, name: str) -> Probe | None:
+    return next((probe for probe in machine.probes if probe.name == name), None)
+
+
+def _failed(machine: Machine, *names: str) -> str:
+    """What the probes of this machine said, when every one of `names` was run and none came out well; else empty."""
+    found = [probe for name in names if (probe := _probe(machine, name)) is not None]
+    if len(found) < len(names) or any(probe.outcome == "ok" or "experimental" in probe.said for probe in found):
+        return ""  # "experimental": the switch was missing that our environment sets
+    return f"probed here: {found[0].name} {found[0].outcome}" + (f" ({found[0].said})" if found[0].said else "")
+
+
+def _gpu_dtype(machine: Machine, device: Accelerator, arch: ArchSpec | None) -> Choice[str]:
+    """The table's, unless a probe of this very device says that it does not work."""
+    chosen = _table_dtype(device, arch)
+    failed = _failed(machine, f"matmul-{chosen.value}")
+    if not failed:
+        return chosen
+    other = "float16" if chosen.value == "bfloat16" else "float32"
+    return Choice("float32" if _failed(machine, f"matmul-{other}") else other, failed)
+
+
+def _table_dtype(device: Accelerator, arch: ArchSpec | None) -> Choice[str]:
     if arch is None:
         return Choice("float32", f"{device.arch} is not in the table: what it multiplies in hardware is unknown")
     if arch.bf16 == "full":
         return Choice("bfloat16", f"{device.arch} multiplies bf16 in hardware")
     if arch.bf16 == "half":
         return Choice("bfloat16", f"{device.arch} multiplies bf16 at half the rate of fp16, without loss scaling")
+    if arch.cautious:
+        return Choice(
+            "float32", f"the safe choice for {device.arch}; float16 is twice as fast on paper and untried here"
+        )
     return Choice("float16", f"{device.arch} has no bf16 matrix instructions")
 
 
@@ -88,22 +149,32 @@ def _cpu_dtype(cpu: CpuSpec | None) -> Choice[str]:
     return Choice("float32", "this CPU has no bf16 instructions, and fp16 is five to nine times slower on any CPU")
 
 
-def _attention(device: Accelerator | None, arch: ArchSpec | None) -> Choice[str]:
+def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[str]:
     if device is None:
         return Choice("fused", "PyTorch's CPU kernel needs no quadratic memory")
     if arch is None:
         return Choice("plain", f"nothing is known of fused kernels for {device.arch}")
-    if arch.fused_attention == "none":
+    failed = _failed(machine, "attention-flash", "attention-efficient")
+    if failed:
+        return Choice("plain", failed)
+    kernels = arch.attention_in(machine.software.torch)
+    if kernels == "none":
         return Choice("plain", f"no fused kernel for {family_name(device.arch)}")
+    if kernels == "wrong":
+        return Choice("plain", f"the fused kernels of PyTorch {machine.software.torch} give NaN on {device.arch}")
     because = f"PyTorch has fused kernels for {device.arch}"
-    if arch.fused_attention == "experimental":
+    if kernels == "experimental":
         because += ", switched on by TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
     return Choice("fused", because)
 
 
-def _pinned(device: Accelerator | None) -> Choice[bool]:
+def _pinned(device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
     if device is None:
         return Choice(False, "nothing is copied to a device")
+    if device.integrated:
+        return Choice(False, "processor graphics read the same memory")
+    if arch is not None and arch.cautious:
+        return Choice(False, f"the safe choice for {device.arch}; a batch is a few kilobytes")
     return Choice(True, "copies to the device overlap with work")
 
 
@@ -112,9 +183,25 @@ def family_name(arch: str) -> str:
     return arch[:-1] + "x" if arch.startswith(("gfx10", "gfx11")) else arch
 
 
-def _gpu_compile(device: Accelerator, arch: ArchSpec | None) -> Choice[bool]:
+def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
+    said = machine.software.environment
+    off = next((name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if said.get(name) == "1"), None)
+    if off is not None:
+        return Choice(False, f"{off}=1 is set")
+    failed = _failed(machine, "compile")
+    if failed:
+        return Choice(False, failed)
+    return _gpu_compile(machine, device, arch) if device else _cpu_compile(machine)
+
+
+def _gpu_compile(machine: Machine, device: Accelerator, arch: ArchSpec | None) -> Choice[bool]:
     if arch is None:
         return Choice(False, f"{device.arch} is not in the table: Triton is untried on it")
+    here = bool(machine.software.torch_folder)  # not a machine that was only named
+    if arch.compile and here and machine.software.triton is None:
+        return Choice(False, "torch.compile needs Triton, and none is installed")
+    if arch.compile and here and machine.host.compiler is None:
+        return Choice(False, "Triton needs a C compiler, and there is none on PATH")
     return Choice(arch.compile, arch.compile_because)
 
 
@@ -125,27 +212,84 @@ def _cpu_compile(machine: Machine) -> Choice[bool]:
     return Choice(True, f"{compiler} builds fused loops: 10 to 35% faster once compiled")
 
 
-def _environment(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[dict[str, str]]:
-    """Variables that are unset and should be set in the parent, before torch is imported."""
-    wanted, reasons = {}, []
-    if device is None and machine.host.compiler and not machine.host.compiler.endswith("/g++"):
-        wanted["CXX"] = machine.host.compiler
-        reasons.append("torch.compile looks for g++ unless CXX names another")
-    if device is not None and device.vendor == "amd" and not _own_allocator(machine):
-        wanted["PYTORCH_ALLOC_CONF"] = HIP_ALLOCATOR
-        reasons.append("less fragmentation; expandable segments stay off on HIP")
-    if arch is not None and arch.fused_attention == "experimental":
-        wanted["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] = "1"
-        reasons.append("fused attention is switched off by default on this chip")
-    if device is not None and device.vendor == "amd" and _first_is_integrated(machine, device):
-        wanted["HIP_VISIBLE_DEVICES"] = str(device.index)
-        reasons.append("processor graphics would be device 0")
-    unset = {key: value for key, value in wanted.items() if key not in machine.software.environment}
-    return Choice(unset, "; ".join(reasons) or "nothing needs to be set")
+def _memory_share(device: Accelerator | None) -> Choice[float]:
+    if device is None:
+        return Choice(1.0, "of the memory that is free")
+    if device.integrated:
+        return Choice(
+            SHARED_MEMORY_SHARE, "memory shared with the processor: above it the machine swaps, and nothing raises"
+        )
+    if device.vendor == "amd":
+        return Choice(MEMORY_SHARE, "so that PyTorch fails before the driver hangs")
+    return Choice(MEMORY_SHARE, "the rest is for the driver and the libraries' own workspaces")
 
 
-def _own_allocator(machine: Machine) -> bool:
-    return any(name.endswith("ALLOC_CONF") for name in machine.software.environment)
+class _Wanted(NamedTuple):
+    name: str
+    value: str
+    because: str
+
+
+def _wanted(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> list[_Wanted]:
+    """Variables that should be set in the parent, before torch is imported."""
+    if device is None:
+        compiler = machine.host.compiler
+        looked_for = compiler is None or compiler.endswith("/g++")
+        reason = "torch.compile looks for g++ unless CXX names another"
+        return [] if looked_for else [_Wanted("CXX", compiler or "", reason)]
+    return [*_allocator(machine, device), *_vendor_settings(machine, device, arch), *_node_local(machine)]
+
+
+def _allocator(machine: Machine, device: Accelerator) -> list[_Wanted]:
+    series = torch_series(machine.software.torch) if machine.software.torch else None
+    old = series is not None and series < (2, 10)  # which knew the variable by its vendors' names alone
+    if device.vendor == "amd":
+        name = "PYTORCH_HIP_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
+        return [_Wanted(name, HIP_ALLOCATOR, "less fragmentation; expandable segments stay off on HIP")]
+    if machine.host.around.wsl:
+        return []
+    name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
+    return [_Wanted(name, CUDA_ALLOCATOR, "less fragmentation")]
+
+
+def _vendor_settings(machine: Machine, device: Accelerator, arch: ArchSpec | None) -> list[_Wanted]:
+    wanted = []
+    if arch is not None and arch.attention_in(machine.software.torch) == "experimental":
+        reason = "fused attention is switched off by default on this chip"
+        wanted.append(_Wanted("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1", reason))
+    if device.arch == "gfx942":
+        reason = "AMD's guide to training on MI300X"
+        wanted += [_Wanted(name, "1", reason) for name in ("HIP_FORCE_DEV_KERNARG", "HSA_NO_SCRATCH_RECLAIM")]
+    if device.vendor == "amd" and _first_is_integrated(machine, device):
+        wanted.append(_Wanted("HIP_VISIBLE_DEVICES", str(device.index), "processor graphics would be device 0"))
+    return wanted
+
+
+def _node_local(machine: Machine) -> list[_Wanted]:
+    """Caches of a cluster's job: on a shared file system they corrupt under many ranks."""
+    job = machine.host.around.slurm.get("SLURM_JOB_ID")
+    if job is None:
+        return []
+    reason = "compiled kernels in a folder of the node: shared ones corrupt under many ranks"
+    return [_Wanted(name, f"/tmp/bloomery-{job}/{name.split('_')[0].lower()}", reason) for name in NODE_LOCAL]
+
+
+def _set(machine: Machine, name: str) -> tuple[str, ...]:
+    """The user's own variables that decide what `name` would."""
+    said = machine.software.environment
+    masks = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+    same = ALLOCATORS if name in ALLOCATORS else masks if name in masks else (name,)
+    return tuple(other for other in same if other in said)
+
+
+def _overridden(machine: Machine, wanted: list[_Wanted]) -> dict[str, Overridden]:
+    said = machine.software.environment
+    return {
+        name: Overridden(said[name], each.value, each.because)
+        for each in wanted
+        for name in _set(machine, each.name)
+        if said[name] != each.value
+    }
 
 
 def _first_is_integrated(machine: Machine, device: Accelerator) -> bool:

@@ -21,7 +21,7 @@ class Spec(BaseModel, frozen=True, extra="forbid"):
 class ArchSpec(Spec):
     """What every device of an instruction set shares.
 
-    `efficiency`: the low, typical and high share of the peak that a whole training step reaches.
+    `efficiency`: the low, typical and high share of the peak that the matrix products of a training step reach.
     """
 
     names: tuple[str, ...]
@@ -37,6 +37,7 @@ class ArchSpec(Spec):
     fused_attention_stable_from: str = "2.9"
     fused_attention_wrong_in: tuple[str, ...] = ()
     hipblaslt: Literal["default", "supported", "none", "unknown"] = "none"
+    cautious: bool = False  # nobody publishes training on it: float32, nothing pinned, until probes say more
     compile: bool
     compile_because: str
     efficiency: tuple[float, float, float] | None = None
