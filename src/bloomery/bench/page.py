@@ -1,7 +1,7 @@
 """What `bloomery bench` prints: a table with the plan's figures beside the measured ones, and a verdict."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bloomery.bench.measuring import Largest, Row
 from bloomery.plan.types import Estimate, Plan
@@ -10,6 +10,7 @@ from bloomery.units import GIB, format_count, format_seconds
 WIDTH = 100
 LABEL = 10
 SETTING = 38
+NOISY = 1.5  # the slowest of equal steps over the fastest, above which something else was running
 ORIGINS = {"table": "from the table", "probe": "from a probe", "measured": "from an earlier measurement"}
 WORDS = {"memory": "memory full", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
 
@@ -117,6 +118,16 @@ def verdict_lines(row: Row) -> Iterator[str]:
 
 def _sentence(place: str) -> str:
     return {"inside": "inside the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}[place]
+
+
+def noise_line(rows: Sequence[Row]) -> Iterator[str]:
+    """A warning when equal steps took unequal times: then the figures are of a machine that does something else."""
+    spreads = [row.spread for row in rows if row.spread is not None]
+    noisy = [(low, high) for low, high in spreads if high > NOISY * low]
+    if 2 * len(noisy) >= len(spreads) and noisy:
+        low, high = max(noisy, key=lambda ends: ends[1] / ends[0])
+        text = f"the same step took {low:.2g} to {high:.2g} s: other programs were running, and figures are too low"
+        yield _line("beware", text)
 
 
 def closing(row: Row, *, remembered: bool, source: str) -> Iterator[str]:

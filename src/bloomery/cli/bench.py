@@ -32,7 +32,7 @@ def command(
     """
     from bloomery.bench.cards import giver_name, make_card
     from bloomery.bench.measuring import Bench
-    from bloomery.bench.page import closing, verdict_lines
+    from bloomery.bench.page import closing, noise_line, verdict_lines
     from bloomery.bench.sweep import points
     from bloomery.hardware.calibration import remember, write_card
     from bloomery.hardware.detect import detect
@@ -45,7 +45,8 @@ def command(
     largest, trials, rows = table.measure(bench, plan, asked)
     made = make_card([*rows, *trials], bench.machine, giver=giver)
     kept = made is not None and remember(made)
-    table.say("", *verdict_lines(rows[0]), *closing(rows[0], remembered=kept, source=" ".join((recipe, *overrides))))
+    source = " ".join((recipe, *overrides))
+    table.say("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
     if made is not None and card is not None:
         write_card(made, card)
         table.say(f"{'card':<10}{card}; to share it, add it to benchmarks/cards/ in a pull request")
@@ -149,6 +150,7 @@ def _row(row: "Row") -> dict[str, Any]:
         "micro_batch": row.micro_batch,
         "sequence_length": plan.data.sequence_length if plan else None,
         "step_seconds": row.step_seconds,
+        "fastest_and_slowest_seconds": row.spread,
         "tokens_per_second": row.tokens_per_second,
         "peak_gib": row.peak_gib,
         "reserved_gib": row.reserved_gib,

@@ -1,0 +1,83 @@
+"""The sentences below the table: each follows from the figures above it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bloomery.bench.measuring import Bench, Largest, Row
+from bloomery.bench.page import largest_lines, line, noise_line, verdict, verdict_lines
+from bloomery.hardware.detect import detect
+from bloomery.plan.types import Estimate
+
+RECIPE = """
+model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
+tokenizer: {train: {vocab_size: 512}}
+data: {builtin: stdlib-code, sequence_length: 128}
+train: {length: 100 steps, tokens_per_step: 1024}
+"""
+
+
+@pytest.fixture
+def row(tmp_path, monkeypatch) -> Row:
+    """1,024 tokens in 1 s where the plan says 800 to 1,250, and the memory that it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Path("tiny.yaml").write_text(RECIPE)
+    plan = Bench(recipe="tiny.yaml", overrides=(), machine=detect()).plan()
+    seconds = Estimate(value=1.024, low=0.8192, high=1.28, origin="table")
+    plan = plan.model_copy(update={"step_seconds": seconds})
+    return Row(words=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30)
+
+
+@pytest.mark.parametrize(("seconds", "place"), [(1.0, "inside"), (0.8, "above"), (1.3, "below")])
+def test_speed_is_judged_by_the_interval(row, seconds, place):
+    judged = replace(row, step_seconds=seconds)
+    assert verdict(judged) == {"speed": place, "memory": "inside"}
+    assert ("800 to 1,250 (from the table)" in "".join(verdict_lines(judged))) is True
+
+
+@pytest.mark.parametrize(("share", "place"), [(1.0, "inside"), (1.5, "above"), (0.5, "below")])
+def test_memory_is_judged_by_the_interval(row, share, place):
+    assert verdict(replace(row, peak_gib=row.peak_gib * share))["memory"] == place
+
+
+def test_a_gpu_is_judged_by_what_tensors_hold(row):
+    """The allocator's share and the context are in the plan's total, and not in max_memory_allocated."""
+    memory = row.plan.memory.model_copy(update={"parts": {"weights": 6.0, "fragmentation": 2.0, "context": 2.0}})
+    memory = memory.model_copy(update={"low": 8.0, "high": 12.0})
+    plan = row.plan.model_copy(update={"memory": memory, "train": row.plan.train.model_copy(update={"device": "cuda"})})
+    assert verdict(replace(row, plan=plan, peak_gib=6.5 / 2**30))["memory"] == "inside"
+    assert verdict(replace(row, plan=plan, peak_gib=8.0 / 2**30))["memory"] == "above"
+
+
+def test_a_device_that_the_table_does_not_know_has_no_ratio(row):
+    unknown = replace(row, plan=row.plan.model_copy(update={"step_seconds": None}))
+    assert verdict(unknown)["speed"] == "unknown"
+    assert "unknown" in line(unknown)
+
+
+def test_ratios_are_measured_over_planned(row):
+    assert line(row).split()[:5] == ["as", "planned", "1,024", "1,000", "1.02"]
+
+
+def test_long_names_of_settings_have_a_line_of_their_own(row):
+    words = ("train.micro_batch=16", "train.precision=float32", "adapter.kind=none")
+    above, below = line(replace(row, words=words)).split("\n")
+    assert above == "micro_batch=16, precision=float32, adapter.kind=none" and below.split()[0] == "1,024"
+    refused = line(Row(words=words, plan=None, outcome="refused", said="no"))
+    assert refused.split("\n")[1].strip() == "refused: no"
+
+
+def test_unequal_steps_are_told(row):
+    assert not list(noise_line([replace(row, spread=(1.0, 1.2))]))
+    (text,) = noise_line([replace(row, spread=(1.0, 2.5))])
+    assert "1 to 2.5 s" in text
+
+
+def test_what_bounds_the_micro_batch_is_said(row):
+    def said(**facts) -> str:
+        return "".join(largest_lines(Largest(**facts), row.plan))
+
+    assert "12 rows, 1,536 tokens; 8 of them divide the step" in said(rows=12, usable=8, bound="memory", because="full")
+    assert "not even one row: full" in said(rows=0, usable=0, bound="memory", because="full")
