@@ -21,7 +21,8 @@ def test_nothing_is_left_to_decide(where):
     plan = resolve(
         loaded(train={"length": "1 epoch"}), where, corpus=CorpusFacts(rows_per_epoch=99, tokens=12_672, vocab_size=256)
     )
-    assert '"auto"' not in plan.model_dump_json()
+    decided = plan.model_dump_json().replace('"pause_above":"auto"', "")  # each GPU says its own limit, at the start
+    assert '"auto"' not in decided
     assert all(decision.because for decision in plan.decisions)
 
 

@@ -7,6 +7,7 @@ from bloomery.data.packing import part_rows
 from bloomery.data.prepare import finished
 from bloomery.data.shards import Manifest
 from bloomery.data.tokenizer_source import tokenizer_spec
+from bloomery.errors import UserError
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Recipe
@@ -58,5 +59,22 @@ def guessed(recipe: Recipe) -> CorpusFacts | None:
 
 def planned_vocabulary(recipe: Recipe) -> int | None:
     """Of the tokenizer that will be trained; None for one that exists already."""
-    trained = tokenizer_spec(recipe).get("train")
+    spec = tokenizer_spec(recipe)
+    if "from" in spec and recipe.model.from_ is None and recipe.model.vocab_size is None:
+        refuse_absent(spec["from"])
+    trained = spec.get("train")
     return int(trained["vocab_size"]) if trained is not None else None
+
+
+def refuse_absent(name: str) -> None:
+    """Raises UserError for a tokenizer that a new model takes its vocabulary from and that is not on this disk."""
+    path = Path(name)
+    if path.exists():
+        return
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(
+            "there is no such file or folder, and the model takes its vocabulary from it",
+            where=f"tokenizer.from: {name}",
+            remedy="mend the path, or set model.vocab_size to plan without the tokenizer",
+            code=2,
+        )

@@ -13,7 +13,9 @@ from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
 
 
-def plan_here(loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None) -> tuple[Plan, Machine]:
+def plan_here(
+    loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None, gpus: int = 1, nodes: int = 1
+) -> tuple[Plan, Machine]:
     """The plan and the machine it is for: `machine` (default: this one), or that with the named GPU of the table.
 
     Raises UserError.
@@ -22,4 +24,5 @@ def plan_here(loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine 
     if gpu is not None:
         machine = with_gpu(machine, find_gpu(gpu))
     prepared = prepared_folder(loaded, Path.cwd())
-    return resolve(loaded, machine, prepared=prepared, corpus=corpus_of(loaded, prepared)), machine
+    corpus = corpus_of(loaded, prepared)
+    return resolve(loaded, machine, prepared=prepared, corpus=corpus, gpus=gpus, nodes=nodes), machine

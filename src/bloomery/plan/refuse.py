@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from bloomery.errors import UserError
+from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.schema import Command, Recipe
@@ -46,6 +47,18 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
     for sink in recipe.monitor.to:
         if not isinstance(sink, Command) and sink not in SINKS:
             yield f"monitor.to={sink}"
+
+
+def refuse_mesh(profile: Profile, devices: int) -> None:
+    """Raises UserError where several devices were asked for and there is none of which several make sense."""
+    if devices == 1:
+        return
+    if profile.accelerator is None:
+        problem, remedy = "a processor is one device", 'name a GPU: --gpu "MI300X" --gpus 8'
+        raise UserError(problem, where="--gpus", remedy=remedy, code=2)
+    if profile.gpu is None or profile.accelerator.integrated or profile.gpu.link == "APU":
+        problem = f"nothing is known of several {profile.accelerator.name} joined together"
+        raise UserError(problem, where="--gpus", remedy="leave --gpus out", code=2)
 
 
 def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:

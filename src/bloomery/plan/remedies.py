@@ -1,39 +1,136 @@
-"""Recipe edits that save memory, cheapest first, with what each saves."""
+"""Recipe edits that make a run fit or make it faster, cheapest first; each is planned again before it is offered."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
-from bloomery.plan.batch import Cut, Measure
-from bloomery.plan.types import Remedy
-from bloomery.recipe.schema import Train
-from bloomery.units import format_bytes
+from bloomery.errors import UserError
+from bloomery.model.counting import matrices
+from bloomery.plan.memory import Occupancy
+from bloomery.plan.states import Way, state_parts
+from bloomery.plan.types import Plan, Remedy
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Recipe
+from bloomery.units import format_bytes, format_seconds
+
+WORTH = 0.9  # of the time: an edit that saves less than a tenth is not offered
+SHORTEST = 256  # tokens of a row that a plan would still propose
+PlanOf = Callable[[LoadedRecipe], Plan]
 
 
-def remedies(cut: Cut, measure: Measure, train: Train) -> tuple[Remedy, ...]:
-    """What helps a step that does not fit; nothing for one that does."""
-    return () if cut.memory.fits else tuple(_remedies(cut, measure, train))
+def remedies(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> tuple[Remedy, ...]:
+    """What makes a run fit that does not; what makes one clearly faster that its recipe slows down."""
+    return tuple(_to_fit(loaded, plan, plan_of) if not plan.fits else _faster(loaded, plan, plan_of))
 
 
-def _remedies(cut: Cut, measure: Measure, train: Train) -> Iterator[Remedy]:
-    load, total = cut.load, cut.memory.total
-    rows = load.micro_batch
-    while rows % 2 == 0:
+def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
+    """The recipe with overrides ("train.micro_batch=8 optimizer.kind=muon"), as the command line lays them on it."""
+    data = loaded.recipe.model_dump(by_alias=True)
+    for word in edit.split():
+        key, _, value = word.partition("=")
+        section, _, name = key.partition(".")
+        data[section][name] = int(value) if value.isdigit() else value
+    return LoadedRecipe(Recipe.model_validate(data), loaded.name, loaded.provenance)
+
+
+def _to_fit(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+    """Each rung alone; where no rung is enough, the fewest of them together, from the top."""
+    held: list[str] = []
+    enough = False
+    for edit, cost in _ladder(loaded.recipe, plan):
+        tried = _planned(loaded, edit, plan_of)
+        if tried is None or tried.memory.total >= plan.memory.total:
+            continue
+        held.append(edit)
+        enough = enough or tried.fits
+        yield Remedy(edit=edit, saves=_saved(plan, tried, cost))
+    for count in range(2, len(held) + 1):
+        if enough:
+            return
+        together = " ".join(held[:count])
+        tried = _planned(loaded, together, plan_of)
+        enough = tried is not None and tried.fits
+        if tried is not None and enough:
+            yield Remedy(edit=together, saves=_saved(plan, tried, "all of these"))
+
+
+def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Edits that this version accepts, by what they cost, with that cost in words."""
+    train, asked = plan.train, recipe.train
+    rows = train.micro_batch
+    while asked.micro_batch != "auto" and rows % 2 == 0:
         rows //= 2
-        smaller = measure(replace(load, micro_batch=rows))
-        if smaller.fits or rows % 2:
-            yield Remedy(edit=f"train.micro_batch={rows}", saves=_saved(total, smaller.total, "the same training"))
-            break
-    if load.checkpointing != "full":
-        full = measure(replace(load, checkpointing="full"))
-        edit = "train.activation_checkpointing=full"
-        yield Remedy(edit=edit, saves=_saved(total, full.total, "a third more compute"))
-    if load.optimizer == "adamw":
-        factored = measure(replace(load, optimizer="adafactor"))
-        yield Remedy(edit="optimizer.kind=adafactor", saves=_saved(total, factored.total, "another optimizer"))
-    if train.precision == "float32":
-        half = measure(replace(load, precision="bfloat16"))
-        yield Remedy(edit="train.precision=auto", saves=_saved(total, half.total, "half-precision products"))
+        yield f"train.micro_batch={rows}", "the same training"
+    if train.activation_checkpointing not in ("full", "selective"):
+        yield "train.activation_checkpointing=selective", "a sixth more compute"
+    if train.activation_checkpointing != "full":
+        yield "train.activation_checkpointing=full", "a third more compute"
+    if asked.precision == "float32" and plan.train.device != "cpu":
+        yield "train.precision=auto", "half-precision products"
+    if recipe.optimizer.kind == "adamw":
+        yield "optimizer.kind=muon", "another optimizer: its rates are to be chosen anew"
+    if recipe.optimizer.kind != "adafactor":
+        yield "optimizer.kind=adafactor", "another optimizer: its rates are to be chosen anew"
+    if train.precision == "bfloat16":
+        yield "train.precision=bfloat16-pure", "weights round to 8 bits: small updates are lost"
+    length = plan.data.sequence_length
+    while length > SHORTEST and train.tokens_per_step % (length // 2) == 0:
+        length //= 2
+        yield f"data.sequence_length={length}", f"another training: the model never sees more than {length:,} tokens"
 
 
-def _saved(before: float, after: float, cost: str) -> str:
-    return f"{format_bytes(before - after)}: {format_bytes(after)} in all; {cost}"
+def _faster(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+    """What the recipe asks for and pays with time, where the plan's own choice is quicker and fits."""
+    asked = loaded.recipe.train
+    for key in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch"):
+        if getattr(asked, key) == "auto" or plan.step_seconds is None:
+            continue
+        tried = _planned(loaded, f"train.{key}=auto", plan_of)
+        if tried is None or not tried.fits or tried.step_seconds is None:
+            continue
+        if tried.step_seconds.value < WORTH * plan.step_seconds.value:
+            yield Remedy(edit=f"train.{key}=auto", saves=_hurried(plan, tried))
+
+
+def _planned(loaded: LoadedRecipe, edit: str, plan_of: PlanOf) -> Plan | None:
+    """None where the edit contradicts the rest of the recipe."""
+    try:
+        return plan_of(edited(loaded, edit))
+    except UserError:
+        return None
+
+
+def _saved(before: Plan, after: Plan, cost: str) -> str:
+    saved = format_bytes(before.memory.total - after.memory.total)
+    verdict = "fits" if after.fits else "still too much"
+    return f"{saved}: {format_bytes(after.memory.total)} in all, {verdict}; {cost}"
+
+
+def _hurried(before: Plan, after: Plan) -> str:
+    assert before.step_seconds is not None
+    assert after.step_seconds is not None
+    share = 1 - after.step_seconds.value / before.step_seconds.value
+    if before.seconds is None or after.seconds is None:
+        return f"{share:.0%} of the time"
+    saved = format_seconds(before.seconds.value - after.seconds.value)
+    return f"{share:.0%} of the time: {saved}"
+
+
+def later(recipe: Recipe, plan: Plan, load: Occupancy) -> tuple[Remedy, ...]:
+    """What would save memory and is not in this version; nothing for a run that fits."""
+    if plan.fits or recipe.optimizer.kind != "adamw":
+        return ()
+    config = load.config
+    states = "bfloat16" if load.weight == 2 else "float32"
+    every = tuple(name.rpartition(".")[2] for name, *_ in matrices(config))
+    usual = Way(weight=load.weight, states=states)
+    lora = Way(weight=2, rank=16, targets=every)
+    ways = {
+        "optimizer.states=int8": Way(weight=load.weight, states="int8"),
+        "adapter.kind=lora": lora,
+        "adapter.kind=lora quantize.base=nf4": Way(weight=2, rank=16, targets=every, base="nf4"),
+    }
+    before = sum(state_parts(config, usual).values())
+    return tuple(
+        Remedy(edit=edit, saves=format_bytes(before - sum(state_parts(config, way).values())))
+        for edit, way in ways.items()
+        if edit == "optimizer.states=int8" or recipe.model.from_ is not None  # adapters adapt a model that exists
+    )

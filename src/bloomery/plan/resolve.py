@@ -9,14 +9,10 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import MEMORY_SHARE, Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
-from bloomery.plan import batch, claims, doubts, lengths, refuse, remedies, sections, speed
-from bloomery.plan.choices import (
-    choose_attention,
-    choose_compile,
-    choose_deterministic,
-    choose_precision,
-)
+from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
+from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
+from bloomery.plan.longest import longest_rows
 from bloomery.plan.memory import (
     Occupancy,
     estimate_memory,
@@ -25,15 +21,7 @@ from bloomery.plan.memory import (
     optimizer_bytes,
     quadratic_bytes,
 )
-from bloomery.plan.types import (
-    CorpusFacts,
-    Decision,
-    Estimate,
-    MemoryEstimate,
-    ModelPlan,
-    Plan,
-    TrainPlan,
-)
+from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
 from bloomery.units import GIB, MIB
@@ -42,24 +30,48 @@ Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
 
 def resolve(
-    loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, corpus: CorpusFacts | None = None
+    loaded: LoadedRecipe,
+    machine: Machine,
+    *,
+    prepared: Path | None = None,
+    corpus: CorpusFacts | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
 ) -> Plan:
-    """The plan of a training run on `machine`.
+    """The plan of a training run on `machine`, or on `nodes` nodes with `gpus` devices like its own each.
 
     `prepared`: where the tokenised text is or will be; `corpus`: its facts. Raises UserError for what this version
     cannot do and for what contradicts itself; that a run does not fit is part of the plan.
     """
+    folder = prepared or Path("prepared") / loaded.name
+
+    def plan_of(other: LoadedRecipe) -> Plan:
+        return _resolution(other, machine, corpus, gpus, nodes).plan(folder)[0]
+
+    resolution = _resolution(loaded, machine, corpus, gpus, nodes)
+    plan, cut = resolution.plan(folder)
+    advised = {
+        "remedies": remedies.remedies(loaded, plan, plan_of),
+        "later": remedies.later(loaded.recipe, plan, cut.load),
+    }
+    return resolution.judged(plan.model_copy(update=advised), cut)
+
+
+def _resolution(
+    loaded: LoadedRecipe, machine: Machine, corpus: CorpusFacts | None, gpus: int, nodes: int
+) -> "_Resolution":
     recipe = loaded.recipe
     refuse.refuse_unbuilt(recipe)
     profile = build_profile(machine)
+    refuse.refuse_mesh(profile, gpus * nodes)
     config = model_config(recipe, corpus)
     refuse.refuse_misfits(recipe, config, corpus)
-    return _Resolution(loaded, machine, profile, config, corpus).plan(prepared or Path("prepared") / loaded.name)
+    return _Resolution(loaded, machine, profile, config, corpus, gpus, nodes)
 
 
 def model_config(recipe: Recipe, corpus: CorpusFacts | None) -> ModelConfig:
     """The recipe's model with the vocabulary of its text or of the tokenizer to be trained. Raises UserError."""
-    if corpus is None:
+    if corpus is None or corpus.vocab_size is None:
         return build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
     return build_config(
         recipe.model,
@@ -79,6 +91,8 @@ class _Resolution:
     profile: Profile
     config: ModelConfig
     corpus: CorpusFacts | None
+    gpus: int
+    nodes: int
 
     @property
     def recipe(self) -> Recipe:
@@ -88,18 +102,19 @@ class _Resolution:
     def torch(self) -> str | None:
         return self.machine.software.torch
 
-    def plan(self, prepared: Path) -> Plan:
+    def plan(self, prepared: Path) -> tuple[Plan, batch.Cut]:
+        """The plan without what is said of it: claims, doubts, remedies."""
         recipe, config = self.recipe, self.config
         tokens = batch.choose_tokens_per_step(recipe.train.tokens_per_step, config, recipe.data.sequence_length)
         precision = choose_precision(recipe, self.profile)
         attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)
         scale = self.scale(tokens.value)
-        compiled = self.compiled(precision.value, scale)
+        compiled = self.compiled(precision.value, attention.value, scale)
         load = self.occupancy(precision.value, attention.value, compiled.value)
-        cut = batch.cut_step(recipe.train, load, rows_per_step=scale.rows_per_step, measure=self.measure)
-        seconds = self.step_seconds(tokens.value, precision.value, cut.checkpointing.value, compiled.value)
+        cut, parts, mesh = self.laid(load, scale.rows_per_step)
+        seconds = speed.total(parts) if parts else None
         scale = self.timed(scale, seconds)
-        train = self.train(cut, tokens.value, precision.value, compiled.value, scale)
+        train = self.train(cut, tokens.value, precision.value, compiled.value, scale, mesh)
         plan = Plan(
             name=self.loaded.name,
             model=ModelPlan(
@@ -117,6 +132,8 @@ class _Resolution:
             torch=self.torch or "",
             memory=cut.memory,
             step_seconds=seconds,
+            step_parts=parts or {},
+            mesh=mesh,
             total_tokens=None if train.steps is None else train.steps * tokens.value,
             decisions=(
                 _decision("train.precision", _worded(precision)),
@@ -133,7 +150,21 @@ class _Resolution:
             corpus=self.corpus,
             environment=self.profile.environment.value,
         )
-        return self.judged(plan, cut)
+        return plan, cut
+
+    def laid(
+        self, load: Occupancy, rows_per_step: int
+    ) -> tuple[batch.Cut, dict[str, Estimate] | None, MeshPlan | None]:
+        """How the step is cut and how long it takes: on one device, or in the best layout over several."""
+        rate = self.rate(load)
+        if self.gpus * self.nodes == 1:
+            cut = batch.cut_step(self.recipe.train, load, rows_per_step=rows_per_step, measure=self.measure)
+            return cut, self.parts(cut.load, rows_per_step * load.sequence_length), None
+        found = mesh_plan.plan_mesh(
+            self.recipe.train, self.profile, load, rate,
+            rows_per_step=rows_per_step, gpus=self.gpus, nodes=self.nodes, limit=self.limit,
+        )  # fmt: skip
+        return found.laid.cut, found.laid.parts, found.plan
 
     def with_price(self, attention: Choice[str], cut: batch.Cut) -> Choice[str]:
         """What the fallback that was not taken would have cost."""
@@ -168,15 +199,18 @@ class _Resolution:
             *([_decision("environment", Choice(words, environment.because))] if words else []),
         )
 
-    def train(self, cut: batch.Cut, tokens: int, precision: str, compiled: bool, scale: lengths.Scale) -> TrainPlan:
+    def train(
+        self, cut: batch.Cut, tokens: int, precision: str, compiled: bool, scale: lengths.Scale, mesh: MeshPlan | None
+    ) -> TrainPlan:
         asked = self.recipe.train
         timed = asked.length.unit == "seconds"
+        accumulation = scale.rows_per_step // cut.micro_batch.value
         return TrainPlan(
             steps=None if timed else scale.steps,
             seconds=asked.length.amount if timed else None,
             tokens_per_step=tokens,
             micro_batch=cut.micro_batch.value,
-            accumulation=scale.rows_per_step // cut.micro_batch.value,
+            accumulation=accumulation if mesh is None else mesh.layouts[mesh.chosen].accumulation,
             precision=cast(Precision, precision),
             compile=compiled,
             activation_checkpointing=cut.checkpointing.value,
@@ -188,7 +222,7 @@ class _Resolution:
         )
 
     def judged(self, plan: Plan, cut: batch.Cut) -> Plan:
-        """The plan with what follows from its figures: disk, energy, claims, contradictions, remedies."""
+        """The plan with what follows from its figures: disk, energy, longest row, claims, contradictions."""
         gpu, recipe = self.profile.gpu, self.recipe
         disk = speed.disk_bytes(
             self.config,
@@ -197,12 +231,14 @@ class _Resolution:
             keep=recipe.checkpoint.keep,
             weight=cut.load.weight,
         )
+        watts = gpu.board_watts * self.gpus * self.nodes if gpu and gpu.board_watts else None
+        one = self.profile.accelerator is not None and plan.mesh is None
         judged = plan.model_copy(
             update={
                 "disk": disk,
-                "energy_kwh": speed.energy_kwh(gpu.board_watts if gpu else None, plan.seconds),
+                "energy_kwh": speed.energy_kwh(watts, plan.seconds),
+                "longest": longest_rows(cut.load, self.measure) if one else None,
                 "claims": claims.judge(recipe.expect, plan, corpus=self.corpus, need=self.need(cut)),
-                "remedies": remedies.remedies(cut, self.measure, recipe.train),
             }
         )
         found = tuple(doubts.doubts(recipe, judged, self.profile, self.machine))
@@ -235,11 +271,12 @@ class _Resolution:
         steps = scale.steps or lengths.provisional_steps(self.recipe.train.length, typical)
         return replace(scale, steps=steps, step_seconds=typical)
 
-    def compiled(self, precision: str, scale: lengths.Scale) -> Choice[bool]:
+    def compiled(self, precision: str, attention: str, scale: lengths.Scale) -> Choice[bool]:
         length = self.recipe.train.length
         if length.unit == "seconds":
             return choose_compile(self.recipe, self.profile, length.amount)
-        step = self.step_seconds(scale.tokens_per_step, precision, "none", False)
+        parts = self.parts(self.occupancy(precision, attention, False), scale.tokens_per_step)
+        step = speed.total(parts) if parts else None
         seconds = step.value * scale.steps if step is not None and scale.steps is not None else None
         return choose_compile(self.recipe, self.profile, seconds)
 
@@ -259,22 +296,24 @@ class _Resolution:
             on_gpu=self.profile.accelerator is not None,
         )
 
-    def measure(self, load: Occupancy) -> MemoryEstimate:
+    @property
+    def limit(self) -> float:
         device = self.profile.accelerator
-        limit = MEMORY_SHARE * device.memory_bytes if device else float(self.machine.host.memory_free_bytes)
-        return estimate_memory(load, limit=limit)
+        return MEMORY_SHARE * device.memory_bytes if device else float(self.machine.host.memory_free_bytes)
 
-    def step_seconds(self, tokens: int, precision: str, checkpointing: str, compiled: bool) -> Estimate | None:
-        rate = speed.device_rate(
-            self.profile, self.machine, precision=precision, width=self.config.hidden_size, compiled=compiled
+    def measure(self, load: Occupancy) -> MemoryEstimate:
+        return estimate_memory(load, limit=self.limit)
+
+    def rate(self, load: Occupancy) -> speed.Rate | None:
+        width = self.config.hidden_size
+        return speed.device_rate(
+            self.profile, self.machine, precision=load.precision, width=width, compiled=load.compiled
         )
-        return speed.step_seconds(
-            self.config,
-            rate,
-            sequence_length=self.recipe.data.sequence_length,
-            tokens_per_step=tokens,
-            checkpointing=checkpointing,
-        )
+
+    def parts(self, load: Occupancy, tokens: int) -> dict[str, Estimate] | None:
+        rate = self.rate(load)
+        clips = self.recipe.train.clip is not None
+        return None if rate is None else speed.step_parts(speed.work_of(load, tokens=tokens, clips=clips), rate)
 
 
 def _decision(key: str, choice: Choice[Any]) -> Decision:

@@ -1,4 +1,4 @@
-"""How long a step takes, from the table: floating-point operations over the share of the peak that training reaches."""
+"""How long a step takes, by part: matrix products and attention by operations, the rest by the bytes that it moves."""
 
 from dataclasses import dataclass
 
@@ -6,23 +6,52 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, parameter_count
-from bloomery.plan.memory import kept_layers
+from bloomery.model.counting import matrices, parameter_count
+from bloomery.plan.memory import Occupancy, keeps_scores, kept_layers, optimizer_bytes
+from bloomery.plan.traffic import CASTS, layer_traffic, loss_traffic, optimizer_traffic, score_traffic
 from bloomery.plan.types import Estimate
 
 TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
-COMPILED_GAIN = 1.15  # measured on CPUs: 10 to 35%
+COMPILED_GAIN = 1.15  # on a processor; measured: 10 to 35%
+BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
+FUSED_ATTENTION_SHARE = (
+    0.6  # of the products' rate: flash kernels reach 50 to 70% of what plain products do (arXiv:2307.08691)
+)
+FLASH_BACKWARD = 2.5  # five products against two in forward: scores are computed again
+LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
+LAUNCH_SECONDS = 6e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """FLOP/s that a device reaches in training, and the peak that it is a share of."""
+    """What a device reaches in training: FLOP/s as a share of its peak, and bytes/s (None: part of the share)."""
 
     peak: float
     share: tuple[float, float, float]  # low, typical, high
+    bandwidth: float | None = None
 
     def at(self, index: int) -> float:
         return self.peak * self.share[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What backward computes again, as shares of forward's work in the layers."""
+
+    products: float
+    attention: float
+    between: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one device does in an optimizer step: operations, bytes, kernel launches."""
+
+    products: float
+    attention: float
+    between: float  # bytes
+    update: float  # bytes of the optimizer
+    launches: float = 0.0
 
 
 def device_rate(profile: Profile, machine: Machine, *, precision: str, width: int, compiled: bool) -> Rate | None:
@@ -44,21 +73,99 @@ def _gpu_rate(profile: Profile, dtype: str) -> Rate | None:
     if profile.gpu is None or profile.arch is None or profile.arch.efficiency is None:
         return None
     peak = profile.gpu.peak_flops(dtype)
-    return None if peak is None else Rate(peak=peak, share=profile.arch.efficiency)
+    bandwidth = profile.gpu.bandwidth_gbs * 1e9
+    return None if peak is None else Rate(peak=peak, share=profile.arch.efficiency, bandwidth=bandwidth)
 
 
-def step_seconds(
-    config: ModelConfig, rate: Rate | None, *, sequence_length: int, tokens_per_step: int, checkpointing: str
-) -> Estimate | None:
-    """Seconds of an optimizer step. Recomputed layers cost a third more; the score head's second matmul is counted."""
-    if rate is None:
-        return None
-    model = flops_per_token(config, sequence_length)
+def recompute(load: Occupancy) -> Recompute:
+    share = 1 - kept_layers(load.checkpointing, load.config.num_layers) / max(1, load.config.num_layers)
+    return Recompute(products=share, attention=share, between=share)
+
+
+def work_of(
+    load: Occupancy,
+    *,
+    tokens: int,
+    clips: bool = True,
+    again: Recompute | None = None,
+    loss: str = "",
+    trained: float | None = None,
+    states: float | None = None,
+) -> Work:
+    """The step of one device over `tokens` tokens.
+
+    `again`, `loss`, `trained` (parameters) and `states` (bytes of each) say how another program differs.
+    """
+    config, again = load.config, again or recompute(load)
+    count = parameter_count(config)
+    trained = count if trained is None else trained
+    layers = 2.0 * config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
     head = 2.0 * config.vocab_size * config.hidden_size
-    layers = model - 3 * head
-    recomputed = 1 - kept_layers(checkpointing, config.num_layers) / config.num_layers
-    flops = (model + layers / 3 * recomputed) * tokens_per_step
+    loss = loss or ("kept" if load.score_chunk >= load.rows else "chunked")
+    backward = 1.0 + trained / count  # gradients of the inputs always, of the weights where they are trained
+    products = layers * (1 + backward + again.products) + head * (1 + backward + (loss == "chunked"))
+    quadratic = (1.0 if keeps_scores(load) else 0.5) * 4.0 * _seen(load) * config.query_width * config.num_layers
+    attention = quadratic * (1 + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
+    between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
+    passes = tokens / load.rows
+    states = optimizer_bytes(config, load.optimizer, load.weight) / count if states is None else states
+    casts = CASTS * count * passes if load.precision in ("bfloat16", "float16") else 0.0
+    between = (between + loss_traffic(config, loss, compiled=load.compiled)) * tokens + casts
+    return Work(
+        products=products * tokens,
+        attention=attention * tokens,
+        between=between if load.on_gpu else 0.0,
+        update=optimizer_traffic(trained, weight=load.weight, states=states, clips=clips) if load.on_gpu else 0.0,
+        launches=LAUNCHES[int(load.compiled)] * config.num_layers * passes if load.on_gpu else 0.0,
+    )
+
+
+def _seen(load: Occupancy) -> float:
+    """Keys that a query may see at most, averaged over the layers."""
+    windows = load.config.sliding_window or (None,)
+    return sum(min(load.sequence_length, window or load.sequence_length) for window in windows) / len(windows)
+
+
+def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
+    """Seconds of a step by what takes them. On a processor the bytes are part of the products' share."""
+    products = _by_share(work.products, rate)
+    parts = {"matrix products": products}
+    attention = _by_share(work.attention, rate)
+    if rate.bandwidth is None:
+        return parts | {"attention": attention}
+    parts["attention"] = attention.scaled(1 / FUSED_ATTENTION_SHARE)
+    parts["memory-bound"] = _by_bytes(work.between, rate.bandwidth)
+    parts["optimizer"] = _by_bytes(work.update, rate.bandwidth)
+    busy = sum(parts[name].value for name in ("matrix products", "attention", "memory-bound"))
+    waiting = max(0.0, work.launches * LAUNCH_SECONDS - busy)
+    if waiting > 0:
+        parts["kernel launches"] = Estimate(value=waiting, low=0.0, high=2 * waiting, origin="table")
+    return parts
+
+
+def total(parts: dict[str, Estimate]) -> Estimate:
+    """Parts end one after the other; all of them may be slow together."""
+    ends = list(parts.values())
+    return Estimate(
+        value=sum(part.value for part in ends),
+        low=sum(part.low for part in ends),
+        high=sum(part.high for part in ends),
+        origin="table",
+    )
+
+
+def step_seconds(load: Occupancy, rate: Rate | None, *, tokens: int) -> Estimate | None:
+    """Seconds of an optimizer step on one device; None where nothing is known of it."""
+    return None if rate is None else total(step_parts(work_of(load, tokens=tokens), rate))
+
+
+def _by_share(flops: float, rate: Rate) -> Estimate:
     low, typical, high = (flops / rate.at(index) for index in (2, 1, 0))
+    return Estimate(value=typical, low=low, high=high, origin="table")
+
+
+def _by_bytes(amount: float, bandwidth: float) -> Estimate:
+    low, typical, high = (amount / (bandwidth * share) for share in reversed(BANDWIDTH_SHARE))
     return Estimate(value=typical, low=low, high=high, origin="table")
 
 

@@ -1,0 +1,191 @@
+"""Asks the planner for runs that others have published, as if they were ahead of us."""
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.machine import Host, Machine, Software
+from bloomery.hardware.profile import MEMORY_SHARE, build_profile
+from bloomery.hardware.specs import find_gpu
+from bloomery.model.counting import parameter_count
+from bloomery.plan import speed
+from bloomery.plan.communication import fabric_of
+from bloomery.plan.memory import Occupancy, layer_bytes_per_token, tensor_bytes
+from bloomery.plan.mesh import Job, layout_parts
+from bloomery.plan.mesh_memory import Split, unsharded
+from bloomery.plan.resolve import model_config
+from bloomery.plan.speed import Recompute, recompute, step_parts, total, work_of
+from bloomery.plan.states import STATE_BYTES, adapter_count, state_parts, way_of
+from bloomery.plan.types import Estimate
+from bloomery.recipe.load import load_recipe
+from bloomery.units import GIB
+
+HERE = Path(__file__).parent
+PLAIN_LOGIT_BYTES = 12  # half logits and their gradient, float32 logits, softmax: what eager cross entropy holds
+OPERATORS = Recompute(products=0.5, attention=0.0, between=1.0)  # every other product is kept, and attention's output
+CHUNKS = 8
+SPREAD = 0.2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One published figure and the planner's interval, in the same unit."""
+
+    row: dict[str, Any]
+    what: str  # speed, memory, compile_gain
+    published: float
+    planned: Estimate
+
+    @property
+    def error(self) -> float:
+        return self.planned.value / self.published - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.planned.low <= self.published <= self.planned.high
+
+
+@cache
+def table() -> dict[str, Any]:
+    return tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))
+
+
+def answers() -> list[Answer]:
+    """Every figure of published.toml, asked."""
+    found = []
+    for row in table()["row"]:
+        if "speed" in row:
+            found.append(Answer(row, "speed", row["speed"], planned_speed(row)))
+        if "memory_gib" in row:
+            found.append(Answer(row, "memory", row["memory_gib"], planned_memory(row)))
+        if "compile_gain" in row:
+            found.append(Answer(row, "compile_gain", row["compile_gain"], planned_gain(row)))
+    return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    recipe: Any
+    load: Occupancy
+    job: Job
+    split: Split
+    rows: int  # of a device and step
+    work: speed.Work
+    operators: bool
+    loss: str
+
+
+def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
+    recipe = load_recipe(HERE / "base.yaml", [*table()["models"][row["model"]], *row["recipe"]]).recipe
+    program, precision = row["program"], recipe.train.precision
+    machine = with_gpu(_host(), find_gpu(row["gpu"]))
+    profile = build_profile(machine)
+    config = model_config(recipe, None)
+    compiled = recipe.train.compile if compiled is None else compiled
+    micro, length = recipe.train.micro_batch, recipe.data.sequence_length
+    mode = "none" if recipe.train.activation_checkpointing == "auto" else recipe.train.activation_checkpointing
+    tokens = micro * length
+    load = Occupancy(
+        config=config, sequence_length=length, micro_batch=micro, precision=precision, optimizer=recipe.optimizer.kind,
+        attention="math" if program["attention"] == "math" else "sdpa",
+        checkpointing=mode, compiled=bool(compiled),
+        score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
+        context_bytes=profile.arch.context_mib * 2**20, on_gpu=True,
+    )  # fmt: skip
+    rate = speed.device_rate(profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled))
+    if "bandwidth_gbs" in row.get("card", {}):
+        rate = replace(rate, bandwidth=row["card"]["bandwidth_gbs"] * 1e9)
+    nodes = row.get("nodes", 1)
+    devices = row["gpus"] * nodes
+    fabric = fabric_of(profile.gpu, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
+    split = Split(shard=devices) if row["layout"] == "fsdp" else Split(replicate=devices)
+    rows = recipe.train.tokens_per_step // length // devices
+    way = way_of(recipe, weight=load.weight)
+    count = parameter_count(config)
+    trained = adapter_count(config, way.rank, way.targets) if way.rank else count
+    operators = program.get("checkpointing") == "operators"
+    again = OPERATORS if operators else recompute(load)
+    loss = {"fused": "kept", "plain": "plain", "chunked": "chunked"}[program["loss"]]
+    job = Job(
+        load=load, train=recipe.train, rows_per_step=rows * devices, fabric=fabric, rate=rate,
+        vendor=profile.arch.vendor, limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
+    )  # fmt: skip
+    work = work_of(
+        load, tokens=rows * length, again=again, loss=loss, trained=trained, clips=recipe.train.clip is not None,
+        states=way.numbers * STATE_BYTES[way.states],
+    )  # fmt: skip
+    return Asked(recipe, load, job, split, rows, work, operators, program["loss"])
+
+
+def _parts(one: Asked) -> dict[str, Estimate]:
+    if one.split.data_parallel == 1:
+        return step_parts(one.work, one.job.rate)
+    return layout_parts(one.job, one.split, one.load, one.rows, work=one.work)
+
+
+def planned_speed(row: dict[str, Any]) -> Estimate:
+    one = asked(row)
+    return total(_parts(one)).inverse(one.rows * one.load.sequence_length)
+
+
+def planned_gain(row: dict[str, Any]) -> Estimate:
+    """Products and bytes of both sides move together; each may be fast or slow for itself."""
+    eager, compiled = (_parts(asked(row, compiled=way)) for way in (False, True))
+    ends = [
+        _mixed(eager, products, between) / _mixed(compiled, products, between)
+        for products in ("low", "high")
+        for between in ("low", "high")
+    ]
+    value = _mixed(eager, "value", "value") / _mixed(compiled, "value", "value")
+    return Estimate(value=value, low=min(ends), high=max(ends), origin="table")
+
+
+def _mixed(parts: dict[str, Estimate], products: str, between: str) -> float:
+    by_share = ("matrix products", "attention")
+    return sum(getattr(part, products if name in by_share else between) for name, part in parts.items())
+
+
+def planned_memory(row: dict[str, Any]) -> Estimate:
+    """GiB of one device in the row's own way of counting."""
+    one = asked(row)
+    load, config, shard = one.load, one.load.config, one.split.shard
+    parts = tensor_bytes(load)
+    states = state_parts(config, way_of(one.recipe, weight=load.weight))
+    for name in ("weights", "gradients", "optimizer", "adapter"):
+        parts.pop(name, None)
+        if name in states:
+            parts[name] = states[name] / shard
+    if one.operators:
+        inside = load.rows * layer_bytes_per_token(load)  # of the layer that is computed again
+        parts["activations"] = config.num_layers * load.rows * operator_bytes(load) + inside
+    if one.loss != "fused":
+        chunks = CHUNKS if one.loss == "chunked" else 1
+        parts["scores"] = PLAIN_LOGIT_BYTES * float(load.rows) * config.vocab_size / chunks
+    if shard > 1:
+        parts.pop("half-precision copies", None)
+        layer, root = unsharded(load)
+        reduced = 0 if one.recipe.adapter.kind == "lora" else layer * load.weight
+        parts["unsharded layers"] = (2 * layer + root) * load.element + reduced
+    counted = sum(parts.values())
+    if row["memory_is"] != "allocated":
+        counted *= 1.05 if load.context_bytes else 1.0
+    if row["memory_is"] == "card":
+        counted += load.context_bytes
+    value = counted / GIB
+    return Estimate(value=value, low=value * (1 - SPREAD), high=value * (1 + SPREAD), origin="table")
+
+
+def operator_bytes(load: Occupancy) -> float:
+    """Per token and layer: the layer's input, attention's output, and every other product's."""
+    config = load.config
+    products = config.query_width + 2 * config.key_width + 2 * config.hidden_size
+    products += (2 if config.gated_mlp else 1) * config.intermediate_size
+    return load.element * (config.hidden_size + config.query_width + products / 2) + 4 * config.num_heads
+
+
+def _host() -> Machine:
+    host = Host(system="Linux", cpu_name="", cpu_cores=1, memory_bytes=0, memory_free_bytes=0, disk_free_bytes=0)
+    return Machine(accelerators=(), host=host, software=Software(python="3.12.4"))

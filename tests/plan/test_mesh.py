@@ -1,0 +1,152 @@
+"""Several devices: communication, memory and pipelines against hand computation; the choice against what is known."""
+
+from dataclasses import replace
+
+import pytest
+from plan_help import gpu_machine, machine
+
+from bloomery.errors import UserError
+from bloomery.hardware.profile import build_profile
+from bloomery.model.counting import parameter_count
+from bloomery.model.presets import preset
+from bloomery.plan import communication
+from bloomery.plan.communication import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
+from bloomery.plan.memory import Occupancy, estimate_memory
+from bloomery.plan.mesh_memory import Split, mesh_memory, unsharded
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.load import load_recipe
+from bloomery.units import GIB, MIB
+
+EIGHT_B = (
+    "model.preset=null", "model.family=llama", "model.vocab_size=128256", "model.hidden_size=4096",
+    "model.intermediate_size=14336", "model.num_layers=32", "model.num_heads=32", "model.num_kv_heads=8",
+    "model.max_positions=8192", "tokenizer.train.vocab_size=128256", "data.sequence_length=8192",
+    "train.tokens_per_step=16M", "train.length=1T tokens",
+)  # fmt: skip
+
+
+def spec(name):
+    return build_profile(gpu_machine(name)).gpu
+
+
+def eight_b():
+    words = [word if word != "train.tokens_per_step=16M" else "train.tokens_per_step=16777216" for word in EIGHT_B]
+    return load_recipe("go-coder-125m", words)
+
+
+def test_a_gradient_sum_moves_twice_its_bytes_but_for_one_share():
+    """2 k N (d-1)/d over 310 GB/s, and seven hops of 5 us each way."""
+    fabric = fabric_of(spec("MI300X"), per_node=8, nodes=1)
+    amount = 4 * 124e6
+    assert reduce_seconds(amount, fabric) == pytest.approx(2 * (amount * 7 / 8 / 310e9 + 7 * 5e-6))
+
+
+def test_between_nodes_the_network_of_a_node_decides():
+    fabric = fabric_of(spec("MI250X"), per_node=8, nodes=64)
+    amount = 16e9
+    assert gather_seconds(amount, fabric) == pytest.approx(amount * 63 / 64 / 70e9 + 7 * 5e-6 + 63 * 20e-6)
+    slow = fabric_of(spec("MI250X"), per_node=8, nodes=64, sockets=True)
+    assert gather_seconds(amount, slow) == pytest.approx(amount * 63 / 64 / 5e9 + 7 * 5e-6 + 63 * 20e-6)
+
+
+def test_what_does_not_fit_behind_computing_is_exposed():
+    low, typical, high = communication.HIDDEN
+    assert exposed(1.0, 100.0, 2) == pytest.approx(1 - high)
+    assert exposed(1.0, 100.0, 1) == pytest.approx(1 - typical)
+    assert exposed(10.0, 1.0, 1) == pytest.approx(10.0 - typical)
+    assert exposed(1.0, 100.0, 0) == pytest.approx(1 - low)
+
+
+def test_each_communicator_takes_its_context():
+    """RCCL on MI250X: 0.95 GiB, and 0.65 for each further one."""
+    assert context_bytes("amd", 0) == 0
+    assert context_bytes("amd", 3) == pytest.approx((0.95 + 2 * 0.65) * GIB)
+
+
+def load():
+    return Occupancy(
+        config=preset("go-coder-small"), sequence_length=1024, micro_batch=4, precision="bfloat16", optimizer="adamw",
+        attention="sdpa", checkpointing="none", compiled=True, score_chunk=4096, context_bytes=300 * MIB, on_gpu=True,
+    )  # fmt: skip
+
+
+def test_shards_divide_states_and_hold_two_layers_whole():
+    count = parameter_count(preset("go-coder-small"))
+    layer, root = unsharded(load())
+    assert 12 * layer + root == count
+    alone = estimate_memory(load(), limit=0).parts
+    parts = mesh_memory(load(), Split(shard=8), vendor="amd", limit=0).parts
+    assert parts["weights"] == alone["weights"] / 8
+    assert parts["optimizer"] == alone["optimizer"] / 8
+    assert parts["activations"] == alone["activations"]
+    assert parts["unsharded layers"] == 2 * (2 * layer + root) + 4 * layer
+    assert parts["collectives"] == pytest.approx(0.95 * GIB)
+
+
+def test_copies_hold_everything():
+    alone = estimate_memory(load(), limit=0).parts
+    parts = mesh_memory(load(), Split(replicate=8), vendor="amd", limit=0).parts
+    assert {name: size for name, size in parts.items() if name != "collectives"} == alone
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    config = replace(load().config, num_layers=3)
+    stage = estimate_memory(replace(load(), config=config), limit=0).parts
+    parts = mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0).parts
+    assert parts["activations"] == pytest.approx(4 * stage["activations"])
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
+    plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 7900 XTX"), gpus=4)
+    assert plan.mesh is not None
+    for layout in plan.mesh.layouts:
+        if layout.pipeline > 1:
+            assert layout.bubble_seconds > 0
+            assert layout.replicate * layout.pipeline == 4
+        else:
+            assert layout.bubble_seconds == 0
+
+
+@pytest.mark.parametrize(("gpu", "gpus", "nodes"), [("MI300X", 8, 1), ("MI250X", 8, 4), ("RTX 4090", 2, 1)])
+def test_every_row_of_a_step_has_a_device(gpu, gpus, nodes):
+    recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
+    plan = resolve(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
+    assert plan.mesh is not None
+    for layout in plan.mesh.layouts:
+        assert layout.replicate * layout.shard * layout.pipeline == gpus * nodes
+        assert layout.micro_batch * layout.accumulation * layout.replicate * layout.shard == 512
+    chosen = plan.mesh.layouts[plan.mesh.chosen]
+    assert (plan.train.micro_batch, plan.train.accumulation) == (chosen.micro_batch, chosen.accumulation)
+    assert plan.memory == chosen.memory
+    assert plan.step_seconds == chosen.step_seconds
+
+
+def test_an_8b_on_64_nodes_is_sharded():
+    """16 bytes a parameter are 120 GiB: no die of 64 GiB holds a copy."""
+    plan = resolve(eight_b(), gpu_machine("MI250X"), gpus=8, nodes=64)
+    assert plan.mesh is not None
+    chosen = plan.mesh.layouts[plan.mesh.chosen]
+    assert chosen.shard > 1
+    assert plan.fits
+    assert not next(layout for layout in plan.mesh.layouts if layout.name == "replicate").memory.fits
+    rate = plan.train.tokens_per_step / plan.step_seconds.value / 512
+    assert 300 < rate < 700  # the Frontier guide measured 345 to 537
+
+
+def test_more_devices_do_not_change_the_training():
+    alone = resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"))
+    eight = resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=8)
+    assert (alone.train.tokens_per_step, alone.train.steps) == (eight.train.tokens_per_step, eight.train.steps)
+    assert alone.step_seconds.value / 8 < eight.step_seconds.value < alone.step_seconds.value
+    assert eight.energy_kwh == pytest.approx(8 * 0.750 * eight.seconds.value / 3600)
+
+
+def test_fewer_rows_than_devices_is_refused_with_a_number():
+    with pytest.raises(UserError, match="cannot be shared by 48 devices") as error:
+        resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
+    assert "train.tokens_per_step=49152" in error.value.remedy
+
+
+def test_a_processor_is_one_device():
+    with pytest.raises(UserError, match="one device"):
+        resolve(load_recipe("demo"), machine(), gpus=2)
