@@ -1,10 +1,14 @@
 """Every backend computes what the plainest one computes."""
 
+from unittest import mock
+
 import pytest
 import torch
 from attention_for_tests import documents_of, inputs, run, with_gradients
+from torch import Tensor
 from torch.testing import assert_close
 
+from bloomery.model import per_document
 from bloomery.model.attention import attend, causal_mask, layout_of
 from bloomery.model.attention_facts import BACKENDS, supports
 
@@ -124,3 +128,18 @@ def test_operators_are_well_formed(backend: str) -> None:
     operator = getattr(torch.ops.bloomery, backend).default
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+def test_documents_of_many_lengths_share_few_kernels() -> None:
+    """torch keeps compiled bfloat16 kernels for every length that it has met, megabytes each."""
+    met: set[int] = set()
+    original = per_document._flash
+
+    def seen(q: Tensor, *rest: object, **more: object) -> tuple[Tensor, Tensor]:
+        met.add(q.shape[2])
+        return original(q, *rest, **more)
+
+    with mock.patch.object(per_document, "_flash", seen):
+        for first in range(1, 257):
+            run("per_document", inputs(257, batch=1, dtype=torch.bfloat16), documents_of([first, 257 - first]))
+    assert met == {64, 128, 192, 256}

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.model import blockwise
@@ -38,6 +39,25 @@ def _joined(parts: Iterable[Tensor], batch: int) -> Tensor:
     return torch.unflatten(rows[0], 0, (batch, -1)).transpose(1, 2)
 
 
+def _spare(q_1HLE: Tensor) -> int:
+    """Zeros to put behind a document so that lengths repeat: torch keeps some 3 MB of half-precision kernels for each.
+
+    In steps of 64 tokens, an eighth of a long document at most. Float32 has no kernels of its own for a length.
+    """
+    length = q_1HLE.shape[2]
+    exact = q_1HLE.dtype in (torch.float32, torch.float64)
+    return 0 if exact else -length % max(64, 1 << max(0, length.bit_length() - 4))
+
+
+def _lengthened(parts: Iterable[Tensor], spare: int) -> list[Tensor]:
+    """[1, H, L + spare, ...]. No real query sees the zeros, and what they would give their keys is zero."""
+    return [F.pad(x, (0, 0) * (x.ndim - 3) + (0, spare)) if spare else x for x in parts]
+
+
+def _shortened(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
+    return tuple(x[:, :, :length] for x in parts)
+
+
 def _task(length: int, number: int, seed: Tensor | None, options: Options) -> Task | None:
     """What blockwise attention has to do for a document; None where the flash kernel does."""
     window, softcap, scale, dropout = options
@@ -54,7 +74,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> t
     for number, (q_one, k_one, v_one) in enumerate(documents):
         task = _task(lengths[number], number, rows.seed, options)
         if task is None:
-            out, total = _flash(q_one, k_one, v_one, 0.0, True, scale=options.scale)
+            longer = _lengthened((q_one, k_one, v_one), _spare(q_one))
+            out, total = _shortened(_flash(*longer, 0.0, True, scale=options.scale), lengths[number])
         else:
             out, total = blockwise.forward(q_one, k_one, v_one, task)
         outs.append(out)
@@ -71,7 +92,8 @@ def _backward(
     for number, one in enumerate(zip(*parts, strict=True)):
         task = _task(lengths[number], number, rows.seed, options)
         if task is None:
-            grads.append(_flash_backward(*one, 0.0, True, scale=options.scale))
+            longer = _lengthened(one, _spare(one[1]))
+            grads.append(_shortened(_flash_backward(*longer, 0.0, True, scale=options.scale), lengths[number]))
         else:
             grads.append(blockwise.backward(*one, task))
     dq, dk, dv = (_joined(part, len(q)) for part in zip(*grads, strict=True))

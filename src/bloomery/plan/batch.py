@@ -14,7 +14,7 @@ from bloomery.recipe.schema import Train
 from bloomery.units import format_count
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
-CPU_TOKENS = 8192  # of a micro-batch: more does not fit the caches, and nothing is gained
+CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and hold more
 SMALL_CHUNK = 1024  # rows of logits: a matrix product is as fast in chunks of this size as in larger ones
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 
