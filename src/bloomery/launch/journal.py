@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import IO, Any, TextIO, cast, final
 
 from rich.console import Console
@@ -11,9 +12,11 @@ from rich.console import Console
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
+from bloomery.monitor.explain import Diagnosis
 from bloomery.monitor.progress import showing
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.tally import RunFacts, tally_of
+from bloomery.plan.explained import diagnosis_facts
 from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
 
@@ -59,6 +62,7 @@ class Journal:
         self._untold: list[Event] = []  # said while nobody was shown anything
         self._log = LogFile(folder.log)
         self._followed = False  # whether somebody reads events.jsonl and tells what is written there
+        self._diagnosis: Diagnosis | None = None
         self.ended = False  # whether RunEnded is written
 
     def emit(self, event: Event) -> None:
@@ -72,6 +76,8 @@ class Journal:
     def tell(self, event: Event) -> None:
         for sink in self._sinks:
             sink.write(event)
+        for warning in self._diagnosis.look(event) if self._followed and self._diagnosis else ():
+            self._write(warning)  # and comes back as what is followed
 
     def line(self, text: str) -> None:
         """One line that a child printed: kept in log.txt."""
@@ -90,6 +96,9 @@ class Journal:
             untold, self._untold = self._untold, []
             for event in untold if not self._quiet else ():
                 self._sinks[0].write(event)
+            if plan is not None:
+                facts_of = partial(diagnosis_facts, plan, self._machine())
+                self._diagnosis = Diagnosis(facts_of, read_events(self._folder.events))
             self._followed = True
             try:
                 yield
