@@ -119,7 +119,8 @@ def metrics(bits: int, minor: int = 3) -> bytes:
 
 def test_throttling_is_read_from_gpu_metrics():
     hot, powerful = 1 << 36, 1 << 0  # SMU_THROTTLER_TEMP_HOTSPOT_BIT, SMU_THROTTLER_PPT0_BIT
-    assert throttle_reason(metrics(hot | powerful)) == "power limit, temperature"
+    assert throttle_reason(metrics(hot | powerful)) == "temperature"
+    assert throttle_reason(metrics(powerful)) == ""
     assert throttle_reason(metrics(0)) == ""
     for unknown in (metrics(hot, minor=4), metrics(2**64 - 1), metrics(0)[:60], b"", b"\x78"):
         assert throttle_reason(unknown) is None
@@ -187,7 +188,7 @@ def test_nvidia_smi():
     device = Device(index=0, vendor="nvidia", pci_address="0000:03:00.0")
     (reading,) = parse_nvidia_smi(told, [device])
     assert (reading.utilisation, reading.temperature, reading.power, reading.clock_mhz) == (98.0, 64.0, 412.31, 1755.0)
-    assert reading.throttled == "temperature, power limit" and nvidia_reasons(1) == ""
+    assert reading.throttled == "temperature" and nvidia_reasons(0x1 | 0x4) == ""
 
 
 def test_nvml_without_what_a_card_does_not_know(monkeypatch):

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.events import EvalDone, Resumed, RunEnded, RunStarted, Saved, Warned
+from bloomery.monitor.events import EvalDone, GpuSampled, Resumed, RunEnded, RunStarted, Saved, Warned
 from bloomery.monitor.live import picture
 from bloomery.monitor.progress import HEADER, PlainView, showing
 from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
@@ -22,6 +22,11 @@ def lines_of(events, every=10):
 
 def rows_of(lines):
     return [line for line in lines[lines.index(HEADER) + 1 :] if line[:6].strip().isdigit() and " M" in line]
+
+
+def test_samples_of_devices_do_not_part_a_line_from_its_exam():
+    events = [event for told in made_up_run() for event in (told, GpuSampled(device=0, seconds=5.0, step=told.step))]
+    assert lines_of(events) == lines_of(made_up_run())
 
 
 def test_plain_rows_are_aligned_under_their_header():

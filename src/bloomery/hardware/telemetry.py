@@ -163,8 +163,9 @@ def _hottest_place(sensors: Path) -> str:
     return labels.get("junction") or labels.get("edge") or next(iter(labels.values()), "temp1")
 
 
-# linux, amdgpu_smu.h: sixteen bits each for power, current and temperature, the rest for other reasons.
-THROTTLE_KINDS = (("power limit", 0), ("current limit", 16), ("temperature", 32))
+# linux, amdgpu_smu.h: sixteen bits each for power, current and temperature, the rest for other reasons. The power limit
+# is left out: reaching it is how a GPU works at full load.
+THROTTLE_KINDS = (("current limit", 16), ("temperature", 32))
 
 
 def throttle_reason(metrics: bytes) -> str | None:

@@ -210,12 +210,12 @@ def _through_amdsmi(library: Any, handle: Any, device: Device) -> Reading:
     )
 
 
-# nvml.h: why the clocks are not what was asked for.
-NVIDIA_REASONS = ((0x60, "temperature"), (0x04, "power limit"), (0x80, "power brake"), (0x08, "hardware slowdown"))
+# nvml.h: why the clocks are not what was asked for. 0x04, the power limit, is left out: it is met at any full load.
+NVIDIA_REASONS = ((0x60, "temperature"), (0x80, "power brake"), (0x08, "hardware slowdown"))
 
 
 def nvidia_reasons(bits: int) -> str:
-    """The reasons that slow a GPU down; idling and clocks that somebody set are none."""
+    """The reasons that slow a GPU down; idling, full load and clocks that somebody set are none."""
     return ", ".join(name for mask, name in NVIDIA_REASONS if bits & mask)
 
 

@@ -54,6 +54,10 @@ class _Stopped(Exception):
     """Somebody asked to stop, and everything worth keeping is kept."""
 
 
+Edit = Callable[[Plan], Plan]  # of a plan that was just made
+Watch = Callable[[Event, StopRequests], None]  # hears every event; may ask to stop or to save, or raise
+
+
 @final
 @dataclass(frozen=True)
 class _Flow:
@@ -65,6 +69,8 @@ class _Flow:
     requests: StopRequests
     name: str
     recover: bool = False
+    edit: Edit | None = None
+    watch: Watch | None = None
 
     def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: Plan | None) -> Ending:
         """One child from start to end. What follows training is told while its view still stands."""
@@ -76,6 +82,8 @@ class _Flow:
                     self.book.tell(event)
                     if saw is not None:
                         saw(event)
+                    if self.watch is not None:
+                        self.watch(event, self.requests)
 
                 ending = run_stage(
                     stage,
@@ -112,6 +120,7 @@ class _Flow:
             "tokens_per_second": rate,
             "seconds": plan.seconds.value if plan.seconds is not None else None,
             "peak_memory_gib": plan.memory.total / GIB,
+            "energy_kwh": plan.energy_kwh,
         }
 
 
@@ -122,10 +131,13 @@ def start(
     devices: str | None = None,
     recover: bool = False,
     quiet: bool = False,
+    edit: Edit | None = None,
+    watch: Watch | None = None,
 ) -> Run:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
     `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
+    What `watch` raises ends the training child by SIGKILL and passes through.
     """
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     with (
@@ -133,7 +145,7 @@ def start(
         new_run(loaded, path) as (folder, lock),
         journal(folder, quiet=quiet) as book,
     ):
-        flow = _Flow(folder, lock, book, requests, loaded.name, recover)
+        flow = _Flow(folder, lock, book, requests, loaded.name, recover, edit, watch)
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
@@ -145,6 +157,7 @@ def resume(
     devices: str | None = None,
     recover: bool = False,
     quiet: bool = False,
+    watch: Watch | None = None,
 ) -> Run:
     """Go on with the run in `path` from its newest undamaged checkpoint, or from that of `step`.
 
@@ -158,7 +171,7 @@ def resume(
         if step is None and not overrides and _is_done(folder):
             return Run(folder.path, DONE, again=True)
         with journal(folder, quiet=quiet) as book:
-            flow = _Flow(folder, lock, book, requests, loaded.name, recover)
+            flow = _Flow(folder, lock, book, requests, loaded.name, recover, watch=watch)
             return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
 
 
@@ -187,6 +200,7 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     flow.check()
     machine = narrowed(detect(), devices)
     plan = _resolved(loaded, machine, data)
+    plan = plan if flow.edit is None else flow.edit(plan)
     for because in _doubts(plan):
         flow.book.emit(Warned(because=because))
     write_durably(flow.folder.machine, machine.model_dump_json(indent=1))
@@ -279,9 +293,10 @@ def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
 
 def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
     """Trains until the run ends; with `recover`, on a safer rung after each death that one may prevent."""
+    environment = _environment(flow, plan, machine)
     for restarts in itertools.count():
         flow.folder.safer.unlink(missing_ok=True)
-        ending = flow.stage("train", ("--resumed",) if resumed else (), _environment(plan, machine), plan)
+        ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
         if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen: nothing was to save
@@ -310,15 +325,26 @@ def _with_way_out(flow: _Flow, died: UserError, descent: Descent, restarts: int)
     return UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
 
 
-def _environment(plan: Plan, machine: Machine) -> dict[str, str]:
-    """What must be set before torch is imported; what the user has set stays."""
-    wanted = build_profile(machine).environment.value | {"OMP_NUM_THREADS": str(plan.train.threads)}
+MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+def _environment(flow: _Flow, plan: Plan, machine: Machine) -> dict[str, str]:
+    """What must be set before torch is imported. What the user has set stays, and another value is warned of."""
+    profile = build_profile(machine)
+    wanted = profile.environment.value | {"OMP_NUM_THREADS": str(plan.train.threads)}
+    conflicts = {name: (ours, because) for name, (_, ours, because) in profile.overridden.items()}
     if plan.train.deterministic and plan.train.device == "cuda":
-        wanted |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
-    if plan.train.device == "cuda" and len(machine.accelerators) == 1:
+        fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
+        conflicts |= {name: (value, "train.deterministic needs it") for name, value in fixed.items()}
+        wanted |= fixed
+    if plan.train.device == "cuda" and len(machine.accelerators) == 1 and not set(MASKS) & set(os.environ):
         vendor = machine.accelerators[0].vendor
         name = "HIP_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
         wanted[name] = str(machine.accelerators[0].index)
+    for name, (ours, because) in conflicts.items():
+        if os.environ.get(name, ours) != ours:
+            said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {because}"
+            flow.book.emit(Warned(step=last_step(flow.folder), because=said))
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

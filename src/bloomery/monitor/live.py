@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bloomery.monitor.devices import lines
 from bloomery.monitor.events import Event, Phase, Recovered, Resumed, RunEnded, Sampled, Saved, Warned
 from bloomery.monitor.tally import RunFacts, Tally, in_millions, sparkline, thinned
 from bloomery.units import format_seconds
@@ -67,6 +68,7 @@ def picture(
     parts: list[RenderableType] = [_headline(tally, now), Text()]
     if tally.last is not None:
         parts += [_figures(facts, tally), Text()]
+    parts += [Text(line) for line in lines(tally.devices.all)]
     if sample is not None:
         parts.append(Text.assemble(("sample    ", "dim"), (sample[0], "bold"), sample[1], overflow="fold"))
     parts += feed

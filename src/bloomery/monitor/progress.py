@@ -12,6 +12,7 @@ from rich.console import Console
 from bloomery.monitor.events import (
     EvalDone,
     Event,
+    GpuSampled,
     Phase,
     Recovered,
     Resumed,
@@ -49,9 +50,7 @@ def showing(facts: RunFacts, console: Console | None = None, tally: Tally | None
     `tally` holds what a resumed run reached before (`tally_of(read_events(path))`).
     """
     console = console or Console()
-    view: View = (
-        LiveView(facts, console, tally) if console.is_terminal else PlainView(facts, _printer(console), tally)
-    )
+    view: View = LiveView(facts, console, tally) if console.is_terminal else PlainView(facts, _printer(console), tally)
     try:
         yield view
     finally:
@@ -100,8 +99,8 @@ class PlainView:
                 self._at(event.step).notes.append(_saved(event))
             case RunEnded():
                 self._end(event)
-            case Vitals():
-                pass  # for a diagnosis, which says in words what is wrong
+            case Vitals() | GpuSampled():
+                pass  # for a diagnosis, which says in words what is wrong, and for the live view
             case Saved() | Sampled() | Recovered() | Warned() if self._joins_the_line(event):
                 assert self._line is not None
                 self._line.after.append(event)

@@ -1,6 +1,7 @@
 """Places besides the terminal that the events of a run go to."""
 
 import json
+import math
 import shlex
 import subprocess
 import time
@@ -9,7 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, lines, summary
 from bloomery.monitor.events import (
+    PROCESSOR,
     EvalDone,
     Event,
     GpuSampled,
@@ -33,6 +36,7 @@ from bloomery.units import format_bytes, format_seconds
 
 Warn = Callable[[str], None]
 _HOOK_SECONDS = 10.0
+_SAMPLE_SECONDS = 60.0
 _HOOK_FAILURES = 3  # in a row, after which the hook is left alone
 
 
@@ -46,6 +50,23 @@ class Sink(Protocol):
 def paced(event: Event, every_steps: int) -> bool:
     """Whether a sink that follows `monitor.every` shows this event; only steps are thinned."""
     return not isinstance(event, StepDone) or event.step % every_steps == 0 or event.loss is None
+
+
+@final
+class Pace:
+    """As `paced`, and of each device one sample a minute: for readers to whom an event is more than a point."""
+
+    def __init__(self, every_steps: int) -> None:
+        self._every = every_steps
+        self._sampled: dict[int, float] = {}
+
+    def lets_through(self, event: Event) -> bool:
+        if not isinstance(event, GpuSampled):
+            return paced(event, self._every)
+        due = event.time - self._sampled.get(event.device, -math.inf) >= _SAMPLE_SECONDS
+        if due and event.seconds:
+            self._sampled[event.device] = event.time
+        return due and bool(event.seconds)
 
 
 def sentence(event: Event) -> str:
@@ -81,7 +102,7 @@ def sentence(event: Event) -> str:
         case RunEnded():
             return f"ended: {event.why}"
         case GpuSampled():
-            return f"gpu {event.device}  memory {number(event.memory_gib)} GiB  power {number(event.power)} W"
+            return " ".join(lines([DeviceTally(latest=event)])[0].split())
     return type(event).__name__
 
 
@@ -97,10 +118,10 @@ class LogFile:
     def __init__(self, path: Path, every_steps: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-        self._every = every_steps
+        self._pace = Pace(every_steps)
 
     def write(self, event: Event) -> None:
-        if paced(event, self._every):
+        if self._pace.lets_through(event):
             self.text(sentence(event), event.time)
 
     def text(self, text: str, when: float | None = None) -> None:
@@ -111,6 +132,11 @@ class LogFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+_DEVICE_FIGURES = (
+    "utilisation", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
+)  # fmt: skip
 
 
 @final
@@ -167,10 +193,8 @@ def scalars(event: Event) -> dict[str, float]:
                 "eval/bits_per_byte": event.bits_per_byte,
             }
         case GpuSampled():
-            figures = {
-                f"gpu{event.device}/{name}": getattr(event, name)
-                for name in ("utilisation", "memory_gib", "temperature", "power")
-            }
+            folder = "processor" if event.device == PROCESSOR else f"gpu{event.device}"
+            figures = {f"{folder}/{name}": getattr(event, name) for name in _DEVICE_FIGURES}
         case _:
             figures = {}
     return {name: value for name, value in figures.items() if value is not None}
@@ -181,11 +205,11 @@ class CommandSink:
     """Runs the user's program with each event's JSON on its standard input; a hook that fails never stops a run."""
 
     def __init__(self, command: str, folder: Path, warn: Warn, every_steps: int = 1) -> None:
-        self._words, self._folder, self._warn, self._every = shlex.split(command), folder, warn, every_steps
+        self._words, self._folder, self._warn, self._pace = shlex.split(command), folder, warn, Pace(every_steps)
         self._failures = 0
 
     def write(self, event: Event) -> None:
-        if self._failures >= _HOOK_FAILURES or not paced(event, self._every):
+        if self._failures >= _HOOK_FAILURES or not self._pace.lets_through(event):
             return
         problem = self._run(to_json(without_secrets(event)))
         self._failures = self._failures + 1 if problem else 0
@@ -229,7 +253,8 @@ def open_sinks(
 def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:
     """`metrics.json`: what the run reached, computed from its events, beside what was `planned`; replaced whole."""
     tally = tally_of(read_events(run_dir / "events.jsonl"))
-    summary = {
+    joules = tally.devices.joules
+    reached = {
         "steps": tally.step,
         "steps_planned": tally.steps,
         "tokens": tally.tokens,
@@ -241,6 +266,10 @@ def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = No
         "seconds": tally.seconds,
         "step_seconds_total": tally.trained_seconds,
         "peak_memory_gib": tally.peak_gib,
+        "energy_kwh": None if joules is None else joules / JOULES_IN_KWH,
+        "energy_seconds": round(tally.devices.covered_seconds, 1),
+        "joules_per_token": tally.joules_per_token,
+        "devices": [summary(device) for device in tally.devices.all],
         "skipped_steps": tally.skipped,
         "resumes": tally.resumes,
         "recoveries": tally.recoveries,
@@ -250,7 +279,7 @@ def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = No
     }
     path = run_dir / "metrics.json"
     partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(reached, indent=2) + "\n", encoding="utf-8")
     return partial.replace(path)
 
 

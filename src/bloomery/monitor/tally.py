@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from bloomery.monitor.devices import Devices
 from bloomery.monitor.events import (
     EvalDone,
     Event,
+    GpuSampled,
     Phase,
     Recovered,
     Resumed,
@@ -65,6 +67,7 @@ class Tally:
     saves: int = 0
     peak_gib: float = 0.0
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    devices: Devices = field(default_factory=Devices)
     _mean: float = 0.0
     _weight: float = 0.0
 
@@ -95,6 +98,8 @@ class Tally:
                 self.warnings.append(event.because)
             case Saved():
                 self.saves += 1
+            case GpuSampled():
+                self.devices.add(event)
             case RunEnded():
                 self.ended = event
 
@@ -142,6 +147,12 @@ class Tally:
             return None
         first, last = self.recent[0], self.recent[-1]
         return max(self.steps - self.step, 0) * (last.time - first.time) / max(last.step - first.step, 1)
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Of the devices whose power was told. Steps that were computed twice cost twice and count once."""
+        joules = self.devices.joules
+        return joules / self.tokens if joules is not None and self.tokens else None
 
     @property
     def seconds(self) -> float:
