@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, final
 
 from bloomery.errors import UserError
+from bloomery.hardware.machine import read_machine
+from bloomery.hardware.symptoms import Match, match
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, StopRequests, held_back
 from bloomery.monitor.events import Event, follow
@@ -22,6 +24,7 @@ from bloomery.monitor.events import Event, follow
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # of what a child said last
 KILL_WAIT_SECONDS = 10.0
+LONGEST_LINE = 300  # of what is shown of a log
 WORKER = "bloomery.launch.worker"
 
 
@@ -130,6 +133,15 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
     name = "preparing the data" if ending.stage == "prepare" else "training"
     after = f" after step {step}" if step else ""
     again = f"`bloomery resume {folder.name}` goes on from what was saved"
+    known = _recognised(ending, folder)
+    if known is not None:
+        how = f"died{after} of {_signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
+        steps = [_step(step, folder) for step in known.remedy if step != "bloomery resume last"]
+        return UserError(
+            f"{name} {how}: {known.what}\nwhy:   {known.cause}",
+            where=f"{known.line[:LONGEST_LINE]}\n       (the rest is in {folder.log})",
+            remedy="\n       ".join([*steps, again]),
+        )
     if ending.code == -signal.SIGKILL:
         return UserError(
             f"the process that was {name} was killed from outside{after} (SIGKILL)",
@@ -147,6 +159,24 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
         where=f"the whole traceback is in {folder.log}",
         remedy=again,
     )
+
+
+def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
+    """The symptom that explains the death best: of the exception where there is one, else of the last lines."""
+    if ending.code == -signal.SIGKILL:
+        return None  # the kernel's doing, which says nothing here
+    machine = read_machine(folder.machine) if folder.machine.is_file() else None
+    texts = [_last_words(ending.tail)] if ending.code > 0 else []
+    for text in (*texts, "\n".join(ending.tail)):
+        known = [one for one in match(text, machine=machine) if one.level == "stops"]
+        if known:
+            return known[0]
+    return None
+
+
+def _step(step: str, folder: RunFolder) -> str:
+    """A line of a remedy as it is typed here: with this run's recipe."""
+    return step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
 
 
 def _signal_name(number: int) -> str:
