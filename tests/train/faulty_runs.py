@@ -1,0 +1,121 @@
+"""Runs of the loop with one thing broken, from outside: the loader, the objective or the optimizer of this process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import Run
+
+from bloomery.data.loader import Batch, Loader
+from bloomery.data.traits import read_traits
+from bloomery.monitor.events import StepDone
+from bloomery.monitor.explain import Facts, why_not_learning, why_slow
+from bloomery.train import loop
+
+STEPS = 200
+Change = Callable[[Batch], Batch]
+
+
+def healthy_plan(prepared: Path, **sections):
+    """The tiny model on the tiny corpus: two hundred steps of 128 tokens."""
+    plain = {"eval": {"every_steps": 1000}, "checkpoint": {"every_steps": 1000}, "monitor": {"every_steps": 10}}
+    given = {"config": tiny_config(vocab_size=300)} | plain | sections
+    return tiny_plan(prepared, **given | {"train": {"steps": STEPS} | sections.get("train", {})})
+
+
+def facts_of(plan) -> Facts:
+    traits = read_traits(plan.data.prepared)
+    return Facts(
+        vocab_size=plan.model.config.vocab_size,
+        steps=plan.train.steps,
+        tokens_per_step=plan.train.tokens_per_step,
+        sequence_length=plan.data.sequence_length,
+        optimizer=plan.optimizer.kind,
+        learning_rate=plan.optimizer.learning_rate,
+        matrix_learning_rate=plan.optimizer.matrix_learning_rate,
+        warmup_steps=plan.optimizer.warmup_steps,
+        clip=plan.train.clip,
+        precision=plan.train.precision,
+        unigram_nats=traits.unigram_nats,
+        bytes_per_token=traits.bytes_per_token,
+        duplicates=traits.duplicates,
+        text_tokens=traits.tokens,
+    )
+
+
+def said(plan, folder: Path) -> tuple[str, ...]:
+    """What is said of a run of this plan, slow causes first."""
+    events = Run(plan, folder).events
+    assert any(isinstance(event, StepDone) for event in events)
+    facts = facts_of(plan)
+    return (*why_slow(events, facts), *why_not_learning(events, facts))
+
+
+def labels_own(batch: Batch) -> Batch:
+    return replace(batch, labels=batch.tokens)
+
+
+def labels_after(batch: Batch) -> Batch:
+    """Each label is the token after the next; the last two positions of a document are not learned."""
+    labels = torch.roll(batch.labels, -1, 1)
+    same = torch.roll(batch.documents, -1, 1) == batch.documents
+    weights = batch.weights * same * torch.roll(batch.weights, -1, 1)
+    weights[:, -1] = 0
+    return replace(batch, labels=labels, weights=weights)
+
+
+def all_masked(batch: Batch) -> Batch:
+    return replace(batch, weights=torch.zeros_like(batch.weights))
+
+
+def shuffled_tokens(batch: Batch) -> Batch:
+    """The tokens of a row in an order of chance, labels made from that order."""
+    order = torch.randperm(batch.tokens.shape[1], generator=torch.Generator().manual_seed(int(batch.tokens.sum())))
+    stream = torch.cat([batch.tokens, batch.labels[:, -1:]], 1)
+    tokens = stream[:, order]
+    labels = torch.cat([tokens[:, 1:], stream[:, -1:]], 1)
+    return replace(batch, tokens=tokens, labels=labels)
+
+
+def shuffled_inputs(batch: Batch) -> Batch:
+    """Tokens in an order of chance under labels that stayed."""
+    order = torch.randperm(batch.tokens.shape[1], generator=torch.Generator().manual_seed(0))
+    return replace(batch, tokens=batch.tokens[:, order])
+
+
+def through_the_loader(monkeypatch, change: Change) -> None:
+    read = Loader.batch
+    monkeypatch.setattr(Loader, "batch", lambda self, cursor, rows: change(read(self, cursor, rows)))
+
+
+def through_the_objective(monkeypatch, change: Change) -> None:
+    made = loop.pretraining
+
+    def broken(**settings):
+        sound = made(**settings)
+        return replace(sound, head=lambda batch: sound.head(change(batch)))
+
+    monkeypatch.setattr(loop, "pretraining", broken)
+
+
+def frozen_blocks(monkeypatch) -> None:
+    """requires_grad is off inside the blocks, from before the optimizer is built."""
+    build = loop.build_state
+
+    def broken(plan, **rest):
+        state = build(plan, **rest)
+        for name, parameter in state.trainee.model.named_parameters():
+            if ".layers." in name:
+                parameter.requires_grad_(False)
+        return state
+
+    monkeypatch.setattr(loop, "build_state", broken)
+
+
+def deaf_optimizer(monkeypatch) -> None:
+    """Gradients come, and nothing moves."""
+    from bloomery.train.optimizers import Optimizer
+
+    monkeypatch.setattr(Optimizer, "step", lambda self, share: None)

@@ -1,0 +1,84 @@
+"""Six faults that keep a loss from falling are named within two hundred steps; sound runs are left in peace."""
+
+import pytest
+from faulty_runs import (
+    all_masked,
+    deaf_optimizer,
+    frozen_blocks,
+    healthy_plan,
+    labels_after,
+    labels_own,
+    said,
+    shuffled_inputs,
+    shuffled_tokens,
+    through_the_loader,
+    through_the_objective,
+)
+from plans_for_tests import tiny_config
+
+LLAMA = tiny_config(vocab_size=300, family="llama", qk_norm="none")
+WAYS = {"loader": through_the_loader, "objective": through_the_objective}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"train": {"seed": 7}}, {"config": LLAMA}, {"optimizer": {"kind": "muon", "learning_rate": 0.005}}],
+    ids=["as it is", "another seed", "llama", "muon"],
+)
+def test_nothing_is_said_of_a_sound_run(prepared, tmp_path, changes):
+    assert said(healthy_plan(prepared, **changes), tmp_path / "run") == ()
+
+
+def test_a_rate_a_hundred_times_too_high(prepared, tmp_path):
+    (sentence,) = said(healthy_plan(prepared, optimizer={"learning_rate": 1.0}), tmp_path / "run")
+    assert "the learning rate is too high" in sentence and "times their size" in sentence
+    assert "set optimizer.learning_rate=0.01 (it is 1)" in sentence
+
+
+def test_a_rate_a_thousand_times_too_low(prepared, tmp_path):
+    (sentence,) = said(healthy_plan(prepared, optimizer={"learning_rate": 1e-5}), tmp_path / "run")
+    assert "the learning rate is too low" in sentence and "200 steps have moved them by 3.8% at most" in sentence
+    assert "set optimizer.learning_rate=0.003 (it is 1e-05)" in sentence  # the sound run has 0.01
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("change", "asked_for"), [(labels_own, "it has just been shown"), (labels_after, "the token after the next")]
+)
+def test_labels_off_by_one(prepared, tmp_path, monkeypatch, way, change, asked_for):
+    WAYS[way](monkeypatch, change)
+    (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
+    assert sentence.startswith("the labels are off by one") and asked_for in sentence
+    assert "100% of the labels are" in sentence and "bloomery prepare RECIPE --preview 3" in sentence
+
+
+def test_everything_masked(prepared, tmp_path, monkeypatch):
+    through_the_loader(monkeypatch, all_masked)
+    (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
+    assert (
+        "nothing is learned, because every token is masked" in sentence and "of 128 positions a step none" in sentence
+    )
+
+
+def test_shuffled_tokens(prepared, tmp_path, monkeypatch):
+    through_the_loader(monkeypatch, shuffled_tokens)
+    (sentence,) = said(healthy_plan(prepared), tmp_path / "run")
+    assert "they look shuffled" in sentence and "counting tokens alone gives 3.20" in sentence
+
+
+def test_tokens_shuffled_under_their_labels(prepared, tmp_path, monkeypatch):
+    through_the_loader(monkeypatch, shuffled_inputs)
+    (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
+    assert "the labels are not the text's next tokens" in sentence and "shuffled" in sentence
+
+
+def test_frozen_weights(prepared, tmp_path, monkeypatch):
+    frozen_blocks(monkeypatch)
+    (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
+    assert "62% of the weights are frozen: no gradient reaches them" in sentence and "model.layers." in sentence
+
+
+def test_weights_that_the_optimizer_forgot(prepared, tmp_path, monkeypatch):
+    deaf_optimizer(monkeypatch)
+    (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
+    assert "100% of the weights are frozen: they have gradients, but no update reaches them" in sentence

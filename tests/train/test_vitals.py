@@ -1,0 +1,80 @@
+"""What is measured of a step is what happened in it, and leaves no trace."""
+
+import pytest
+import torch
+from faulty_runs import healthy_plan
+from plans_for_tests import tiny_config
+from runs_of_the_loop import Run, assert_same_tensors
+from torch import nn
+
+from bloomery.data.loader import Batch
+from bloomery.monitor.events import StepDone, Vitals
+from bloomery.train.objectives import pretraining
+from bloomery.train.vitals import EARLY, Checkup, label_facts, pair_excess
+
+OBJECTIVE = pretraining(score_chunk=64)
+
+
+def batch_of(tokens, labels, documents=None, weights=None) -> Batch:
+    tokens = torch.tensor([tokens])
+    return Batch(
+        tokens=tokens,
+        labels=torch.tensor([labels]),
+        weights=torch.ones(tokens.shape) if weights is None else torch.tensor([weights]),
+        positions=torch.arange(tokens.shape[1])[None],
+        documents=torch.zeros_like(tokens) if documents is None else torch.tensor([documents]),
+    )
+
+
+def test_the_ratio_is_that_of_root_mean_squares():
+    moved, kept, vector = (nn.Parameter(torch.full(shape, 2.0)) for shape in ((300, 50), (40, 40), (7,)))
+    checkup = Checkup({"moved": moved, "kept": kept, "vector": vector})
+    moved.grad, kept.grad = torch.ones_like(moved), torch.zeros_like(kept)
+    with checkup.watching(), torch.no_grad():
+        moved.mul_(1.25)
+    told = checkup.report(5, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False)
+    every = 300 * 50 + 40 * 40 + 7
+    assert told.update_ratio == pytest.approx((0.25 + 0.0) / 2)  # the median of the two matrices
+    assert told.still_share == pytest.approx((40 * 40 + 7) / every) and told.still == "kept"
+    assert told.no_gradient_share == pytest.approx((40 * 40 + 7) / every)  # one is zero, one is None
+
+
+def test_a_step_that_was_not_taken_has_no_ratio():
+    told = Checkup({"w": nn.Parameter(torch.ones(2, 2))}).report(
+        1, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False
+    )
+    assert (told.update_ratio, told.still_share, told.no_gradient_share, told.still) == (None, None, None, "")
+
+
+def test_labels_are_looked_for_in_their_own_document_only():
+    facts = label_facts([batch_of([1, 2, 3, 9, 8], [2, 3, 4, 8, 7], documents=[0, 0, 0, 1, 1])], OBJECTIVE)
+    assert (facts.own, facts.next, facts.after) == (0.0, 1.0, 0.0)
+    masked = batch_of([1, 2, 3, 4], [1, 3, 4, 4], weights=[1.0, 0.0, 0.0, 1.0])
+    assert label_facts([masked], OBJECTIVE).own == 1.0
+    assert label_facts([masked], OBJECTIVE).next == 0.0
+
+
+def test_pairs_of_a_text_repeat_and_those_of_chance_do_not():
+    draw = torch.Generator().manual_seed(1)
+    chance = torch.randint(0, 30, (4096,), generator=draw).numpy()
+    assert pair_excess(chance[:-1], chance[1:]) == pytest.approx(1, abs=0.1)
+    cycle = torch.arange(4096).remainder(30).numpy()  # each token has one successor: 30 times as often as by chance
+    assert pair_excess(cycle[:-1], cycle[1:]) == pytest.approx(30, rel=0.02)
+    assert pair_excess(cycle[:2], cycle[1:3]) is None
+
+
+def test_looking_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
+    plan = healthy_plan(prepared, train={"steps": 12}, config=tiny_config(vocab_size=300, residual_dropout=0.1))
+    often = Run(plan.model_copy(update={"monitor": plan.monitor.model_copy(update={"every_steps": 1})}), tmp_path / "a")
+    monkeypatch.setattr(Checkup, "due", lambda self, step, every: False)
+    never = Run(plan, tmp_path / "b")
+    assert len(often.of(Vitals)) == 12 and never.of(Vitals) == []
+    assert often.losses() == never.losses()
+    assert_same_tensors(often.tensors(12), never.tensors(12))
+
+
+def test_vitals_come_early_and_with_the_monitor(prepared, tmp_path):
+    run = Run(healthy_plan(prepared, train={"steps": 26}, monitor={"every_steps": 13}), tmp_path / "run")
+    assert [told.step for told in run.of(Vitals)] == sorted({s for s in EARLY if s <= 26} | {13, 26})
+    assert all(told.labels_next == 1.0 and told.still_share == 0.0 for told in run.of(Vitals))
+    assert all(100 < step.learned_tokens <= 128 for step in run.of(StepDone))
