@@ -3,6 +3,7 @@
 import re
 
 from bloomery.hardware.machine import Accelerator, Machine, Software
+from bloomery.hardware.visible import MASKS
 from bloomery.hardware.wheels import TorchBuild, torch_builds
 
 
@@ -13,12 +14,13 @@ def fitting_build(device: Accelerator, python: str) -> TorchBuild:
 
 
 def with_gpu(machine: Machine, device: Accelerator) -> Machine:
-    """This machine with `device` as its only accelerator and the PyTorch that fits it."""
+    """This machine with `device` as its only accelerator and the PyTorch that fits it; masks of its own cards go."""
     wanted = fitting_build(device, machine.software.python).requirement
     version = re.search(r"==(.+)", wanted)
     software = Software(
         python=machine.software.python,
         torch=version[1] if version else None,
         build="rocm" if device.vendor == "amd" else "cuda",
+        environment={name: value for name, value in machine.software.environment.items() if name not in MASKS},
     )
     return machine.model_copy(update={"accelerators": (device,), "software": software})

@@ -216,12 +216,10 @@ def _memory_share(device: Accelerator | None) -> Choice[float]:
     if device is None:
         return Choice(1.0, "of the memory that is free")
     if device.integrated:
-        return Choice(
-            SHARED_MEMORY_SHARE, "memory shared with the processor: above it the machine swaps, and nothing raises"
-        )
+        return Choice(SHARED_MEMORY_SHARE, "the processor needs the rest, or all swaps")
     if device.vendor == "amd":
         return Choice(MEMORY_SHARE, "so that PyTorch fails before the driver hangs")
-    return Choice(MEMORY_SHARE, "the rest is for the driver and the libraries' own workspaces")
+    return Choice(MEMORY_SHARE, "the rest is the driver's and the libraries'")
 
 
 class _Wanted(NamedTuple):

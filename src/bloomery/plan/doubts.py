@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
+from bloomery.hardware.settings import idle_settings
 from bloomery.plan.claims import roughly, span
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
@@ -16,7 +17,7 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     yield from _claims(recipe.expect, plan)
     yield from _lengths(recipe, plan)
     yield from _settings(recipe, profile)
-    yield from _override(profile, machine)
+    yield from _variables(profile, machine)
 
 
 def _claims(expect: Expect, plan: Plan) -> Iterator[str]:
@@ -63,9 +64,6 @@ def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
         yield f"train.compile is asked for, but {profile.compile.because}"
 
 
-def _override(profile: Profile, machine: Machine) -> Iterator[str]:
-    """The override helps chips without kernels of their own and breaks those with them."""
-    version = machine.software.environment.get("HSA_OVERRIDE_GFX_VERSION")
-    if version is not None and profile.accelerator is not None and profile.accelerator.vendor == "amd":
-        arch = profile.accelerator.arch
-        yield f"HSA_OVERRIDE_GFX_VERSION={version} makes {arch} claim to be another: unset it for wheels with {arch}"
+def _variables(profile: Profile, machine: Machine) -> Iterator[str]:
+    """Variables of this environment that do nothing on this device, slow it or harm."""
+    yield from (str(effect) for effect in idle_settings(machine, profile) if effect.does != "works")

@@ -1,18 +1,21 @@
 """A recipe and a machine become a plan in which nothing is "auto" any more."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from bloomery.choice import Choice
+from bloomery.hardware.calibration import Card, calibration
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import MEMORY_SHARE, Profile, build_profile
+from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
 from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
 from bloomery.plan.longest import longest_rows
+from bloomery.plan.measured import corrected
 from bloomery.plan.memory import (
     Occupancy,
     estimate_memory,
@@ -299,21 +302,35 @@ class _Resolution:
     @property
     def limit(self) -> float:
         device = self.profile.accelerator
-        return MEMORY_SHARE * device.memory_bytes if device else float(self.machine.host.memory_free_bytes)
+        share = self.profile.memory_share.value
+        return share * device.usable_bytes if device else float(self.machine.host.memory_free_bytes)
 
     def measure(self, load: Occupancy) -> MemoryEstimate:
         return estimate_memory(load, limit=self.limit)
 
     def rate(self, load: Occupancy) -> speed.Rate | None:
-        width = self.config.hidden_size
+        width = load.config.hidden_size
         return speed.device_rate(
             self.profile, self.machine, precision=load.precision, width=width, compiled=load.compiled
         )
 
     def parts(self, load: Occupancy, tokens: int) -> dict[str, Estimate] | None:
+        """From the table, corrected by what was measured of this device."""
+        parts = self.table_parts(load, tokens)
+        return None if parts is None else corrected(parts, load, self.cards, seconds=self.table_seconds)
+
+    def table_parts(self, load: Occupancy, tokens: int) -> dict[str, Estimate] | None:
         rate = self.rate(load)
         clips = self.recipe.train.clip is not None
         return None if rate is None else speed.step_parts(speed.work_of(load, tokens=tokens, clips=clips), rate)
+
+    def table_seconds(self, load: Occupancy, tokens: int) -> float | None:
+        parts = self.table_parts(load, tokens)
+        return None if parts is None else speed.total(parts).value
+
+    @cached_property
+    def cards(self) -> tuple[Card, ...]:
+        return calibration(self.machine)
 
 
 def _decision(key: str, choice: Choice[Any]) -> Decision:
