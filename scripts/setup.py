@@ -173,7 +173,7 @@ class Torch:
 
 @cache
 def _torch() -> Torch:
-    from bloomery.hardware.wheels import DEFAULT_TORCH, torch_builds
+    from bloomery.hardware.wheels import DEFAULT_TORCH, site_here, torch_builds
 
     asked = _asked_torch()
     if asked and not re.fullmatch(r"\d+(\.\d+)+", asked):
@@ -189,8 +189,11 @@ def _torch() -> Torch:
         processor=platform.machine(),
         torch=asked or DEFAULT_TORCH,
         driver=driver,
+        site=site_here(),
     )[0]
-    notes = [] if arch is None else [build.because, *(f"never {rule}" for rule in build.never)]
+    plain = arch is None and not build.before
+    notes = [] if plain else [build.because, *(f"never {rule}" for rule in build.never)]
+    notes += [f"first, in this shell and in every job: {command}" for command in build.before]
     notes += [f"put {name}={value} into the environment of every run" for name, value in build.environment]
     words = build.arguments
     if build.cpu and build.index and not _answers(build.index):

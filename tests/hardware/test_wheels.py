@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.hardware import wheels
-from bloomery.hardware.wheels import AMD_INDEX, PYTORCH_INDEX, fits, torch_builds
+from bloomery.hardware.wheels import AMD_INDEX, PYTORCH_INDEX, fits, site_here, torch_builds
 
 PYTHON = (3, 12)
 
@@ -98,6 +98,53 @@ def test_what_is_installed_is_judged_by_its_kernels():
     assert "no ROCm build" in str(fits("gfx1031", torch="2.13.0+cu130", hip=None, cuda="13.0", kernels=["sm_80"]))
     assert fits(None, torch="2.13.0", hip=None, cuda=None, kernels=[]) is None
     assert "older" in str(fits(None, torch="2.6.0", hip=None, cuda=None, kernels=[]))
+
+
+@pytest.mark.parametrize("arch", ["gfx1150", "gfx1151"])
+def test_strix_takes_amds_wheels_first(arch):
+    (only,) = torch_builds(arch, python=PYTHON)
+    assert only.index == AMD_INDEX
+    assert any("rocm7.2 or older" in rule for rule in only.never)
+    first, second = torch_builds(arch, python=PYTHON, torch="2.14.0")
+    assert (first.index, second.index) == (AMD_INDEX, PYTORCH_INDEX + "rocm7.14")
+
+
+def test_rdna1_and_2_are_told_where_triton_ends():
+    for arch in ("gfx1030", "gfx1031", "gfx1012"):
+        assert any("Triton 3.9" in rule for rule in torch_builds(arch, python=PYTHON)[0].never)
+    assert not any("Triton" in rule for rule in torch_builds("gfx1100", python=PYTHON)[0].never)
+
+
+@pytest.mark.parametrize("arch", [None, "gfx90a"])
+def test_frontier_has_instructions_of_its_own(arch):
+    (build,) = torch_builds(arch, python=PYTHON, site="frontier")
+    assert build.requirement == "torch==2.10.0+rocm7.1"
+    assert build.before[0].startswith("module load ")
+    assert "rocm/7.1.1" in build.before[0]
+    assert any("PyPI" in rule for rule in build.never)
+    assert any("torchrun" in rule for rule in build.never)
+    assert not build.cpu
+
+
+def test_lumi_has_a_container_that_nothing_is_installed_over():
+    (build,) = torch_builds("gfx90a", python=PYTHON, site="lumi")
+    assert "lumi-pytorch-rocm" in build.before[0]
+    assert any("over the one in LUMI's container" in rule for rule in build.never)
+
+
+def test_an_asked_for_release_wins_over_the_site():
+    assert torch_builds("gfx90a", python=PYTHON, torch="2.12.0", site="frontier")[0].requirement.endswith("rocm7.2")
+    assert torch_builds("gfx90a", python=PYTHON, site="setonix")[0].requirement == "torch==2.13.0+rocm7.2"
+
+
+def test_a_site_is_known_on_its_login_nodes(tmp_path, monkeypatch):
+    for name in ("SLURM_CLUSTER_NAME", "LMOD_SYSTEM_NAME", "PAWSEY_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    assert site_here(tmp_path) == ""
+    (tmp_path / "appl/lumi").mkdir(parents=True)
+    assert site_here(tmp_path) == "lumi"
+    monkeypatch.setenv("LMOD_SYSTEM_NAME", "Frontier")
+    assert site_here(tmp_path) == "frontier"
 
 
 def test_the_table_needs_nothing_but_the_standard_library():

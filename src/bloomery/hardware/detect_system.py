@@ -11,6 +11,7 @@ from pathlib import Path
 from bloomery.hardware.ask import ask
 from bloomery.hardware.kfd import masked_gpus
 from bloomery.hardware.machine import Access, Driver, Opening, Surroundings
+from bloomery.hardware.wheels import site_here
 
 OPEN_SECONDS = 5
 OPENING: dict[int, Opening] = {0: "open", errno.ENOENT: "absent", errno.ENXIO: "absent", errno.ENODEV: "absent"}
@@ -37,8 +38,6 @@ SLURM = (
     "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE",
     "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_JOB_END_TIME",
 )  # fmt: skip
-SITES = ("frontier", "lumi", "setonix")
-SITE_VARIABLES = ("SLURM_CLUSTER_NAME", "LMOD_SYSTEM_NAME", "PAWSEY_CLUSTER")
 
 
 def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
@@ -180,7 +179,7 @@ def read_surroundings(root: Path) -> Surroundings:
         masked_gpus=masked_gpus(root / "sys"),
         shared_memory_bytes=space.f_blocks * space.f_frsize if space else None,
         slurm={name: os.environ[name] for name in SLURM if name in os.environ},
-        site=_site(root),
+        site=site_here(root),
         modules=_modules(),
     )
 
@@ -196,9 +195,3 @@ def _container(root: Path) -> str:
     first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", _text(root / "proc/1/cgroup"))
     names = {"libpod": "podman", "kubepods": "kubernetes"}
     return found or _text(root / "run/systemd/container").strip() or (names.get(first[1], first[1]) if first else "")
-
-
-def _site(root: Path) -> str:
-    said = {os.environ.get(name, "").lower() for name in SITE_VARIABLES}
-    found = next((site for site in SITES if site in said), "")
-    return found or ("lumi" if (root / "appl/lumi").is_dir() else "")

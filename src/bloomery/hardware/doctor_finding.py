@@ -59,6 +59,7 @@ def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBu
         system=machine.host.system,
         processor=machine.host.processor,
         driver=int(driver) if driver.isdigit() else None,
+        site=machine.host.around.site,
     )
 
 

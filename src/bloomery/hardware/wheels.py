@@ -2,12 +2,15 @@
 
 Sources: PyTorch's release matrix and .ci/docker/manywheel/build.sh (what each index holds), TheRock's RELEASES.md and
 SUPPORTED_GPUS.md (AMD's own wheels), pytorch/pytorch#190385 (CUDA 12.6 ends with 2.14, CUDA 13 begins at Turing),
-ROCm/legacy-rocm-build#4625 (no gfx906 matrix library from ROCm 6.4 on).
+ROCm/legacy-rocm-build#4625 (no gfx906 matrix library from ROCm 6.4 on), OLCF's pytorch_frontier.rst of 2026-07-22,
+LUMI's container images below /appl/local.
 """
 
+import os
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 DEFAULT_TORCH = "2.13.0"
 OLDEST_TORCH = (2, 9)
@@ -48,7 +51,9 @@ NOT_FROM_PYTORCH = {
     "gfx1150": "PyTorch's ROCm 7 wheels crash on it; AMD's ROCm 10 wheels do not",
     "gfx1151": "PyTorch's ROCm 7 wheels crash on it; AMD's ROCm 10 wheels do not",
 }
+_AMD_FIRST = ("gfx1150", "gfx1151")  # of PyTorch's own, those with ROCm 7.14 at best
 _OVERRIDE = "set HSA_OVERRIDE_GFX_VERSION"
+_NO_RDNA2 = "go beyond PyTorch 2.14 to compile: its Triton 3.9 no longer builds for {arch}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class TorchBuild:
     because: str
     never: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()  # variables that this build needs
+    before: tuple[str, ...] = ()  # commands that come first, in this shell and in every job
 
     @property
     def cpu(self) -> bool:
@@ -76,6 +82,41 @@ class TorchBuild:
         return "pip install " + shlex.join(self.arguments)
 
 
+SITES = ("frontier", "lumi", "setonix")
+_SITE_VARIABLES = ("SLURM_CLUSTER_NAME", "LMOD_SYSTEM_NAME", "PAWSEY_CLUSTER")
+_ALIEN = "pip install torch without --index-url: PyPI's wheel is for NVIDIA and replaces the one that works"
+_AT = {
+    "frontier": TorchBuild(
+        "torch==2.10.0+rocm7.1",
+        PYTORCH_INDEX + "rocm7.1",
+        "OLCF's own instructions: this wheel with the ROCm 7.1.1 module",
+        (
+            _ALIEN,
+            "load a ROCm module of another major version than the wheel's",
+            "start ranks with torchrun: plain srun starts one for each GCD, and torchrun takes minutes to",
+        ),
+        before=(
+            "module load PrgEnv-gnu/8.7.0 cpe/26.03 miniforge3/23.11.0-0 rocm/7.1.1 craype-accel-amd-gfx90a",
+            "export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH",
+        ),
+    ),
+    "lumi": TorchBuild(
+        "torch==2.10.0+rocm7.1",
+        PYTORCH_INDEX + "rocm7.1",
+        "the wheel of Frontier's nodes, which are the same; LUMI's own container, listed first, fits its network",
+        (_ALIEN, "pip install torch over the one in LUMI's container: it was built for that ROCm and network"),
+        before=("ls /appl/local/containers/sif-images/lumi-pytorch-rocm-*.sif",),
+    ),
+}
+
+
+def site_here(root: Path = Path("/")) -> str:
+    """frontier, lumi or setonix, on login nodes too, which have no GPU; empty elsewhere."""
+    said = {os.environ.get(name, "").lower() for name in _SITE_VARIABLES}
+    found = next((site for site in SITES if site in said), "")
+    return found or ("lumi" if (root / "appl/lumi").is_dir() else "")
+
+
 def torch_builds(
     arch: str | None,
     *,
@@ -84,12 +125,17 @@ def torch_builds(
     processor: str = "x86_64",
     torch: str = DEFAULT_TORCH,
     driver: int | None = None,
+    site: str = "",
 ) -> list[TorchBuild]:
     """The builds that fit, the best first; never empty. `arch`: gfx1031, sm_86, None; `driver`: NVIDIA's, major.
+
+    `site`: a cluster with instructions of its own, whose login nodes have no GPU (`arch` None) and whose nodes have.
 
     >>> torch_builds("gfx1031", python=(3, 12))[0].requirement
     'torch[device-gfx1031]==2.13.0+rocm10.0.0'
     """
+    if site in _AT and arch in (None, "gfx90a") and torch == DEFAULT_TORCH:
+        return [_AT[site]]
     if arch is None or system == "Darwin":
         return [_cpu(torch, system, "no GPU was found" if arch is None else "macOS has no wheels for this GPU")]
     if arch.startswith("sm_"):
@@ -103,14 +149,11 @@ def torch_builds(
 
 
 def _rocm(arch: str, torch: str, system: str, processor: str) -> list[TorchBuild]:
-    found = []
-    if system == "Linux" and processor == "x86_64":
-        found += _from_pytorch(arch, torch)
-    if processor in ("x86_64", "AMD64"):
-        found += _from_amd(arch, torch)
-    if system == "Linux" and processor == "x86_64":
-        found += _borrowed(arch, torch)
-    return found
+    linux = system == "Linux" and processor == "x86_64"
+    pytorch = _from_pytorch(arch, torch) if linux else []
+    amd = _from_amd(arch, torch) if processor in ("x86_64", "AMD64") else []
+    borrowed = _borrowed(arch, torch) if linux else []
+    return [*amd, *pytorch] if arch in _AMD_FIRST else [*pytorch, *amd, *borrowed]
 
 
 def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
@@ -120,9 +163,10 @@ def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
         pinned = torch if _series(torch) == (2, 9) else "2.9.1"
         return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, never)]
     index, archs = PYTORCH_ROCM.get(_series(torch), ("", ""))
-    if arch in NOT_FROM_PYTORCH or arch not in archs.split():
+    crashes = arch in NOT_FROM_PYTORCH and not (arch in _AMD_FIRST and index == "rocm7.14")
+    if crashes or arch not in archs.split():
         return []
-    never = (f"{_OVERRIDE}: {arch} has kernels of its own in this wheel",)
+    never = (f"{_OVERRIDE}: {arch} has kernels of its own in this wheel", *_triton(arch, torch))
     return [TorchBuild(f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it brings {arch}'s own kernels", never)]
 
 
@@ -132,8 +176,18 @@ def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
     because = f"AMD's wheels bring {arch}'s own kernels"
     if arch in ("gfx906", "gfx908", "gfx90a", "gfx950"):
         because += "; AMD calls them built, not tested, for this GPU"
-    never = (f"{_OVERRIDE}: the card would ask for kernels that this wheel does not bring",)
-    return [TorchBuild(f"torch[device-{arch}]=={torch}+{AMD_WHEELS[torch]}", AMD_INDEX, because, never)]
+    never = [f"{_OVERRIDE}: the card would ask for kernels that this wheel does not bring"]
+    if arch in _AMD_FIRST:
+        never.append(f"install torch from rocm7.2 or older: {NOT_FROM_PYTORCH[arch]}")
+    return [
+        TorchBuild(
+            f"torch[device-{arch}]=={torch}+{AMD_WHEELS[torch]}", AMD_INDEX, because, (*never, *_triton(arch, torch))
+        )
+    ]
+
+
+def _triton(arch: str, torch: str) -> tuple[str, ...]:
+    return (_NO_RDNA2.format(arch=arch),) if arch.startswith("gfx10") and _series(torch) <= (2, 14) else ()
 
 
 def _borrowed(arch: str, torch: str) -> list[TorchBuild]:
