@@ -85,6 +85,7 @@ EXPECTED = {
         ("shared-memory-gpu", "# more: amdgpu.gttsize or ttm.pages_limit on the kernel's command line"),
         ("torch-not-pinned", PIN.format(2)),
     ],
+    "two-zen-4-cores": [("no-gpu", "bloomery demo  # a small model, on this machine")],
     "user-added-to-render-not-logged-in-again": [
         ("login-again", "newgrp render  # in this shell; for all others log out and in again"),
         ("torch-not-pinned", PIN.format(2)),
@@ -100,7 +101,7 @@ EXPECTED = {
 }
 READY = {
     "h200", "laptop-without-a-gpu", "mi100-two-without-iommu-pt", "mi250x-frontier-slurm", "mi300x-node", "rx-6700-xt",
-    "rx-7900-xtx-behind-an-igpu", "rx-9060-xt-math-attention", "strix-halo",
+    "rx-7900-xtx-behind-an-igpu", "rx-9060-xt-math-attention", "strix-halo", "two-zen-4-cores",
 }  # fmt: skip
 
 
