@@ -70,9 +70,9 @@ def test_long_names_of_settings_have_a_line_of_their_own(row):
 
 
 def test_unequal_steps_are_told(row):
-    assert not list(noise_line([replace(row, spread=(1.0, 1.2))]))
-    (text,) = noise_line([replace(row, spread=(1.0, 2.5))])
-    assert "1 to 2.5 s" in text
+    assert not list(noise_line([replace(row, fastest_seconds=0.9)]))
+    (text,) = noise_line([replace(row, fastest_seconds=0.4)])
+    assert "1 s or more, the fastest 0.4 s" in text
 
 
 def test_what_bounds_the_micro_batch_is_said(row):

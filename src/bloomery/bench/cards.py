@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bloomery import __version__
 from bloomery.bench.measuring import Row
 from bloomery.errors import UserError
-from bloomery.hardware.calibration import Card, Point, device_name
+from bloomery.hardware.calibration import Card, Point, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
@@ -25,13 +25,13 @@ def make_card(rows: Sequence[Row], machine: Machine, *, giver: str = ANONYMOUS) 
     if not measured or measured[0].plan is None:
         return None
     plan, profile = measured[0].plan, build_profile(machine)
-    device, cores = device_name(machine)
+    device = device_of(machine)
     software, accelerator = machine.software, profile.accelerator
     memory = accelerator.usable_bytes if accelerator else machine.host.memory_bytes
     return Card(
-        device=device,
-        arch=accelerator.arch if accelerator else profile.cpu.flag if profile.cpu else "",
-        cores=cores,
+        device=device.name,
+        arch=device.arch,
+        cores=device.cores,
         memory_gib=round(memory / GIB, 2),
         torch=software.torch or "",
         rocm=software.hip,

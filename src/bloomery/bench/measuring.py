@@ -34,7 +34,7 @@ class Row:
     outcome: Outcome
     said: str = ""
     step_seconds: float | None = None
-    spread: tuple[float, float] | None = None  # the fastest and the slowest of those steps
+    fastest_seconds: float | None = None  # `step_seconds` is the median
     peak_gib: float | None = None
     reserved_gib: float | None = None
 
@@ -135,7 +135,7 @@ def _row(words: tuple[str, ...], plan: Plan, told: dict[str, Any]) -> Row:
         plan=plan,
         outcome="ok",
         step_seconds=statistics.median(times),
-        spread=(min(times), max(times)),
+        fastest_seconds=min(times),
         peak_gib=told["peak_gib"],
         reserved_gib=told["reserved_gib"],
     )

@@ -10,8 +10,8 @@ from bloomery.units import GIB, format_count, format_seconds
 WIDTH = 100
 LABEL = 10
 SETTING = 38
-NOISY = 1.5  # the slowest of equal steps over the fastest, above which something else was running
-ORIGINS = {"table": "from the table", "probe": "from a probe", "measured": "from an earlier measurement"}
+NOISY = 1.25  # the median of equal steps over the fastest, above which something else was running
+ORIGINS = {"table": "from the table", "probe": "from a probe", "measured": "measured"}
 WORDS = {"memory": "memory full", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
 
 
@@ -107,7 +107,7 @@ def verdict_lines(row: Row) -> Iterator[str]:
     if rate is None:
         yield _line("verdict", f"{speed}: the plan did not know this device, and does now")
     else:
-        span = f"{rate.low:,.0f} to {rate.high:,.0f} ({ORIGINS[rate.origin]})"
+        span = f"{rate.low:,.0f} to {rate.high:,.0f} ({rate.by or ORIGINS[rate.origin]})"
         yield _line("verdict", f"{speed}: {_sentence(found['speed'])} {span}")
     share = (row.planned_gib or 0.0) * GIB / memory.total
     span = f"{memory.low * share / GIB:.2f} to {memory.high * share / GIB:.2f} ({ORIGINS[memory.origin]})"
@@ -122,11 +122,13 @@ def _sentence(place: str) -> str:
 
 def noise_line(rows: Sequence[Row]) -> Iterator[str]:
     """A warning when equal steps took unequal times: then the figures are of a machine that does something else."""
-    spreads = [row.spread for row in rows if row.spread is not None]
-    noisy = [(low, high) for low, high in spreads if high > NOISY * low]
-    if 2 * len(noisy) >= len(spreads) and noisy:
-        low, high = max(noisy, key=lambda ends: ends[1] / ends[0])
-        text = f"the same step took {low:.2g} to {high:.2g} s: other programs were running, and figures are too low"
+    times = [(row.fastest_seconds, row.step_seconds) for row in rows if row.fastest_seconds and row.step_seconds]
+    noisy = [(fastest, median) for fastest, median in times if median > NOISY * fastest]
+    if noisy and 2 * len(noisy) >= len(times):
+        fastest, median = max(noisy, key=lambda pair: pair[1] / pair[0])
+        text = (
+            f"half of the steps took {median:.2g} s or more, the fastest {fastest:.2g} s: was something else running?"
+        )
         yield _line("beware", text)
 
 

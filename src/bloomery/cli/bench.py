@@ -79,10 +79,10 @@ class Table:
         from bloomery.bench.measuring import rows_per_step, search
         from bloomery.bench.page import heading, largest_lines, line, opening
         from bloomery.bench.sweep import usual_points
-        from bloomery.hardware.calibration import device_name
+        from bloomery.hardware.calibration import device_of
 
-        device, cores = device_name(bench.machine)
-        named = f"{device}, {cores} core{'s' * (cores > 1)}" if cores else device
+        device = device_of(bench.machine)
+        named = f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}" if device.cores else device.name
         prepared = (plan.data.prepared / "manifest.json").is_file()
         self.say(*opening(plan, recipe=bench.recipe, device=named, prepared=prepared))
         largest: Largest | None = None
@@ -150,7 +150,7 @@ def _row(row: "Row") -> dict[str, Any]:
         "micro_batch": row.micro_batch,
         "sequence_length": plan.data.sequence_length if plan else None,
         "step_seconds": row.step_seconds,
-        "fastest_and_slowest_seconds": row.spread,
+        "fastest_step_seconds": row.fastest_seconds,
         "tokens_per_second": row.tokens_per_second,
         "peak_gib": row.peak_gib,
         "reserved_gib": row.reserved_gib,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -12,7 +12,7 @@ from bloomery.errors import UserError
 from bloomery.hardware.machine import Frozen, Machine
 from bloomery.hardware.probes import cache_folder, write_json
 from bloomery.hardware.profile import choose_device
-from bloomery.hardware.specs import gpu_spec
+from bloomery.hardware.specs import cpu_spec, gpu_spec
 
 OWN = "this machine"  # as the giver of what was measured here
 KEPT = 50  # own cards
@@ -52,22 +52,30 @@ class Card(Frozen):
     points: tuple[Point, ...]
 
 
+class Device(NamedTuple):
+    """How cards name a device. `cores`: those that would be used of a processor; 0: a GPU."""
+
+    name: str
+    arch: str
+    cores: int
+
+
 def calibration(machine: Machine) -> tuple[Card, ...]:
     """Cards of the device that training would use here, best first: own ones newest first, then those given."""
-    device, cores = device_name(machine)
-    found = [*reversed(_own()), *given_cards()]
-    return tuple(card for card in found if (card.device, card.cores) == (device, cores))
+    here, found = device_of(machine), [*reversed(_own()), *given_cards()]
+    return tuple(card for card in found if Device(card.device, card.arch, card.cores) == here)
 
 
-def device_name(machine: Machine) -> tuple[str, int]:
-    """How cards name the device that training would use, and the cores that it would use of a processor."""
+def device_of(machine: Machine) -> Device:
+    """The device that training would use: a GPU by its name in the table, a processor by its strongest instructions."""
     accelerator, _ = choose_device(machine)
     if accelerator is not None:
         spec = gpu_spec(accelerator)
-        return (spec.name if spec else accelerator.name), 0
+        return Device(spec.name if spec else accelerator.name, accelerator.arch, 0)
+    cpu = cpu_spec(machine.host)
     asked = machine.software.environment.get("OMP_NUM_THREADS", "")
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else machine.host.cpu_cores
-    return machine.host.cpu_name, threads
+    return Device(machine.host.cpu_name, cpu.flag if cpu else "", threads)
 
 
 def remember(card: Card) -> bool:
@@ -100,7 +108,7 @@ def cards_folder() -> Path:
 
 
 def _identity(card: Card) -> tuple[object, ...]:
-    return card.device, card.cores, card.torch, json.dumps(card.model, sort_keys=True)
+    return card.device, card.arch, card.cores, card.torch, json.dumps(card.model, sort_keys=True)
 
 
 def _own_file() -> Path:

@@ -146,11 +146,13 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
 def total(parts: dict[str, Estimate]) -> Estimate:
     """Parts end one after the other; all of them may be slow together."""
     ends = list(parts.values())
+    measured = next((part for part in ends if part.origin == "measured"), None)
     return Estimate(
         value=sum(part.value for part in ends),
         low=sum(part.low for part in ends),
         high=sum(part.high for part in ends),
-        origin="table",
+        origin="table" if measured is None else "measured",
+        by="" if measured is None else measured.by,
     )
 
 

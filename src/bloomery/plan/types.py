@@ -23,14 +23,16 @@ class Estimate(Part):
     low: float
     high: float
     origin: Origin
+    by: str = ""  # of a measurement: by whom, when, with what
 
     def scaled(self, factor: float) -> "Estimate":
-        return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor, origin=self.origin)
+        ends = {"value": self.value * factor, "low": self.low * factor, "high": self.high * factor}
+        return self.model_copy(update=ends)
 
     def inverse(self, numerator: float = 1.0) -> "Estimate":
         """numerator / this: a time from a rate and the other way round."""
-        ends = numerator / self.high, numerator / self.low
-        return Estimate(value=numerator / self.value, low=ends[0], high=ends[1], origin=self.origin)
+        ends = {"value": numerator / self.value, "low": numerator / self.high, "high": numerator / self.low}
+        return self.model_copy(update=ends)
 
 
 class MemoryEstimate(Part):

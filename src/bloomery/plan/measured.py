@@ -1,0 +1,119 @@
+"""What was measured of a device corrects what the table says of it: by how much the table missed the measured steps"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from bloomery.hardware.calibration import OWN, Card, Point
+from bloomery.model.config import ModelConfig
+from bloomery.plan.memory import Occupancy
+from bloomery.plan.types import Estimate
+
+NEAR = 2.0  # doublings of width between a measured model and this one: beyond them nothing is concluded
+SPREAD = {True: 0.10, False: 0.25}  # half an interval, of the value: own measurements, given ones
+SPREAD_PER_DOUBLING = 0.10  # of the model's width, and as much again for each doubling of the micro-batch's tokens
+
+TableSeconds = Callable[[Occupancy, int], float | None]  # of a step over so many tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """The measurement that lies nearest to what is planned."""
+
+    card: Card
+    point: Point
+    distance: float  # doublings
+
+    @property
+    def own(self) -> bool:
+        return self.card.giver == OWN
+
+    @property
+    def because(self) -> str:
+        who = "measured on this machine" if self.own else f"measured by {self.card.giver} on {self.card.device}"
+        return f"{who} on {self.card.day} with {self.point.micro_batch} x {self.point.sequence_length:,} tokens"
+
+
+def corrected(
+    parts: Mapping[str, Estimate], load: Occupancy, cards: Sequence[Card], *, seconds: TableSeconds
+) -> dict[str, Estimate]:
+    """The parts of a step of `load`, each times what the nearest measured step was of the table's figure for that one.
+
+    Without a measurement that is near enough they stay as they are. The shares of the parts stay the table's.
+    """
+    known = nearest(load, cards)
+    factor = None if known is None else missed_by(known, load, seconds)
+    if known is None or factor is None:
+        return dict(parts)
+    spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
+    return {name: _around(part.value * factor, spread, by=known.because) for name, part in parts.items()}
+
+
+def _around(value: float, spread: float, *, by: str) -> Estimate:
+    return Estimate(value=value, low=value / spread, high=value * spread, origin="measured", by=by)
+
+
+def missed_by(known: Known, load: Occupancy, seconds: TableSeconds) -> float | None:
+    """The measured seconds over the table's; None where the table has none or the card's model cannot be read."""
+    there, point = occupancy(known, load), known.point
+    tokens = point.micro_batch * point.accumulation * point.sequence_length
+    expected = None if there is None else seconds(there, tokens)
+    return None if not expected else tokens / point.tokens_per_second / expected
+
+
+def nearest(load: Occupancy, cards: Sequence[Card]) -> Known | None:
+    """Among the points of the same precision and way of compiling; own cards before given ones."""
+    found = [
+        Known(card=card, point=point, distance=_distance(load, card, point))
+        for card in cards
+        for point in card.points
+        if (point.precision, point.compiled) == (load.precision, load.compiled) and _width(card) is not None
+    ]
+    near = [known for known in found if _width_doublings(load, known.card) <= NEAR]
+    return min(near, key=lambda known: (not known.own, known.distance), default=None)
+
+
+def occupancy(known: Known, load: Occupancy) -> Occupancy | None:
+    """What the measured step held, on the device of `load`; None for a model that this version cannot read."""
+    config = _config(known.card)
+    if config is None:
+        return None
+    point = known.point
+    return Occupancy(
+        config=config,
+        sequence_length=point.sequence_length,
+        micro_batch=point.micro_batch,
+        precision=point.precision,
+        optimizer=point.optimizer,
+        attention=point.attention,
+        checkpointing=point.activation_checkpointing,
+        compiled=point.compiled,
+        score_chunk=point.micro_batch * point.sequence_length,
+        context_bytes=load.context_bytes,
+        on_gpu=load.on_gpu,
+    )
+
+
+def _distance(load: Occupancy, card: Card, point: Point) -> float:
+    rows = abs(math.log2(point.micro_batch * point.sequence_length / load.rows))
+    settings = (point.activation_checkpointing != load.checkpointing) + (point.attention != load.attention)
+    return _width_doublings(load, card) + rows + 0.5 * settings
+
+
+def _width_doublings(load: Occupancy, card: Card) -> float:
+    width = _width(card)
+    return math.inf if width is None else abs(math.log2(width / load.config.hidden_size))
+
+
+def _width(card: Card) -> int | None:
+    width = card.model.get("hidden_size")
+    return width if isinstance(width, int) and width > 0 else None
+
+
+def _config(card: Card) -> ModelConfig | None:
+    try:
+        return TypeAdapter(ModelConfig).validate_python(card.model)
+    except ValidationError:
+        return None

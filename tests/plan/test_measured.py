@@ -1,0 +1,84 @@
+"""What a measurement makes of the table's estimate: never more than the steps that were measured can carry."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from bloomery.hardware.calibration import OWN, Card, Point
+from bloomery.model.config import ModelConfig
+from bloomery.plan.measured import corrected, nearest
+from bloomery.plan.memory import Occupancy
+from bloomery.plan.types import Estimate
+
+CONFIG = ModelConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16,
+    max_positions=128,
+)  # fmt: skip
+LOAD = Occupancy(
+    config=CONFIG, sequence_length=128, micro_batch=4, precision="bfloat16", optimizer="adamw", attention="mask",
+    checkpointing="none", compiled=False, score_chunk=512, context_bytes=0.0, on_gpu=False,
+)  # fmt: skip
+POINT = Point(
+    sequence_length=128, micro_batch=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
+    activation_checkpointing="none", optimizer="adamw", tokens_per_second=512.0, peak_gib=0.5,
+)  # fmt: skip
+PARTS = {
+    "matrix products": Estimate(value=3.0, low=1.0, high=9.0, origin="table"),
+    "attention": Estimate(value=1.0, low=0.5, high=2.0, origin="table"),
+}
+
+
+def card(*points: Point, giver: str = OWN, config: ModelConfig = CONFIG, **changes) -> Card:
+    facts = {
+        "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
+        "model": asdict(config), "parameters": 1000, "text": "random", "giver": giver, "day": "2026-11-21",
+        "points": points or (POINT,),
+    }  # fmt: skip
+    return Card.model_validate(facts | changes)
+
+
+def table(load: Occupancy, tokens: int) -> float:
+    """A second for 1,024 tokens of this width; twice the width takes four times as long."""
+    return tokens / 1024 * (load.config.hidden_size / 64) ** 2
+
+
+def test_the_same_shape_takes_the_measured_time():
+    """The table says 1 s for the card's 1,024 tokens and it took 2: every part doubles, within a tenth."""
+    found = corrected(PARTS, LOAD, [card()], seconds=table)
+    assert {name: part.value for name, part in found.items()} == {"matrix products": 6.0, "attention": 2.0}
+    assert all(part.origin == "measured" for part in found.values())
+    assert found["attention"].low == pytest.approx(2 / 1.1) and found["attention"].high == pytest.approx(2.2)
+
+
+def test_another_width_takes_the_tables_ratio_and_a_wider_interval():
+    wider = replace(LOAD, config=replace(CONFIG, hidden_size=128))
+    found = corrected(PARTS, wider, [card()], seconds=table)
+    assert found["attention"].value == 2.0 and found["attention"].high == pytest.approx(2 * 1.2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision": "float32"}, {"compiled": True}, {"config": replace(CONFIG, hidden_size=1024)}]
+)
+def test_another_precision_or_a_far_width_says_nothing(changes):
+    assert corrected(PARTS, replace(LOAD, **changes), [card()], seconds=table) == PARTS
+
+
+def test_no_cards_no_table_and_strange_models_leave_the_table_alone():
+    assert corrected(PARTS, LOAD, [], seconds=table) == PARTS
+    assert corrected(PARTS, LOAD, [card()], seconds=lambda load, tokens: None) == PARTS
+    assert corrected(PARTS, LOAD, [card(model={"hidden_size": 64, "new": 1})], seconds=table) == PARTS
+    assert corrected(PARTS, LOAD, [card(model={})], seconds=table) == PARTS
+
+
+def test_own_measurements_come_before_given_ones_and_near_ones_before_far_ones():
+    given, own = card(giver="Ada"), card(POINT.model_copy(update={"micro_batch": 32}))
+    known = nearest(LOAD, [given, own])
+    assert known is not None and known.own and known.distance == 3.0
+    assert nearest(LOAD, [given]).because == "measured by Ada on a CPU on 2026-11-21 with 4 x 128 tokens"
+    near = POINT.model_copy(update={"micro_batch": 8})
+    assert nearest(LOAD, [card(own.points[0], near)]).point == near
+
+
+def test_a_given_card_is_believed_less():
+    found = corrected(PARTS, LOAD, [card(giver="Ada")], seconds=table)["attention"]
+    assert found.high == pytest.approx(2 * 1.25)
