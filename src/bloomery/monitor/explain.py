@@ -22,10 +22,10 @@ def why_not_learning(events: Iterable[Event], facts: Facts) -> tuple[str, ...]:
     return tuple(str(found) for found in not_learning(seen_of(events), facts))
 
 
-def findings(events: Iterable[Event], facts: Facts) -> tuple[list[Finding], list[Finding]]:
-    """(why it was slow, why it did not learn), for those who lay them out themselves."""
+def findings(events: Iterable[Event], facts: Facts) -> list[Finding]:
+    """Why it did not learn, then why it was slow, for those who lay them out themselves."""
     seen = seen_of(events)
-    return slow(seen, facts), not_learning(seen, facts)
+    return [*not_learning(seen, facts), *slow(seen, facts)]
 
 
 @final

@@ -24,7 +24,10 @@ FROZEN = 0.1
 # An update of 0.001 of the weights is the rule of thumb (Karpathy, "makemore", part 3); small models with large rates
 # reach 0.1 and learn. So a ratio is judged only when the loss does not fall, and only from ten times the rule on.
 TOO_LARGE = 0.01
-OVERWRITTEN = 3.0  # updates that large leave nothing of what was there, whatever the loss does later
+OVERWRITTEN = 3.0  # a step that large leaves nothing of what was there, whatever the loss does later
+# Fresh weights that have come as far in all have had room for more than counting tokens: packaged recipes and others
+# that learn are at 80% of that loss by then, a rate a hundred times too high at 100% and more.
+FAR = 3.0
 
 # Fresh weights are noise, and what is learned is their change: the sum of all update-to-weight ratios bounds how far
 # they can have moved, in units of their own size. Below a half of it what was noise at the start still is.
@@ -47,7 +50,7 @@ def not_learning(seen: Seen, facts: Facts) -> list[Finding]:
     for direct in (_masked(seen, facts), _labels(seen), _shuffled(seen, facts), _frozen(seen, facts)):
         if found := list(direct):
             return found
-    found = [*_first_loss(seen, facts), *_rate_too_low(seen, facts), *_overwritten(seen, facts)]
+    found = [*_first_loss(seen, facts), *_rate_too_low(seen, facts), *_too_far(seen, facts)]
     if not found and _stuck(seen, facts):
         found = [*_rate_too_high(seen, facts), *_gradient(seen, facts)] or [*_unexplained(seen, facts)]
         found += [*_warmup(seen, facts), *_text(facts)]
@@ -190,9 +193,14 @@ def _rate_key(facts: Facts) -> tuple[str, float]:
     return "optimizer.learning_rate", facts.learning_rate
 
 
-def _overwritten(seen: Seen, facts: Facts) -> Iterator[Finding]:
-    if seen.step >= ENOUGH and seen.largest_ratio >= OVERWRITTEN:
+def _too_far(seen: Seen, facts: Facts) -> Iterator[Finding]:
+    if seen.step < ENOUGH or seen.loss is None:
+        return
+    counting = facts.unigram_nats is not None and seen.loss > 0.98 * facts.unigram_nats
+    if seen.largest_ratio >= OVERWRITTEN:
         yield _too_high(f"a step changed the weights by {seen.largest_ratio:.1f} times their size", seen, facts)
+    elif facts.fresh and counting and seen.path >= FAR:
+        yield _too_high(f"steps changed the weights by up to {seen.largest_ratio:.0%} of their size", seen, facts)
 
 
 def _rate_too_high(seen: Seen, facts: Facts) -> Iterator[Finding]:
@@ -213,7 +221,8 @@ def _too_high(changes: str, seen: Seen, facts: Facts) -> Finding:
 def _rate_too_low(seen: Seen, facts: Facts) -> Iterator[Finding]:
     """Judged by how far the weights can get: until now, and until the end of the run at the rate of its peak."""
     ratio, (key, rate) = seen.ratio, _rate_key(facts)
-    if not facts.fresh or not ratio or not seen.recent or not _fell_little(seen, facts) or seen.path >= MOVED:
+    flat = _fell_little(seen, facts) or _stuck(seen, facts)
+    if not facts.fresh or not ratio or not seen.recent or not flat or seen.path >= MOVED:
         return
     now = seen.recent[-1].learning_rate
     left = max(0, (facts.steps or seen.step) - seen.step)

@@ -27,6 +27,7 @@ def page(record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: 
         section("Loss", loss(record)),
         section("How it ran", speed(record)),
         section("Plan and run", plan_and_run(record)),
+        section("What slowed it, or kept it from learning", explained(record)),
         section("What happened", incidents(record)),
         section("Evaluations", evaluations(record)),
         section("What it writes", samples(record)),
@@ -162,6 +163,12 @@ def _compared(title: str, planned: float, ran: float) -> list[str | Html]:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def explained(record: Record) -> Html | None:
+    """None for a run with which nothing is wrong."""
+    rows: list[list[str | Html]] = [[found.what, el("small", found.seen), found.mend] for found in record.found]
+    return table(["cause", "evidence", "what mends it"], rows) if rows else None
 
 
 def incidents(record: Record) -> Html:

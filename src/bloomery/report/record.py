@@ -24,7 +24,9 @@ from bloomery.monitor.events import (
     last_per_step,
     read_events,
 )
+from bloomery.monitor.explain import Finding, findings
 from bloomery.monitor.tally import Tally, tally_of
+from bloomery.plan.explained import diagnosis_facts
 from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
@@ -74,6 +76,7 @@ class Record:
     manifest: Manifest | None
     recipe: str
     expect: Expect
+    found: tuple[Finding, ...]  # what a diagnosis of the events finds wrong
 
     @property
     def state(self) -> str:
@@ -109,7 +112,7 @@ def read_record(folder: Path) -> Record:
             "this run has told nothing yet", where=str(folder / "events.jsonl"), remedy="train first; then report"
         )
     plan = _read(folder / "plan.json", Plan)
-    recipe = folder / "recipe.yaml"
+    recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
     return Record(
         folder=folder,
         tally=tally_of(events),
@@ -121,10 +124,11 @@ def read_record(folder: Path) -> Record:
         repeated=repeated_steps(events),
         started=next((event for event in reversed(events) if isinstance(event, RunStarted)), None),
         plan=plan,
-        machine=_read(folder / "machine.json", Machine),
+        machine=machine,
         manifest=_read(plan.data.prepared / "manifest.json", Manifest) if plan else None,
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         expect=_expect(recipe),
+        found=tuple(findings(events, diagnosis_facts(plan, machine))) if plan else (),
     )
 
 

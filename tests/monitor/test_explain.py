@@ -1,0 +1,250 @@
+"""Each cause of a slow run, from events that show it and nothing else; and that a cause is said once."""
+
+import pytest
+from runs_for_tests import step_done
+
+from bloomery.monitor.events import EvalDone, GpuSampled, Resumed, RunStarted, Saved, Vitals, Warned
+from bloomery.monitor.explain import Diagnosis, Facts, why_not_learning, why_slow
+
+GPU = Facts(
+    device="cuda",
+    sequence_length=1024,
+    steps=1000,
+    fused_attention=True,
+    memory_limit_gib=11.0,
+    step_seconds=(0.3, 0.6),
+    learning_rate=1e-3,
+    vocab_size=1000,
+    tokens_per_step=8192,
+)
+
+
+def steady(steps=100, attention="blockwise", start=0, **changes):
+    """A run without trouble: half a second a step, a loss that falls from ln 1000 to about 4."""
+    begin = [RunStarted(version="0", parameters=1, steps=1000, attention=attention, device="cuda", step=start)]
+    losses = {step: 4.0 + 2.9 * 0.97**step for step in range(1, steps + 1)}
+    return [*begin, *(step_done(s, **{"loss": losses[s], **changes}) for s in range(start + 1, steps + 1))]
+
+
+def with_every(events, kind, every=1, **fields):
+    """The events, with one of another kind after every so many steps."""
+    due = [event.step > 0 and event.step % every == 0 for event in events]
+    pairs = zip(events, due, strict=True)
+    return [e for event, now in pairs for e in ((event, kind(step=event.step, **fields)) if now else (event,))]
+
+
+def test_nothing_is_said_of_a_steady_run():
+    healthy = with_every(steady(), Vitals, seconds=0.5, core_wait_seconds=0.01, update_ratio=1e-3, graphs=4)
+    healthy = with_every(
+        healthy, GpuSampled, device=0, temperature=85.0, clock_mhz=2400.0, throttled="", utilisation=99.0
+    )
+    assert why_slow(healthy, GPU) == () == why_not_learning(healthy, GPU)
+
+
+def test_half_a_minute_is_judged_and_not_less():
+    assert why_slow(steady(40, data_wait_seconds=0.4), GPU) == ()
+    assert len(why_slow(steady(80, data_wait_seconds=0.4), GPU)) == 1
+
+
+CASES = {
+    "data": (
+        steady(data_wait_seconds=0.2),
+        GPU,
+        "the steps wait for data (40% of their time, 200 ms a step)",
+        "data.prefetch",
+    ),
+    "communication": (
+        steady(communication_seconds=0.15),
+        GPU,
+        "the devices wait for each other (30% of the steps' time",
+        "train.tokens_per_step",
+    ),
+    "fallen back": (
+        steady(attention="sdpa"),
+        Facts(**{**vars(GPU), "fused_attention": False}),
+        "attention writes every score to memory (PyTorch's math kernel runs, which holds 1,024 x 1,024 scores a head)",
+        "train.attention=blockwise",
+    ),
+    "math chosen": (steady(attention="math"), GPU, "the kernel math runs", "train.attention=auto"),
+    "throttled": (
+        with_every(steady(), GpuSampled, device=1, temperature=104.0, throttled="temperature"),
+        GPU,
+        "GPU 1 slows itself down (it says so in 100% of the samples (temperature), at up to 104 °C)",
+        "rocm-smi --setpoweroverdrive",
+    ),
+    "clock": (
+        [
+            *with_every(steady(60), GpuSampled, device=0, temperature=70.0, clock_mhz=2400.0, utilisation=99.0),
+            *with_every(
+                steady(100, start=60), GpuSampled, device=0, temperature=98.0, clock_mhz=1500.0, utilisation=99.0
+            ),
+        ],
+        GPU,
+        "its clock fell from 2,400 to 1,500 MHz at 98 °C",
+        "air",
+    ),
+    "cores": (
+        with_every(steady(), Vitals, every=2, seconds=1.0, core_wait_seconds=0.4),
+        GPU,
+        "had no core for 40% of 20 s",
+        "OMP_NUM_THREADS=1",
+    ),
+    "compile": (
+        [steady(1)[0], step_done(1, step_seconds=90.0), *steady(100, start=1)[1:]],
+        Facts(**{**vars(GPU), "compiled": True, "steps": 400}),
+        "the first step took 90 s and all 400 take 200 s",
+        "train.compile=false",
+    ),
+    "recompiled": (
+        [e for s in steady()[1:] for e in (s, Vitals(step=s.step, graphs=4 + s.step))],
+        GPU,
+        "torch.compile keeps compiling (24 graphs at the start, 104 at step 100)",
+        "train.compile=false",
+    ),
+    "evaluations": (
+        with_every(steady(), EvalDone, every=20, loss=4.0, perplexity=55.0, bits_per_byte=1.0, tokens=1, seconds=4.0),
+        GPU,
+        "evaluations take a good part of the run (20 of 70 s)",
+        "eval.every",
+    ),
+    "saving": (
+        with_every(steady(), Saved, every=20, path="x", bytes=1, seconds=4.0),
+        Facts(**{**vars(GPU), "saves_in_background": False}),
+        "writing checkpoints takes a good part of the run (20 of 70 s)",
+        "checkpoint.every",
+    ),
+    "recomputing": (
+        steady(memory_gib=3.0),
+        Facts(**{**vars(GPU), "checkpointing": "full"}),
+        "activation checkpointing is full, and 3.0 of 11.0 GiB are used",
+        "bloomery plan RECIPE train.activation_checkpointing=none",
+    ),
+    "late": (
+        steady(step_seconds=1.2),
+        GPU,
+        "the steps take longer than the plan's range, and nothing that is measured says why (1.2 s each, where the "
+        "plan's range ends at 0.6 s: 2.0 times as long)",
+        "bloomery bench RECIPE",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cause_has_its_sentence_and_its_remedy(name):
+    events, facts, sentence, remedy = CASES[name]
+    (said,) = why_slow(events, facts)
+    assert sentence in said
+    assert remedy in said
+
+
+def test_what_runs_in_the_background_is_not_waited_for():
+    events = with_every(steady(), Saved, every=20, path="x", bytes=1, seconds=4.0)
+    assert why_slow(events, GPU) == ()
+
+
+def test_a_late_run_with_a_cause_blames_the_cause():
+    said = why_slow(steady(step_seconds=1.2, data_wait_seconds=0.7), GPU)
+    assert ["wait for data" in text for text in said] == [True, False]
+    assert "nothing that is measured" not in said[1]
+
+
+def test_a_clock_that_falls_in_an_idle_or_cool_card_is_no_news():
+    for cool in ({"temperature": 60.0, "utilisation": 99.0}, {"temperature": 98.0, "utilisation": 3.0}):
+        fast = with_every(steady(60), GpuSampled, device=0, clock_mhz=2400.0, **cool)
+        slow = with_every(steady(100, start=60), GpuSampled, device=0, clock_mhz=900.0, **cool)
+        assert why_slow([*fast, *slow], GPU) == ()
+
+
+def learning(losses, facts=GPU, ratio=1e-3, **changes):
+    """What is said of a run with these losses and vitals after each step."""
+    rate = changes.pop("learning_rate", facts.learning_rate)
+    steps = [step_done(s, loss, learning_rate=rate, **changes) for s, loss in enumerate(losses, 1)]
+    begin = RunStarted(version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
+    return why_not_learning([begin, *with_every(steps, Vitals, update_ratio=ratio)], facts)
+
+
+def test_a_first_loss_far_from_that_of_a_guess():
+    (high,) = learning([14.0] * 5)
+    assert "begins worse than a guess (the first loss is 14.00, that of a guess among 1,000 tokens" in high
+    (low,) = learning([1.0] * 5)
+    assert "knows the answers" in low and "mask of attention" in low
+    assert learning([1.0] * 5, Facts(**{**vars(GPU), "fresh": False})) == ()  # weights that were trained before
+
+
+def test_an_exploding_gradient_is_told_from_one_that_is_absent():
+    flat = [6.9] * 120
+    steps = [step_done(s, 6.9, grad_norm=1.0 if s < 40 else 500.0, learning_rate=1e-3) for s in range(1, 121)]
+    (said,) = why_not_learning(steps, GPU)
+    assert "the gradient explodes (its norm was 1 in the first steps and is 5e+02 now" in said
+    assert "set train.clip=1.0" in said
+    (said,) = learning(flat, grad_norm=0.0)
+    assert "no gradient comes back from the loss" in said
+    (said,) = learning(flat, Facts(**{**vars(GPU), "clip": 1.0}), grad_norm=50.0)
+    assert "leaves 2.0% of it" in said and "set train.clip=50" in said
+
+
+def test_a_plateau_without_a_cause_says_so_and_names_the_text():
+    crumbs = Facts(**{**vars(GPU), "bytes_per_token": 1.1, "duplicates": 0.6})
+    stuck, tokenizer, copies = learning([6.9] * 120, crumbs)
+    assert "nothing that is measured says why" in stuck
+    assert "a token stands for 1.1 bytes" in tokenizer and "60% of the documents" in copies
+
+
+def test_a_warmup_longer_than_the_run():
+    facts = Facts(**{**vars(GPU), "steps": 100, "warmup_steps": 2000, "learning_rate": 1e-3})
+    assert learning([6.9] * 100, facts, ratio=1e-5, learning_rate=5e-5)[0].startswith("the learning rate is too low")
+
+
+def test_a_warmup_that_goes_on_is_waited_for():
+    facts = Facts(**{**vars(GPU), "steps": 100_000, "warmup_steps": 2000})
+    assert learning([6.9] * 300, facts, ratio=1e-5, learning_rate=1e-5) == ()
+
+
+def test_text_that_is_learned_by_heart():
+    steps = [step_done(s, 6.9 * 0.99**s) for s in range(1, 401)]
+    exams = {80: 4.0, 160: 3.0, 240: 3.2, 320: 3.5, 400: 3.9}
+    events = [
+        e
+        for step in steps
+        for e in (
+            step,
+            *(
+                [
+                    EvalDone(
+                        step=step.step, loss=exams[step.step], perplexity=1.0, bits_per_byte=1.0, tokens=1, seconds=0.0
+                    )
+                ]
+                if step.step in exams
+                else []
+            ),
+        )
+    ]
+    (said,) = why_not_learning(events, Facts(**{**vars(GPU), "text_tokens": 400_000}))
+    assert "was 3.00 at step 160 and is 3.90 now" in said and "the text was read 8.2 times" in said
+    assert "eval.stop_early=3" in said
+
+
+def test_a_cause_is_said_once_also_over_a_resume():
+    events = steady(100, data_wait_seconds=0.2)
+    first = Diagnosis(lambda: GPU)
+    told = [warned for event in events for warned in first.look(event)]
+    assert [warned.cause for warned in told] == ["data"] and told[0].step == 100
+    again = Diagnosis(lambda: GPU, [*events, *told])
+    more = [Resumed(step=100, path="x"), *steady(300, start=100, data_wait_seconds=0.2)]
+    assert [warned for event in more for warned in again.look(event)] == []
+
+
+def test_facts_are_asked_for_when_they_are_needed():
+    asked = []
+    diagnosis = Diagnosis(lambda: asked.append(1) or GPU)
+    for event in steady(9):
+        assert list(diagnosis.look(event)) == []
+    assert asked == []
+    list(diagnosis.look(step_done(10)))
+    list(diagnosis.look(step_done(25)))
+    assert asked == [1]
+
+
+def test_a_warning_of_another_kind_silences_nothing():
+    diagnosis = Diagnosis(lambda: GPU, [Warned(because="x", cause="data-set")])
+    assert [w.cause for event in steady(100, data_wait_seconds=0.2) for w in diagnosis.look(event)] == ["data"]
