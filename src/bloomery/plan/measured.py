@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -81,18 +81,15 @@ def occupancy(known: Known, load: Occupancy) -> Occupancy | None:
     if config is None:
         return None
     point = known.point
-    return Occupancy(
+    return replace(
+        load,
         config=config,
         sequence_length=point.sequence_length,
         micro_batch=point.micro_batch,
-        precision=point.precision,
         optimizer=point.optimizer,
         attention=point.attention,
         checkpointing=point.activation_checkpointing,
-        compiled=point.compiled,
         score_chunk=point.micro_batch * point.sequence_length,
-        context_bytes=load.context_bytes,
-        on_gpu=load.on_gpu,
     )
 
 
