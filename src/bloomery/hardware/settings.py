@@ -24,6 +24,8 @@ class Effect:
     because: str
 
     def __str__(self) -> str:
+        if self.because.startswith(self.name):
+            return self.because
         verb = {"nothing": "does nothing here", "works": "works", "slows": "slows", "harms": "harms"}[self.does]
         return f"{self.name}={self.value} {verb}: {self.because}"
 
