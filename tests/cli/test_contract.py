@@ -21,6 +21,7 @@ from bloomery.recipe.schema import Recipe
 
 FLAGS = {
     "demo": {"--json", "--run-dir"},
+    "doctor": {"--probe", "--json", "--machine", "--explain", "--fix", "--bundle", "--docker"},
     "recipes list": set(),
     "recipes show": set(),
     "recipes copy": set(),
@@ -28,9 +29,9 @@ FLAGS = {
     "tokenizer train": set(),
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check"},
-    "plan": {"--gpu", "--json"},
+    "plan": {"--gpu", "--gpus", "--nodes", "--json"},
     "bench": {"--sweep", "--card", "--json"},
-    "train": {"--run-dir", "-d", "--devices", "--dry-run", "--recover", "--max-steps", "--train-epochs"},
+    "train": {"--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps", "--train-epochs"},
     "resume": {"--from", "--recover"},
     "stop": set(),
     "save": set(),

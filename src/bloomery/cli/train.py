@@ -1,5 +1,6 @@
 """`bloomery train`: a recipe becomes a run."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder [default: runs/RECIPE-DATE-TIME].")
 @click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu [default: the best].")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--rehearse", is_flag=True, help="Three real steps, then save, kill, resume, export, each with its time.")
 @click.option("--recover", is_flag=True, help="After a crash go on one rung safer, three times at most.")
 @click.option("--max-steps", type=click.IntRange(min=1), help='The recipe key train.length="N steps".')
 @click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), help='train.length="N epochs".')
@@ -26,6 +28,7 @@ def command(
     run_dir: Path | None,
     devices: str | None,
     dry_run: bool,
+    rehearse: bool,
     recover: bool,
     max_steps: int | None,
     train_epochs: float | None,
@@ -50,6 +53,10 @@ def command(
         from bloomery.cli.plan import show_plan
 
         return show_plan(loaded, devices=devices)
+    if rehearse:
+        from bloomery.cli.rehearse import rehearse_run
+
+        return rehearse_run(loaded, words=shlex.join((recipe, *overrides, *given)), run_dir=run_dir, devices=devices)
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover))

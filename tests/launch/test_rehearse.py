@@ -1,0 +1,102 @@
+"""`train --rehearse`: three real steps, then save, kill, resume, export and report, in a folder that goes away."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from plans_of_runs import plan_of
+from runs_of_bloomery import Bloomery, write_workshop
+
+from bloomery.cli.rehearse import _verdict
+from bloomery.errors import UserError
+from bloomery.launch import rehearse as rehearsing
+from bloomery.launch import supervise
+from bloomery.launch.rehearse import Outlook, Rehearsal, rehearse, shortened
+from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, read_events
+from bloomery.recipe.load import load_recipe
+from bloomery.train.sealed import saved_steps
+from bloomery.units import GIB
+
+TITLES = ["rehearsal", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",
+          "report", "disk", "ready", "next"]  # fmt: skip
+WORDS = ("train", "tiny.yaml", "eval.prompts=[the, a cat]", "eval.max_tokens=4")
+
+
+def test_a_rehearsal_does_all_that_a_run_does_and_leaves_nothing(bloomery: Bloomery) -> None:
+    done = bloomery.run(*WORDS, "--rehearse")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(line[:11].strip() for line in lines) == sorted(TITLES)
+    assert [line[:11].strip() for line in lines][:3] == TITLES[:3]
+    assert [line[:11].strip() for line in lines][-8:] == TITLES[-8:]
+    timed = {line[:11].strip() for line in lines if re.search(r" \d[\d.]* (s|ms|min)$", line)}
+    assert {"first step", "evaluation", "sampling", "save", "step", "resume", "export", "report"} <= timed
+    assert "equal to the last bit" in done.stdout
+    assert "4 x" not in done.stdout
+    assert lines[-1].endswith("bloomery train tiny.yaml 'eval.prompts=[the, a cat]' eval.max_tokens=4")
+    assert sorted(path.name for path in bloomery.folder.iterdir()) == ["prepared", "text", "tiny.yaml"]
+
+
+def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery) -> None:
+    done = bloomery.run(*WORDS, "--rehearse", "--run-dir", "runs/one")
+    assert done.returncode == 0, done.stderr
+    events = bloomery.events()
+    kinds = [type(event) for event in events]
+    assert {EvalDone, Sampled, Saved, Resumed} <= set(kinds)
+    saved = next(event for event in events if isinstance(event, Saved))
+    (resumed,) = [event for event in events if isinstance(event, Resumed)]
+    assert resumed.step == saved.step
+    repeated = [event for event in events if isinstance(event, StepDone) and event.step == saved.step + 1]
+    assert len(repeated) == 2
+    assert repeated[0].loss == repeated[1].loss
+    assert saved_steps(bloomery.run_dir / "checkpoints")[0] == saved.step
+    assert (bloomery.run_dir / "export/model.safetensors").is_file()
+    assert (bloomery.run_dir / "report.html").is_file()
+    listed = json.loads(bloomery.run("runs", "--json").stdout)
+    assert [run["state"] for run in listed["runs"]] == ["stopped"]
+
+
+def test_what_would_fail_on_day_six_fails_now_and_is_kept(tmp_path: Path, monkeypatch) -> None:
+    write_workshop(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "WORKER", "dying_worker")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    (tmp_path / "rehearsals").mkdir()
+    (tmp_path / "rehearsals/deaths.json").write_text(json.dumps([[{}, 2, 11]]))
+    with pytest.raises(UserError, match="SIGSEGV"):
+        rehearse(load_recipe("tiny.yaml"), tmp_path / "rehearsals/one", devices=None, told=lambda *_: None)
+    assert list(read_events(tmp_path / "rehearsals/one/events.jsonl"))
+
+
+def test_a_kill_that_is_not_repeated_bitwise_fails_where_that_is_promised(tmp_path: Path, monkeypatch) -> None:
+    seen = Rehearsal(plan_of(device="cpu"), before={3: 1.0}, after={3: 1.0 + 1e-7})
+    assert seen.differing == [3]
+    assert Rehearsal(plan_of(device="cuda"), before={3: 1.0}, after={3: 1.0 + 1e-7}).differing == []
+    assert Rehearsal(plan_of(device="cuda"), before={3: 1.0}, after={3: 1.1}).differing == [3]
+    assert Rehearsal(plan_of(device="cuda", deterministic=True), before={3: 1.0}, after={3: 1.01}).differing == [3]
+
+    monkeypatch.setattr(rehearsing, "resume", lambda folder, **_: type("Run", (), {"folder": folder}))
+    with pytest.raises(UserError, match="step 3 does not repeat after a kill") as caught:
+        rehearsing._repeated(seen, tmp_path)
+    assert "to the last bit" in caught.value.problem
+
+
+def test_the_shortened_plan_keeps_the_mathematics() -> None:
+    plan = plan_of(steps=195_000)
+    short = shortened(plan)
+    for section in ("model", "data", "optimizer"):
+        assert getattr(short, section) == getattr(plan, section)
+    assert short.train == plan.train
+    assert shortened(plan_of(steps=3)).train.steps == rehearsing.LONG
+    assert shortened(plan_of(steps=None, seconds=60.0)).train.steps is None
+
+
+@pytest.mark.parametrize(("free", "code", "verdict"), [(7 * GIB, 0, "ready"), (6 * GIB, 1, "not ready")])
+def test_a_disk_that_is_too_small_is_said(capsys, free: int, code: int, verdict: str) -> None:
+    found = Outlook(seconds=3600.0 * 24 * 5, checkpoints=6 * GIB, events=GIB // 2, free=free)
+    assert _verdict("tiny.yaml", found) == code
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith(verdict)
+    assert f"6.0 GiB of checkpoints, 512.0 MiB of events; {free / GIB:.1f} GiB are free" in out
+    assert ("5.0 days" in out) == (code == 0)
