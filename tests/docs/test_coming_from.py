@@ -3,12 +3,16 @@
 import re
 import shlex
 
+import click
 import pytest
 from words_of_docs import ROOT, check_command, check_key, quoted, words_of
 
+from bloomery.cli import cli
+from bloomery.errors import UserError
+from bloomery.plan.refuse import refuse_unbuilt
 from bloomery.recipe.load import load_recipe
 
-GUIDES = {"go-coder-guide.md": (59, "go-coder-125m")}
+GUIDES = {"go-coder-guide.md": (59, "go-coder-125m"), "worldmodel-rocm-spec.md": (64, "go-coder-125m")}
 
 
 def rows_of(page: str) -> dict[int, list[str]]:
@@ -38,7 +42,19 @@ def test_row_says_what_is_done_here(page: str, number: int, cells: list[str]) ->
     assert there
     assert quoted(here) or correction, "neither a command, nor a test, nor a correction"
     for text in quoted(here):
-        check(text, GUIDES[page][1])
+        if here.startswith("not yet"):
+            check_missing(text, GUIDES[page][1])
+        else:
+            check(text, GUIDES[page][1])
+
+
+def check_missing(text: str, recipe: str) -> None:
+    """The product says so itself: there is no such verb, or the recipe is refused in a sentence."""
+    if text.startswith("bloomery "):
+        assert words_of(text)[0] not in cli.list_commands(click.Context(cli)), f"{text} has come: give it its row"
+        return
+    with pytest.raises(UserError, match="not in this version"):
+        refuse_unbuilt(load_recipe(recipe, shlex.split(text)).recipe)
 
 
 def check(text: str, recipe: str) -> None:
