@@ -6,9 +6,10 @@ import pytest
 
 from bloomery.hardware.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
-from bloomery.plan.measured import corrected, nearest
+from bloomery.plan.measured import corrected, corrected_memory, nearest
 from bloomery.plan.memory import Occupancy
-from bloomery.plan.types import Estimate
+from bloomery.plan.types import Estimate, MemoryEstimate
+from bloomery.units import GIB
 
 CONFIG = ModelConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16,
@@ -82,3 +83,39 @@ def test_own_measurements_come_before_given_ones_and_near_ones_before_far_ones()
 def test_a_given_card_is_believed_less():
     found = corrected(PARTS, LOAD, [card(giver="Ada")], seconds=table)["attention"]
     assert found.high == pytest.approx(2 * 1.25)
+
+
+def held(load: Occupancy) -> MemoryEstimate:
+    """A GiB for the weights and a half for each row; on a GPU half a GiB of context besides."""
+    parts = {"weights": 1.0 * GIB, "activations": 0.5 * GIB * load.micro_batch}
+    parts |= {"context": 0.5 * GIB} if load.on_gpu else {}
+    total = sum(parts.values())
+    return MemoryEstimate(parts=parts, low=total * 0.8, high=total * 1.2, limit=20.0 * GIB, origin="table")
+
+
+def test_memory_takes_the_measured_peak():
+    """The table says 3 GiB for 4 rows; 3.6 were measured: a fifth more of everything, within 5%."""
+    cards = [card(POINT.model_copy(update={"peak_gib": 3.6}))]
+    found = corrected_memory(held(LOAD), LOAD, cards, memory=held)
+    assert found.total == pytest.approx(3.6 * GIB) and found.origin == "measured"
+    assert found.high == pytest.approx(3.6 * 1.05 * GIB) and found.limit == 20.0 * GIB
+    prepared = replace(LOAD, config=replace(CONFIG, bos_token_id=1))
+    assert corrected_memory(held(prepared), prepared, cards, memory=held) == found
+    twice = replace(LOAD, micro_batch=8)
+    found = corrected_memory(held(twice), twice, cards, memory=held)
+    assert found.total == pytest.approx(6.0 * GIB) and found.high == pytest.approx(6.0 * 1.1 * GIB)
+
+
+def test_memory_of_a_gpu_is_measured_without_its_context():
+    load = replace(LOAD, on_gpu=True)
+    found = corrected_memory(held(load), load, [card(POINT.model_copy(update={"peak_gib": 3.6}))], memory=held)
+    assert found.parts["context"] == 0.5 * GIB and found.total == pytest.approx(4.1 * GIB)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [replace(LOAD, micro_batch=64), replace(LOAD, config=replace(CONFIG, num_layers=3))],
+    ids=["tokens", "model"],
+)
+def test_memory_of_another_model_or_of_far_more_tokens_stays_the_tables(load):
+    assert corrected_memory(held(load), load, [card()], memory=held) == held(load)

@@ -1,20 +1,26 @@
 """What was measured of a device corrects what the table says of it: by how much the table missed the measured steps"""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from pydantic import TypeAdapter, ValidationError
 
 from bloomery.hardware.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.memory import Occupancy
-from bloomery.plan.types import Estimate
+from bloomery.plan.types import Estimate, MemoryEstimate
+from bloomery.units import GIB
 
 NEAR = 2.0  # doublings of width between a measured model and this one: beyond them nothing is concluded
 SPREAD = {True: 0.10, False: 0.25}  # half an interval, of the value: own measurements, given ones
 SPREAD_PER_DOUBLING = 0.10  # of the model's width, and as much again for each doubling of the micro-batch's tokens
 
+MEMORY_SPREAD = 0.05  # for the same micro-batch; as much again for each doubling, and twice that for a given card
+
+TableMemory = Callable[[Occupancy], MemoryEstimate]
 TableSeconds = Callable[[Occupancy, int], float | None]  # of a step over so many tokens
 
 
@@ -49,6 +55,23 @@ def corrected(
         return dict(parts)
     spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
     return {name: _around(part.value * factor, spread, by=known.because) for name, part in parts.items()}
+
+
+def corrected_memory(
+    table: MemoryEstimate, load: Occupancy, cards: Sequence[Card], *, memory: TableMemory
+) -> MemoryEstimate:
+    """The table's bytes times how far it missed the measured peak of the same model at nearly as many tokens."""
+    known = nearest(load, [card for card in cards if _shape(_config(card)) == _shape(load.config)])
+    there = None if known is None or known.distance > NEAR else occupancy(known, load)
+    if known is None or there is None:
+        return table
+    expected = memory(there)
+    counted = expected.allocated if load.on_gpu else expected.total
+    factor = known.point.peak_gib * GIB / counted
+    parts = {name: part if name == "context" else part * factor for name, part in table.parts.items()}
+    spread, total = 1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2), sum(parts.values())
+    ends = {"parts": parts, "low": total / spread, "high": total * spread, "origin": "measured"}
+    return table.model_copy(update=ends)
 
 
 def _around(value: float, spread: float, *, by: str) -> Estimate:
@@ -110,7 +133,17 @@ def _width(card: Card) -> int | None:
 
 
 def _config(card: Card) -> ModelConfig | None:
+    return _parsed(json.dumps(card.model, sort_keys=True))
+
+
+@cache
+def _parsed(text: str) -> ModelConfig | None:
     try:
-        return TypeAdapter(ModelConfig).validate_python(card.model)
+        return TypeAdapter(ModelConfig).validate_json(text)
     except ValidationError:
         return None
+
+
+def _shape(config: ModelConfig | None) -> ModelConfig | None:
+    """Without the numbers of special tokens, which nobody knows before the text is prepared."""
+    return None if config is None else replace(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)

@@ -15,7 +15,7 @@ from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, rem
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
 from bloomery.plan.longest import longest_rows
-from bloomery.plan.measured import corrected
+from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import (
     Occupancy,
     estimate_memory,
@@ -306,6 +306,10 @@ class _Resolution:
         return share * device.usable_bytes if device else float(self.machine.host.memory_free_bytes)
 
     def measure(self, load: Occupancy) -> MemoryEstimate:
+        """From shapes, corrected by what was measured of this model on this device."""
+        return corrected_memory(self.table_memory(load), load, self.cards, memory=self.table_memory)
+
+    def table_memory(self, load: Occupancy) -> MemoryEstimate:
         return estimate_memory(load, limit=self.limit)
 
     def rate(self, load: Occupancy) -> speed.Rate | None:
