@@ -15,6 +15,7 @@ from bloomery.monitor.events import (
     EvalDone,
     EventLog,
     Phase,
+    Recovered,
     Resumed,
     RunEnded,
     Sampled,
@@ -25,6 +26,7 @@ from bloomery.monitor.events import (
     read_events,
     to_json,
 )
+from bloomery.monitor.tally import tally_of
 
 
 def step_done(step, loss=2.0):
@@ -80,6 +82,16 @@ def test_a_future_that_a_resume_gave_up_is_not_told():
     events = [step_done(step) for step in (1, 2, 3, 4)] + [Resumed(path="x", step=2)]
     assert [event.step for event in last_per_step(events, StepDone)] == [1, 2]
     assert [event.step for event in last_per_step([*events, step_done(3)], StepDone)] == [1, 2, 3]
+
+
+def test_a_future_that_a_rewind_gave_up_is_not_told():
+    back = Recovered(step=2, because="the loss was not a finite number", action="back to step 2")
+    events = [step_done(1), step_done(2), step_done(3), step_done(4), back]
+    assert [event.step for event in last_per_step(events, StepDone)] == [1, 2]
+    seen = tally_of([*events, EvalDone(step=2, loss=1.0, perplexity=1, bits_per_byte=1, tokens=1, seconds=1)])
+    assert seen.step == 2
+    assert [event.loss for event in last_per_step([*events, step_done(3, 9.0)], StepDone)] == [2.0, 2.0, 9.0]
+    assert tally_of([step_done(5), Recovered(step=5, because="x", action="y")]).step == 5
 
 
 def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):

@@ -268,7 +268,7 @@ def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_second
     position, rest = start, b""
     while True:
         ended = until()
-        chunk = _read_from(path, position)
+        chunk = read_from(path, position)
         position += len(chunk)
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
@@ -281,7 +281,8 @@ def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_second
             time.sleep(poll_seconds)
 
 
-def _read_from(path: Path, position: int) -> bytes:
+def read_from(path: Path, position: int) -> bytes:
+    """The next piece of a growing file; nothing where it ends, or is not there yet."""
     try:
         with path.open("rb") as file:
             file.seek(position)
@@ -291,10 +292,10 @@ def _read_from(path: Path, position: int) -> bytes:
 
 
 def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:
-    """Events of one kind by step: a repeated step as told last, nothing of a future that a resume gave up."""
+    """Events of one kind by step: a repeated step as told last, nothing of a future that was given up."""
     by_step: dict[int, E] = {}
     for event in events:
-        if isinstance(event, Resumed):
+        if isinstance(event, Resumed | Recovered):
             by_step = {step: told for step, told in by_step.items() if step <= event.step}
         elif isinstance(event, kind):
             by_step[event.step] = event

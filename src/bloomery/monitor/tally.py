@@ -93,6 +93,10 @@ class Tally:
                 self.recent.clear()
             case Recovered():
                 self.recoveries += 1
+                if event.step < self.step:  # back to a checkpoint: what came after it is given up
+                    self.step = event.step
+                    self.evaluations = {step: told for step, told in self.evaluations.items() if step <= event.step}
+                    self.recent.clear()
                 self.warnings.append(f"{event.because}: {event.action}")
             case Warned():
                 self.warnings.append(event.because)
