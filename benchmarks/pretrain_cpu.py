@@ -199,7 +199,8 @@ def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float
             f"  {NAMES[verdict['ours']]} / {NAMES[verdict['theirs']]}:"
             f" {verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {said})"
         )
-    return {"sides": {side.name: side.result for side in sides}, "bars": verdicts, "commands": commands}
+    without_folders = {name: [Path(program).name, *rest] for name, (program, _, *rest) in commands.items()}
+    return {"sides": {side.name: side.result for side in sides}, "bars": verdicts, "commands": without_folders}
 
 
 def comparisons(asked: argparse.Namespace, real_share: float) -> dict:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from bloomery.data.documents import Tally, open_corpus, read_documents, read_file
 from bloomery.data.files import DATA, TABLES, suffix_of
 from bloomery.data.shards import open_split
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import load_decoder
@@ -62,19 +63,9 @@ def evaluate(
     """
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     texts = list(texts_of(data, tokenizer, bos=bos))
-    check_vocabulary(texts, decoder.config.vocab_size)
+    refuse_foreign_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes(texts, tokenizer, bos=bos, context=context)
-
-
-def check_vocabulary(texts: Iterable[Text], vocab_size: int) -> None:
-    """Raises UserError for an id that the model has no embedding for."""
-    largest = max((max(text.tokens, default=0) for text in texts), default=0)
-    if largest >= vocab_size:
-        raise UserError(
-            f"the text holds token {largest:,}, and the model knows {vocab_size:,}: they do not belong together",
-            where="tokenizer.json", remedy="put the tokenizer there that the model was trained with",
-        )  # fmt: skip
 
 
 def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> Evaluation:

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, sample_tokens
@@ -39,7 +39,7 @@ def generate(
     if not ids:
         problem = "this tokenizer has no BOS token: an empty prompt gives the model nothing to start from"
         raise UserError(problem, where="--prompt", remedy="write a prompt")
-    check_vocabulary(ids, decoder.config.vocab_size)
+    refuse_foreign_ids(ids, decoder.config.vocab_size)
     if len(ids) >= context:
         raise UserError(
             f"the prompt has {len(ids):,} tokens; the model reads {context:,} with its answer", where="--prompt",
@@ -48,15 +48,6 @@ def generate(
     ends = {tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids} - {None}
     sampling = replace(sampling, stop_ids=tuple(sorted(end for end in ends if end is not None)))
     return _pieces(sample_tokens(decoder, ids, sampling), TextStream(tokenizer, ids), Stops(stop))
-
-
-def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises UserError for an id that the model has no embedding for."""
-    if max(ids) >= vocab_size:
-        raise UserError(
-            f"the tokenizer made token {max(ids):,}, and the model knows {vocab_size:,}: they do not belong together",
-            where="tokenizer.json", remedy="put the tokenizer there that the model was trained with",
-        )  # fmt: skip
 
 
 def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -46,6 +46,17 @@ def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
     except BaseException as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise UserError(f"{problem}: {reason}", where=where, remedy="use another tokenizer file") from error
+
+
+def refuse_foreign_ids(ids: Iterable[int], vocab_size: int) -> None:
+    """Raises UserError for an id that a model of `vocab_size` embeddings does not know."""
+    largest = max(ids, default=-1)
+    if largest >= vocab_size:
+        raise UserError(
+            f"the text holds token {largest:,}, and the model knows {vocab_size:,}: they do not belong together",
+            where="tokenizer.json",
+            remedy="put the tokenizer there that the model was trained with",
+        )
 
 
 @final
