@@ -200,7 +200,7 @@ def backward(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
     out_BHTE, sums_BHT = like_projection(q), sums_like(q)
-    for part, task in Task(*rows, *options).groups(q):
+    for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
         out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
     return out_BHTE, sums_BHT
 
@@ -209,7 +209,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (like_projection(x) for x in (q, k, v))
-    for part, task in Task(*rows, *options).groups(q):
+    for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
         dq[part], dk[part], dv[part] = backward(grad[part], q[part], k[part], v[part], out[part], sums[part], task)
     return dq, dk, dv
 

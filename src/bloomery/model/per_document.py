@@ -95,7 +95,8 @@ def _backward(
             longer = _lengthened(one, _spare(one[1]))
             grads.append(_shortened(_flash_backward(*longer, 0.0, True, scale=options.scale), lengths[number]))
         else:
-            grads.append(blockwise.backward(*one, task))
+            d_out, query, key, value, out_one, sums_one = one
+            grads.append(blockwise.backward(d_out, query, key, value, out_one, sums_one, task))
     dq, dk, dv = (_joined(part, len(q)) for part in zip(*grads, strict=True))
     return dq, dk, dv
 
