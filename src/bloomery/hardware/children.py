@@ -144,17 +144,22 @@ def last_words(lines: Sequence[str]) -> str:
 
 
 def accept() -> dict[str, Any]:
-    """The job of this process. From now on it ends, whatever it does, when the process that gave the job does."""
+    """The job of this process, which from now on ends when the process that gave the job does."""
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != job["parent"]:  # it died before we could ask
-        os._exit(1)
-    threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
+    die_with_parent(job["parent"])
     return job
 
 
-def _watch_parent() -> None:
+def die_with_parent(parent: int) -> None:
+    """From now on this process ends, whatever it does, when `parent` does; its standard input is a pipe from there."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we could ask
+        os._exit(1)
+    threading.Thread(target=_watch_pipe, name="parent", daemon=True).start()
+
+
+def _watch_pipe() -> None:
     os.read(0, 1)  # returns when the other end is closed: the parent is gone
     os._exit(1)
 

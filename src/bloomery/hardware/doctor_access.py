@@ -263,7 +263,7 @@ def nothing(machine: Machine) -> Iterator[Finding]:
         evidence=f"display: {shown}" if shown else "no display or accelerator is on the bus",
         mend=(
             "bloomery demo  # a small model, on this machine",
-            'bloomery plan go-coder-125m --gpu "RX 6700 XT"  # what a card would do, before you buy or rent one',
+            'bloomery plan go-coder-125m --gpu "RX 6700 XT"  # what a card would do, before you buy one',
         ),
     )
 

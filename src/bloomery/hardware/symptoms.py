@@ -181,7 +181,7 @@ def _filled(step: str, machine: Machine | None) -> str:
     if step != "{install}":
         return step
     if machine is None or not machine.accelerators:
-        return "bloomery doctor  # names the build of PyTorch that fits this machine"
+        return "bloomery doctor  # names the PyTorch that fits this machine"
     return install_command(machine) + "  # the build that has this chip's kernels"
 
 

@@ -159,9 +159,9 @@ def _rocm(arch: str, torch: str, system: str, processor: str) -> list[TorchBuild
 def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     if arch == "gfx906":
         because = "the last index whose wheels bring kernels and the matrix library of gfx906; it ends with torch 2.9.1"
-        never = ("install torch from rocm6.4 or newer: " + NOT_FROM_PYTORCH[arch],)
+        newer = "install torch from rocm6.4 or newer: " + NOT_FROM_PYTORCH[arch]
         pinned = torch if _series(torch) == (2, 9) else "2.9.1"
-        return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, never)]
+        return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, (newer,))]
     index, archs = PYTORCH_ROCM.get(_series(torch), ("", ""))
     crashes = arch in NOT_FROM_PYTORCH and not (arch in _AMD_FIRST and index == "rocm7.14")
     if crashes or arch not in archs.split():

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import final
 
 from bloomery.errors import UserError
-from bloomery.launch.processes import die_with_parent
+from bloomery.hardware.children import die_with_parent
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.launch.thermal import PAUSE, Waiting
