@@ -19,6 +19,7 @@ STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C befo
 # Verb -> (where its click command lives, its line in --help). A verb whose module is not there is not listed.
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("bloomery.cli.demo:command", "Train a small model on this machine, kill it, resume it, examine it."),
+    "doctor": ("bloomery.cli.doctor:command", "Say why this machine does not train, and the command that mends it."),
     "recipes": ("bloomery.cli.recipes:command", "List, show and copy the packaged recipes; print their JSON schema."),
     "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or look at what one does to a text."),
     "prepare": ("bloomery.cli.prepare:command", "Turn text into shards of tokens; --preview shows what is learned."),
@@ -28,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "resume": ("bloomery.cli.resume:command", "Go on where a run stopped, whatever stopped it."),
     "stop": ("bloomery.cli.stop:command", "Let a running run save, and stop it."),
     "save": ("bloomery.cli.save:command", "Let a running run write a checkpoint, and go on."),
+    "watch": ("bloomery.cli.watch:command", "Show a run on the terminal, while it goes on or after it has ended."),
     "eval": ("bloomery.cli.eval:command", "Loss, perplexity and bits per byte of a model on a text."),
     "generate": ("bloomery.cli.generate:command", "Let a model continue prompts."),
     "export": ("bloomery.cli.export:command", "Write a model in the layout of other programs."),

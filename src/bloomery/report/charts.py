@@ -16,7 +16,7 @@ _BUCKETS = 400  # of which the lowest and the highest value are drawn, so that n
 
 @dataclass(frozen=True)
 class Series:
-    """`style` is one of raw, line, eval (dots joined): classes of the style sheet."""
+    """`style` is one of raw, line, eval (dots joined), d0 to d7 (devices): classes of the style sheet."""
 
     name: str
     points: Sequence[Point]
@@ -51,8 +51,9 @@ def line_chart(
     unit: str = "",
     height: int = 230,
     from_zero: bool = False,
+    across: str = "step",
 ) -> Html:
-    """A figure over steps. Series without points are left out; without any there is a sentence instead."""
+    """A figure over steps, or over what `across` names. Without any points there is a sentence instead."""
     series = [one for one in series if one.points]
     if not series:
         return el("p", f"{title}: nothing was measured.", class_="absent")
@@ -66,10 +67,11 @@ def line_chart(
         *(_curve(frame, one) for one in series),
     ]
     span = f"between {short(min(ys))} and {short(max(ys))} {unit}"
-    label = f"{title} from step {frame.first:,.0f} to {frame.last:,.0f}, {span}".strip()
+    label = f"{title} from {across} {frame.first:,.0f} to {frame.last:,.0f}, {span}".strip()
     picture = el("svg", *shapes, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
     keys = [el("span", one.name, class_=f"key {one.style}") for one in series] if len(series) > 1 else []
-    heading = el("figcaption", el("b", title), el("span", unit, class_="unit") if unit else None, *keys)
+    said = ", ".join(filter(None, (unit, "" if across == "step" else f"by {across}")))
+    heading = el("figcaption", el("b", title), el("span", said, class_="unit") if said else None, *keys)
     return el("figure", heading, picture)
 
 
@@ -121,7 +123,13 @@ def _tick_y(frame: _Frame, value: float) -> Html:
 
 
 def _tick_x(frame: _Frame, value: float) -> Html:
-    return el("text", f"{value:,.0f}", x=f"{frame.x(value):.1f}", y=frame.height - 9, class_="tick middle")
+    return el(
+        "text",
+        f"{value:,.0f}" if value == round(value) else f"{value:g}",
+        x=f"{frame.x(value):.1f}",
+        y=frame.height - 9,
+        class_="tick middle",
+    )
 
 
 def _mark(frame: _Frame, mark: Mark) -> Html:

@@ -25,8 +25,8 @@ def _verdicts(record: Record) -> Iterator[Verdict]:
         yield _epochs(expect.epochs, record, done)
     if expect.tokens_per_second is not None:
         claim, speed = f"{_span(expect.tokens_per_second, format_count)} tokens/s", record.tokens_per_second
-        yield _open(claim) if speed is None else _within(
-            claim, expect.tokens_per_second, speed, f"{speed:,.0f} tokens/s"
+        yield (
+            _open(claim) if speed is None else _within(claim, expect.tokens_per_second, speed, f"{speed:,.0f} tokens/s")
         )
     if expect.duration is not None:
         claim = _span(expect.duration, format_seconds)

@@ -6,9 +6,11 @@ from pathlib import Path
 from shlex import quote
 from statistics import fmean
 
+from bloomery.monitor.devices import JOULES_IN_KWH
 from bloomery.monitor.tally import in_millions
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
 from bloomery.report.claims import judge_run
+from bloomery.report.devices import devices
 from bloomery.report.heldout import HeldOut, draw
 from bloomery.report.html import Html, el, join, table
 from bloomery.report.record import Record
@@ -26,6 +28,7 @@ def page(record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: 
         *(bar_chart(bars) for bars in extras),
         section("Loss", loss(record)),
         section("How it ran", speed(record)),
+        section("Devices", devices(record)),
         section("Plan and run", plan_and_run(record)),
         section("What slowed it, or kept it from learning", explained(record)),
         section("What happened", incidents(record)),
@@ -70,6 +73,7 @@ def headline(record: Record, name: str) -> Html:
 def _figures(record: Record) -> list[tuple[str, str]]:
     tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
     bits, used = best.bits_per_byte if best else None, record.utilisation
+    joules, each = tally.devices.joules, tally.joules_per_token
     return [
         (f"{bits:.3f}" if bits is not None else "", f"bits per byte, held out, step {best.step if best else 0:,}"),
         (f"{best.loss:.3f}" if best and best.loss is not None else "", "nats a token, held out"),
@@ -80,6 +84,8 @@ def _figures(record: Record) -> list[tuple[str, str]]:
         (f"{speed:,.0f}" if speed else "", "tokens a second"),
         (f"{used:.1%}" if used is not None else "", "of the device's peak (MFU)"),
         (f"{tally.peak_gib:.2f} GiB" if tally.peak_gib else "", "memory at the peak"),
+        (f"{joules / JOULES_IN_KWH:,.3g} kWh" if joules is not None else "", "energy, as the sensors tell it"),
+        (f"{each:.3g} J" if each is not None else "", "energy of a token"),
     ]
 
 

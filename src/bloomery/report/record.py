@@ -13,6 +13,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.monitor.events import (
     EvalDone,
     Event,
+    GpuSampled,
     Recovered,
     Resumed,
     RunEnded,
@@ -68,6 +69,7 @@ class Record:
     evals: list[EvalDone]
     samples: list[Sampled]
     saves: list[Saved]
+    device_samples: list[GpuSampled]  # of steps that were computed twice, too: they took time and power
     incidents: list[Incident]
     repeated: Repeated | None
     started: RunStarted | None
@@ -120,6 +122,7 @@ def read_record(folder: Path) -> Record:
         evals=last_per_step(events, EvalDone),
         samples=_last_samples(events),
         saves=last_per_step(events, Saved),
+        device_samples=[event for event in events if isinstance(event, GpuSampled)],
         incidents=incidents_of(events),
         repeated=repeated_steps(events),
         started=next((event for event in reversed(events) if isinstance(event, RunStarted)), None),

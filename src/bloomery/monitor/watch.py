@@ -1,0 +1,241 @@
+"""A run as one picture of text, for whoever looks at it from outside: while it goes on or long after."""
+
+import textwrap
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from rich.cells import cell_len, set_cell_size
+
+from bloomery.monitor.devices import lines
+from bloomery.monitor.events import (
+    Event,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    Warned,
+    from_json,
+    read_from,
+)
+from bloomery.monitor.plot import Point, plot
+from bloomery.monitor.sinks import sentence
+from bloomery.monitor.tally import RunFacts, Tally, in_millions
+from bloomery.units import format_seconds
+
+_TITLE = 11  # columns
+_KEPT = 200  # incidents
+_SAMPLES = 2
+_POINTS = 20_000  # of the curve that are kept: more than any screen shows
+
+
+@final
+class Tail:
+    """The events of a file that were not read yet; a half-written line waits for its rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position, self._rest = path, 0, b""
+
+    def read(self) -> list[Event]:
+        """Everything up to now."""
+        found: list[Event] = []
+        while chunk := read_from(self._path, self._position):
+            self._position += len(chunk)
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            events = (from_json(line.decode("utf-8", errors="replace")) for line in whole)
+            found += [event for event in events if event is not None]
+        return found
+
+
+@final
+@dataclass
+class Seen:
+    """Mutable: what a watcher knows of a run after the events that `add` was given."""
+
+    tally: Tally = field(default_factory=Tally)
+    curve: list[Point] = field(default_factory=list)
+    incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    saved: Saved | None = None
+    started: RunStarted | None = None
+    _open: bool = False  # steps were told and no end of them
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, RunStarted | Resumed) and self._open:
+            self.incidents.append((event, f"killed after step {self.tally.step:,}, without a word"))
+            self._open = False
+        self.tally.add(event)
+        match event:
+            case StepDone():
+                self._open = True
+                self._step(event)
+            case RunStarted():
+                self.started = event
+            case Sampled():
+                self.samples.append(event)
+            case Saved():
+                self.saved = event
+            case Resumed():
+                self.curve = [point for point in self.curve if point[0] <= event.step]
+                self.incidents.append((event, sentence(event)))
+            case Recovered():
+                self.curve = [point for point in self.curve if point[0] <= event.step]
+                self.incidents.append((event, f"{event.because}; {event.action}"))
+            case Warned():
+                self.incidents.append((event, event.because))
+            case RunEnded():
+                self._open = False
+                self.incidents.append((event, sentence(event)))
+            case Phase(name="paused"):
+                self.incidents.append((event, "training waits"))
+
+    def _step(self, event: StepDone) -> None:
+        if event.loss is None:
+            self.incidents.append((event, "loss or gradient was not finite: the step was skipped"))
+            return
+        self.curve.append((float(event.step), event.loss))
+        if len(self.curve) > _POINTS:
+            self.curve = self.curve[::2]
+
+
+@final
+@dataclass(frozen=True)
+class Screen:
+    """How much room there is, and whether only ASCII may be drawn. `height` None: as long as it takes."""
+
+    width: int
+    height: int | None = None
+    plain: bool = False
+
+
+def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
+    """The picture, no line wider than the screen. `state`: what the run does; `now`: seconds since 1970."""
+    head = [_headline(seen, facts, state, now), _bar(seen.tally, screen)]
+    figures = _figures(seen, facts, screen.width)
+    devices = lines(seen.tally.devices.all, screen.width)
+    room = None if screen.height is None else screen.height - len(head) - len(figures) - len(devices) - 4
+    chart = _chart(seen, screen, 10 if room is None else max(4, min(12, room // 2)))
+    left = None if room is None else max(room - len(chart), 0)
+    happened = _happened(seen, screen.width, 8 if left is None else min(8, max(left // 2, 2)))
+    samples = _samples(seen, screen.width, 8 if left is None else max(left - len(happened) - 2, 0))
+    blocks = [head, chart, figures, devices, samples, happened]
+    told = [line for block in blocks if block for line in ("", *block)][1:]
+    shown = told if screen.height is None else told[: screen.height]
+    return [_cut(_ascii(line) if screen.plain else line, screen.width) for line in shown]
+
+
+def _headline(seen: Seen, facts: RunFacts, state: str, now: float) -> str:
+    tally = seen.tally
+    steps = tally.steps or facts.steps
+    counts = f"step {tally.step:,}" + (f" of {steps:,}" if steps else "")
+    end = now if state in ("running", "paused") else tally.latest or now
+    gone = format_seconds(max(end - (tally.began or end), 0))
+    left = f", {format_seconds(tally.seconds_left)} left" if tally.seconds_left and state == "running" else ""
+    phase = tally.phase
+    doing = f" · {phase.name}" if phase is not None and state == "running" and phase.name != "length" else ""
+    return f"{facts.name} · {state}{doing} · {counts} · {gone}{left}"
+
+
+def _bar(tally: Tally, screen: Screen) -> str:
+    phase = tally.phase
+    done, total = float(tally.step), float(tally.steps or 0)
+    if phase is not None and phase.total and not tally.last:
+        done, total = phase.done, phase.total
+    share = min(done / total, 1.0) if total else 0.0
+    room = screen.width - 6
+    full = int(share * room)
+    return f"{'█' * full}{'░' * (room - full)} {share:>4.0%}"
+
+
+def _chart(seen: Seen, screen: Screen, height: int) -> list[str]:
+    exams = [(float(step), told.loss) for step, told in sorted(seen.tally.evaluations.items()) if told.loss is not None]
+    drawn = plot(seen.curve, exams, width=screen.width, height=height, plain=screen.plain)
+    legend = "loss, nats a token" + ("   o exam on held-out text" if exams else "")
+    return [legend, *drawn] if drawn else []
+
+
+def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
+    tally, last = seen.tally, seen.tally.last
+    if last is None:
+        return []
+    speed, exam, best = tally.tokens_per_second or 0.0, tally.evaluation, tally.best
+    used = facts.utilisation(speed)
+    loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
+    pairs = [
+        ("loss", f"{loss}, smoothed {tally.smoothed or 0:.4f}"),
+        ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
+        ("exam", "none yet" if exam is None else f"{_score(exam.bits_per_byte, exam.loss)} at step {exam.step:,}"),
+        ("best", "" if best is None else f"{_score(best.bits_per_byte, best.loss)} at step {best.step:,}"),
+        ("tokens", in_millions(tally.tokens)),
+        (
+            "memory",
+            f"{last.memory_gib:.2f}" + (f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else "") + " GiB",
+        ),
+        ("rate", f"{last.learning_rate:.3g}"),
+        ("gradient", "skipped" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
+        ("data", f"{tally.data_wait or 0:.1%} of the time waited for"),
+        ("energy", _energy(tally)),
+        ("saved", "nothing yet" if seen.saved is None else f"step {seen.saved.step:,}"),
+    ]
+    shown = [(title, text) for title, text in pairs if text]
+    half = width // 2
+    rows = zip(shown[::2], [*shown[1::2], ("", "")], strict=False)
+    return [f"{f'{a:<{_TITLE}}{b}':<{half}}{f'{c:<{_TITLE}}{d}' if c else ''}".rstrip() for (a, b), (c, d) in rows]
+
+
+def _score(bits: float | None, loss: float | None) -> str:
+    if bits is not None:
+        return f"{bits:.3f} bits/byte"
+    return "not finite" if loss is None else f"{loss:.3f} nats"
+
+
+def _energy(tally: Tally) -> str:
+    joules, each = tally.devices.joules, tally.joules_per_token
+    if joules is None:
+        return ""
+    return f"{joules / 3.6e6:,.3g} kWh" + (f", {each:.3g} J/token" if each is not None else "")
+
+
+def _samples(seen: Seen, width: int, room: int) -> list[str]:
+    found: list[str] = []
+    for sample in seen.samples:
+        text = (sample.prompt + sample.text).expandtabs(4).splitlines()
+        found += [
+            f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
+            for at, line in enumerate(text[: max(room // 2, 1)])
+        ]
+    return [_cut(line, width) for line in found[:room]]
+
+
+def _happened(seen: Seen, width: int, room: int) -> list[str]:
+    """The newest incidents, each in at most two lines, the newest last."""
+    found: list[str] = []
+    for event, text in reversed(seen.incidents):
+        stamp = time.strftime("%d %b %H:%M", time.localtime(event.time))
+        wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - 14, 20))
+        told = [f"{stamp if at == 0 else '':<14}{line}" for at, line in enumerate(wrapped[:2])]
+        if len(wrapped) > 2:
+            told[-1] = told[-1][: width - 1] + "…"
+        if len(found) + len(told) > room:
+            break
+        found = told + found
+    return found
+
+
+_ASCII = str.maketrans({"█": "#", "░": "-", "·": "-", "…": "~", "°": " ", "│": "|"})
+
+
+def _ascii(text: str) -> str:
+    return text.translate(_ASCII).encode("ascii", errors="replace").decode()
+
+
+def _cut(line: str, width: int) -> str:
+    """To so many columns; control characters, which may hold a terminal's commands, are shown as blanks."""
+    line = "".join(letter if letter.isprintable() else " " for letter in line)
+    return line if cell_len(line) <= width else set_cell_size(line, width)

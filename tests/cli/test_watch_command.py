@@ -1,0 +1,132 @@
+"""`bloomery watch` as a process: in a pipe, on a terminal, and interrupted."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
+from runs_for_tests import made_up_run, step_done
+
+from bloomery.monitor.events import EventLog, RunEnded
+
+WATCH = [sys.executable, "-m", "bloomery", "watch", "last"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "runs/one"
+    with EventLog(folder / "events.jsonl") as emit:
+        for event in [*made_up_run()][:-1]:
+            emit(event)
+    (folder / "recipe.yaml").write_text("{}")
+    (folder / "lock").touch()
+    return folder
+
+
+@pytest.fixture
+def held(run):
+    """The run while a process works on it."""
+    with (run / "lock").open("r+") as lock:
+        flock(lock, LOCK_EX)
+        yield run
+
+
+def watched(run: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*WATCH, *words], cwd=run.parents[1], capture_output=True, text=True, timeout=60, env=os.environ | environment
+    )
+
+
+def test_in_a_pipe_it_prints_one_picture_and_leaves(held):
+    done = watched(held)
+    assert done.returncode == 0 and done.stdout.startswith("one · running · step 40 of 40")
+    assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, watched(held, "--once", COLUMNS="80").stdout.splitlines())) <= 80
+
+
+def test_a_run_that_nobody_works_on_was_killed_and_goes_on_with_resume(run):
+    told = watched(run).stdout
+    assert told.startswith("one · killed · ") and told.rstrip().endswith("bloomery resume one")
+    with EventLog(run / "events.jsonl") as emit:
+        emit(RunEnded(why="done", step=40))
+    told = watched(run).stdout
+    assert told.startswith("one · done · ") and told.rstrip().endswith("bloomery report one")
+
+
+def test_another_encoding_gets_ascii(held):
+    watched(held, PYTHONIOENCODING="ascii").stdout.encode("ascii")
+
+
+def test_it_needs_no_torch():
+    code = "import sys, bloomery.cli.watch, bloomery.monitor.watch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class Terminal:
+    """`bloomery watch` on a terminal of its own."""
+
+    def __init__(self, run: Path) -> None:
+        ours, theirs = pty.openpty()
+        self.said = b""
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "90", "LINES": "30"}
+        self.process = subprocess.Popen(
+            WATCH,
+            cwd=run.parents[1],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._ours = ours
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while piece := os.read(self._ours, 65536):
+                self.said += piece
+        except OSError:
+            return
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text.encode() not in self.said:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said[-2000:]
+            time.sleep(0.02)
+
+
+def test_on_a_terminal_it_follows_and_ctrl_c_leaves_the_run_alone(held):
+    before = (held / "events.jsonl").read_bytes()
+    terminal = Terminal(held)
+    terminal.until("step 40 of 40")
+    with EventLog(held / "events.jsonl") as emit:
+        emit(step_done(41, time=50.0))
+    terminal.until("step 41 of 40")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(30) == 0
+    time.sleep(0.2)
+    assert "The run goes on" in terminal.said.decode() and b"\x1b[?1049l" in terminal.said  # the screen is given back
+    assert (held / "events.jsonl").read_bytes().startswith(before)
+    assert sorted(path.name for path in held.iterdir()) == ["events.jsonl", "lock", "recipe.yaml"]
+
+
+def test_when_the_run_ends_the_last_picture_stays(run):
+    with (run / "lock").open("r+") as lock:
+        flock(lock, LOCK_EX)
+        terminal = Terminal(run)
+        terminal.until("running")
+        with EventLog(run / "events.jsonl") as emit:
+            emit(RunEnded(why="done", step=40))
+    assert terminal.process.wait(30) == 0
+    time.sleep(0.2)
+    after = terminal.said.rpartition(b"\x1b[?1049l")[2].decode()
+    assert "one · done" in after and "bloomery report one" in after

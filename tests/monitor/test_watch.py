@@ -1,0 +1,143 @@
+"""The picture of a run for whoever looks at it from outside."""
+
+import re
+import time
+
+import pytest
+from rich.cells import cell_len
+from runs_for_tests import made_up_run, step_done
+
+from bloomery.monitor.events import (
+    EventLog,
+    GpuSampled,
+    Phase,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Warned,
+    to_json,
+)
+from bloomery.monitor.plot import plot
+from bloomery.monitor.tally import RunFacts
+from bloomery.monitor.watch import Screen, Seen, Tail, frame
+
+FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
+
+
+def seen_of(events) -> Seen:
+    seen = Seen()
+    for event in events:
+        seen.add(event)
+    return seen
+
+
+def drawn(events, width=100, height=None, plain=False, state="running", now=30.0):
+    return frame(seen_of(events), FACTS, Screen(width, height, plain), state=state, now=now)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+@pytest.mark.parametrize("height", [None, 12, 24, 40])
+def test_no_line_is_wider_and_no_picture_higher_than_the_screen(width, height):
+    long = [Warned(because="a word " * 80, step=3), Sampled(step=40, prompt="漢字" * 60, text="\x1b[2J" + "x" * 300)]
+    lines = drawn([*made_up_run(), *long], width, height)
+    assert all(cell_len(line) <= width for line in lines)
+    assert height is None or len(lines) <= height
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_everything_that_a_person_looks_for_is_there():
+    gpu = GpuSampled(device=0, seconds=5.0, utilisation=98.0, power=200.0, temperature=71.0, time=22.0)
+    events = [*made_up_run(steps=40, kill_at=25), gpu]
+    text = "\n".join(drawn([*events[:-2], gpu]))
+    for part in (
+        "tiny-1 · running · step 40 of 40", "loss, nats a token", "exam", "bits/byte at step 40", "16,384 tokens/s",
+        "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "resumed at step 20", "step was skipped",
+        "its update was skipped", "at 40", "step 40",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_it_can_be_drawn_with_ascii_alone():
+    text = "\n".join(drawn(made_up_run(), plain=True))
+    text.encode("ascii")
+    assert "*" in text and "o" in text and "###" in text
+
+
+def test_a_run_that_says_nothing_yet_has_a_picture():
+    assert drawn([])[0].startswith("tiny-1 · running · step 0 of 40")
+    assert "tokenizer" in drawn([Phase(name="tokenizer", done=3, total=10, time=1.0)])[0]
+    assert " 30%" in drawn([Phase(name="tokenizer", done=3, total=10, time=1.0)])[1]
+
+
+def test_a_kill_is_told_although_nobody_wrote_it_down():
+    started = RunStarted(version="1", parameters=1, steps=9, attention="sdpa", device="cpu", step=3)
+    lines = drawn([step_done(5), started, Resumed(path="checkpoints/step-00000003", step=3)])
+    assert any("killed after step 5" in line for line in lines)
+    ended = [step_done(5), RunEnded(why="stopped", step=5), started]
+    assert not any("killed" in line for line in drawn(ended))
+
+
+def test_the_curve_holds_nothing_of_a_future_that_a_resume_gave_up():
+    events = [*(step_done(step, 5.0) for step in range(1, 9)), Resumed(path="x", step=4), step_done(5, 1.0)]
+    assert seen_of(events).curve == [(1, 5.0), (2, 5.0), (3, 5.0), (4, 5.0), (5, 1.0)]
+
+
+def test_time_stands_still_for_a_run_that_has_ended():
+    past = [*made_up_run()]
+    assert drawn(past, state="done", now=1e9)[0] == drawn(past, state="done", now=2e9)[0]
+
+
+def test_a_million_steps_stay_drawable():
+    seen = seen_of(step_done(step, 1 / step) for step in range(1, 50_001))
+    assert len(seen.curve) <= 20_001
+    begun = time.perf_counter()
+    frame(seen, FACTS, Screen(100), state="running", now=0.0)
+    assert time.perf_counter() - begun < 1
+
+
+def heights(rows: list[str], column: int) -> list[int]:
+    """Rows of a drawn curve, from the bottom, whose cell in that column is not empty."""
+    cells = [row[10:].ljust(200)[column] for row in rows]
+    return [len(rows) - 1 - at for at, cell in enumerate(cells) if cell not in " ⠀"]
+
+
+def test_a_falling_line_falls():
+    rows = plot([(x, -float(x)) for x in range(50)], [], width=60, height=8, plain=True)
+    tops = [max(heights(rows[:-1], column)) for column in range(50)]
+    assert tops[0] == 7 and tops[-1] == 0 and tops == sorted(tops, reverse=True)
+    assert rows[-1].split() == ["step", "0", "49"]
+    assert rows[0].split()[0] == "0" and rows[7].split()[0] == "-49"
+
+
+def test_a_spike_is_joined_and_a_gap_is_bridged():
+    rows = plot([(0, 0.0), (10, 10.0), (100, 0.0)], [], width=60, height=5)
+    assert all(heights(rows[:-1], column) for column in range(50))
+
+
+def test_flat_and_short_lines():
+    assert plot([(1, 2.0)], [], width=60, height=5) == []
+    assert plot([(1, 2.0), (2, 2.0)], [], width=60, height=5)
+    assert plot([(1, 2.0), (2, 1.0)], [], width=15, height=5) == []
+
+
+def test_marks_stand_where_they_belong():
+    rows = plot([(0, 1.0), (100, 0.0)], [(0, 0.0), (100, 1.0)], width=60, height=5)
+    assert rows[0].endswith("o") and rows[4][10] == "o"
+
+
+def test_a_tail_waits_for_the_rest_of_a_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    with EventLog(path) as emit:
+        emit(step_done(1))
+    assert [event.step for event in tail.read()] == [1] and tail.read() == []
+    line = to_json(step_done(2)).encode()
+    with path.open("ab") as file:
+        file.write(line[:20])
+        file.flush()
+        assert tail.read() == []
+        file.write(line[20:] + b"\n")
+    assert [event.step for event in tail.read()] == [2]
+    assert not re.search("killed", "".join(frame(seen_of([]), FACTS, Screen(80), state="done", now=0)))
