@@ -146,7 +146,7 @@ def test_keys_of_the_demo():
         (["train", "go-coder-tiny", "--dry-run", "-d", "0,1"], 2),
         (["resume", "no-such-run"], 2),
         (["eval"], 2),
-        (["doctor"], 2),
+        (["doctor", "--machine", "no-such-file"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

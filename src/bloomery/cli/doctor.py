@@ -1,0 +1,181 @@
+"""`bloomery doctor`: why this machine does not train, what mends it, and what a message means."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bloomery.cli.common import print_json
+from bloomery.errors import UserError
+
+if TYPE_CHECKING:
+    from bloomery.hardware.doctor_finding import Finding
+    from bloomery.hardware.machine import Machine
+
+LONGEST_NAME = 1_000  # of a file; a longer text after --explain is the message itself
+
+
+@click.command()
+@click.option("--probe", is_flag=True, help="Try everything on the devices: products, attention, compiling (a minute).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option("--machine", type=click.Path(path_type=Path), metavar="FILE", help="Diagnose a record or bundle instead.")
+@click.option("--explain", metavar="TEXT", help="Say what a message, a log file or (-) what is piped in means.")
+@click.option("--fix", type=int, metavar="N", help="Mend finding N, after asking; never as root.")
+@click.option("--bundle", type=click.Path(path_type=Path), metavar="FILE", help="Write what a maintainer needs.")
+@click.option("--docker", is_flag=True, help="Print the line that starts a container with this machine's GPUs.")
+def command(
+    probe: bool,
+    as_json: bool,
+    machine: Path | None,
+    explain: str | None,
+    fix: int | None,
+    bundle: Path | None,
+    docker: bool,
+) -> int:
+    """Say whether this machine can train, what stops or slows it, and the command that mends it.
+
+    Exit code 1 when something stops training. Example: bloomery doctor --explain "HIP error: invalid device function"
+    """
+    from bloomery.hardware.doctor import diagnose, ready
+
+    began = time.monotonic()
+    _only_here(machine, probe=probe, fix=fix is not None)
+    examined = examine(machine, probe=probe)
+    if explain is not None:
+        return _explain(explain, examined, as_json=as_json)
+    if docker:
+        return _docker(examined)
+    findings = diagnose(examined)
+    if fix is not None:
+        return _fix(fix, findings, examined)
+    if bundle is not None:
+        return _bundle(bundle, findings, examined)
+    if as_json:
+        print_json({"ready": ready(findings), "findings": [document(finding) for finding in findings]})
+    else:
+        from bloomery.cli.doctor_page import page
+        from bloomery.cli.doctor_then import then_lines
+
+        then = then_lines(examined, ready=ready(findings))
+        click.echo("\n".join(page(examined, findings, seconds=time.monotonic() - began, then=then)))
+    return 0 if ready(findings) else 1
+
+
+def _only_here(machine: Path | None, **flags: bool) -> None:
+    for name, given in flags.items():
+        if given and machine is not None:
+            remedy = f"leave out --machine, or run --{name} on that machine"
+            raise UserError(
+                f"--{name} works on this machine alone", where=f"--machine {machine}", remedy=remedy, code=2
+            )
+
+
+def examine(file: Path | None, *, probe: bool) -> "Machine":
+    """The machine of `file`, or this one with what its probes found, now or earlier."""
+    from bloomery.hardware.detect import detect
+    from bloomery.hardware.probes import cached_probes, run_probes
+
+    if file is not None:
+        return read_record(file)
+    here = detect()
+    found = run_probes(here, on_progress=_progress) if probe else cached_probes(here)
+    return here.model_copy(update={"probes": found})
+
+
+def read_record(file: Path) -> "Machine":
+    """A machine.json of a run, or the machine in a bundle. Raises UserError (code 2)."""
+    import json
+
+    from pydantic import ValidationError
+
+    from bloomery.hardware.machine import Machine
+
+    try:
+        content = json.loads(file.expanduser().read_bytes())
+        return Machine.model_validate(content.get("machine", content) if isinstance(content, dict) else content)
+    except (OSError, ValueError, ValidationError) as error:
+        remedy = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
+        raise UserError("this file is no record of a machine", where=str(file), remedy=remedy, code=2) from error
+
+
+def _progress(name: str, done: int, total: int) -> None:
+    """One line on stderr, rewritten on a terminal and silent elsewhere."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\033[Kprobing    {done + 1} of {total}: {name}", nl=False, err=True)
+        if done + 1 == total:
+            click.echo("\r\033[K", nl=False, err=True)
+
+
+def document(finding: "Finding") -> dict[str, Any]:
+    """A finding as JSON."""
+    names = ("id", "level", "what", "evidence", "mend", "prove")
+    return {name: getattr(finding, name) for name in names}
+
+
+def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
+    """What is known of a message: on this machine, else on any."""
+    from bloomery.cli.doctor_page import explained_lines
+    from bloomery.hardware.doctor_finding import Finding
+    from bloomery.hardware.symptoms import match
+
+    told = _told(text)
+    known = match(told, machine=machine) or match(told)
+    findings = [
+        Finding(
+            id=one.id,
+            level=one.level,
+            what=f"{one.what}: {one.cause}",
+            evidence=one.line[:300],
+            mend=one.remedy,
+            prove=one.prove,
+        )
+        for one in known
+    ]
+    if as_json:
+        print_json({"findings": [document(finding) for finding in findings]})
+    else:
+        click.echo("\n".join(explained_lines(findings, known[0].cites if known else ())))
+    return 0
+
+
+def _told(text: str) -> str:
+    """The text itself, that of the file it names, or what is piped in for "-"."""
+    if text == "-":
+        return sys.stdin.buffer.read().decode(errors="replace")
+    file = Path(text).expanduser()
+    try:
+        named = len(text) < LONGEST_NAME and "\n" not in text and file.is_file()
+        return file.read_text(errors="replace") if named else text
+    except OSError as error:
+        remedy = "make it readable, or pipe it: `bloomery doctor --explain -` reads what is piped in"
+        raise UserError(f"{text} cannot be read: {error.strerror}", where="--explain", remedy=remedy, code=2) from error
+
+
+def _docker(machine: "Machine") -> int:
+    from bloomery.hardware.doctor_docker import run_lines
+
+    click.echo("\n".join(run_lines(machine)))
+    return 0
+
+
+def _fix(number: int, findings: "Sequence[Finding]", machine: "Machine") -> int:
+    from bloomery.cli.doctor_fix import mend
+
+    mend(number, findings, machine, ask=_confirm)
+    return 0
+
+
+def _confirm(question: str) -> bool:
+    return click.confirm(question, default=False)
+
+
+def _bundle(file: Path, findings: "Sequence[Finding]", machine: "Machine") -> int:
+    from bloomery.cli.doctor_bundle import write_bundle
+
+    size = write_bundle(file, machine, [document(finding) for finding in findings])
+    click.echo(f"bundle     {file} ({size / 1000:.0f} kB): this machine, what was found, the end of the last run's log")
+    click.echo("           names of users, hosts and groups are taken out; read it before you attach it to a report")
+    return 0

@@ -1,0 +1,90 @@
+"""What `bloomery doctor --bundle FILE` writes: the machine, the findings, the end of the last log. Nobody's names."""
+
+import getpass
+import json
+import platform
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bloomery import __version__
+from bloomery.cli.common import all_runs, plain
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Machine
+from bloomery.monitor.scrub import scrub
+
+LOG_LINES = 200
+COMMON_GROUPS = frozenset(("root", "video", "render", "sudo", "wheel", "docker", "users", "adm", "dialout", "nogroup"))
+PRIVATE_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PARTITION")
+
+
+def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]]) -> int:
+    """Bytes written. Raises UserError when the file cannot be."""
+    runs = all_runs()
+    log = runs[-1] / "log.txt" if runs else None
+    tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log is not None and log.is_file() else []
+    content = {
+        "bloomery": __version__,
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": plain(nameless(machine).model_dump(mode="json", exclude_defaults=True)),
+        "findings": plain(list(findings)),
+        "last_run_log": tail,
+    }
+    text = private(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
+    try:
+        file.expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        remedy = "name a file in a folder of yours: bloomery doctor --bundle ~/report.json"
+        raise UserError(f"the bundle cannot be written: {error.strerror}", where=str(file), remedy=remedy) from error
+    return len(text.encode())
+
+
+def nameless(machine: Machine) -> Machine:
+    """Without names of people, groups, hosts and single chips; what belongs together stays together."""
+    groups: dict[str, str] = {}
+    host = machine.host
+    access = host.access.model_copy(
+        update={
+            "groups": tuple(_group(name, groups) for name in host.access.groups),
+            "listed_groups": tuple(_group(name, groups) for name in host.access.listed_groups),
+            "kfd_group": _group(host.access.kfd_group, groups) if host.access.kfd_group else "",
+        }
+    )
+    slurm = {name: value for name, value in host.around.slurm.items() if not PRIVATE_SLURM.search(name)}
+    around = host.around.model_copy(update={"slurm": slurm})
+    chips: dict[str, str] = {}
+    devices = tuple(
+        device.model_copy(
+            update={
+                "unique_id": chips.setdefault(device.unique_id, f"chip-{len(chips)}") if device.unique_id else "",
+                "hive_id": chips.setdefault(device.hive_id, f"chip-{len(chips)}") if device.hive_id else "",
+            }
+        )
+        for device in machine.accelerators
+    )
+    host = host.model_copy(update={"access": access, "around": around})
+    return machine.model_copy(update={"accelerators": devices, "host": host})
+
+
+def _group(name: str, seen: dict[str, str]) -> str:
+    return name if name in COMMON_GROUPS else seen.setdefault(name, f"group{len(seen) + 1}")
+
+
+def private(text: str) -> str:
+    """Without this user's home, name and host, and without secrets."""
+    home = str(Path.home())
+    text = text.replace(home, "~") if home != "/" else text
+    text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", text)
+    for name, instead in ((_user(), "user"), (platform.node(), "host")):
+        if len(name) > 2 and name not in ("root", "localhost"):
+            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
+    return scrub(text)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in containers
+        return ""

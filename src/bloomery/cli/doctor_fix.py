@@ -1,0 +1,138 @@
+"""What `bloomery doctor --fix N` changes: pip's constraints of this environment, or a line of a shell file."""
+
+import configparser
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import click
+
+from bloomery.errors import UserError
+from bloomery.hardware.doctor_finding import Finding, Fix
+from bloomery.hardware.machine import Machine
+
+PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
+BACKUP = ".before-bloomery"
+UNFIT = ("wrong-build", "wheel-unfit", "arch-not-in-wheel", "device-package-missing", "no-torch", "torch-too-old")
+
+
+def mend(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]) -> None:
+    """Mend the finding of that number after asking. Raises UserError where only the user can."""
+    if not 1 <= number <= len(findings):
+        there = f"there are {len(findings)}" if findings else "there is none"
+        raise UserError(f"there is no finding {number}: {there}", where="--fix", remedy="bloomery doctor", code=2)
+    finding = findings[number - 1]
+    by_hand = "\n       ".join(finding.mend)
+    if not finding.fixes:
+        raise UserError("this is yours to mend", where=f"{number}: {finding.what}", remedy=by_hand)
+    unfit = next((other for other in findings if other.id in UNFIT), None)
+    if finding.fixes[0].kind == "pin" and unfit is not None:
+        remedy = "\n       ".join(unfit.mend)
+        raise UserError("this PyTorch is not the one to pin", where=unfit.what, remedy=remedy)
+    for fix in finding.fixes:
+        _do(fix, machine, ask, by_hand)
+
+
+def _do(fix: Fix, machine: Machine, ask: Callable[[str], bool], by_hand: str) -> None:
+    files = changes(fix, machine)
+    for file, text in files.items():
+        click.echo(f"change     {file}")
+        for line in _difference(file, text):
+            click.echo(f"           {line}")
+    if not sys.stdin.isatty():
+        remedy = f"run it on a terminal, or type: {_typed(fix, files)}" if fix.kind == "unset" else _typed(fix, files)
+        raise UserError("nobody is there to ask", where="--fix changes files only when it is allowed to", remedy=remedy)
+    if not ask("Change it? A copy of what was there is kept beside it."):
+        click.echo("left       as it was")
+        return
+    for file, text in files.items():
+        _write(file, text, by_hand)
+    last = "open a new shell, or unset it in this one" if fix.kind == "unset" else "pip now refuses to replace it"
+    click.echo(f"done       {last}")
+
+
+def changes(fix: Fix, machine: Machine) -> dict[Path, str]:
+    """The files that a fix changes, with what they hold afterwards. Raises UserError when a line is not there."""
+    return _without_line(fix) if fix.kind == "unset" else _pinned(Path(sys.prefix), machine)
+
+
+def _without_line(fix: Fix) -> dict[Path, str]:
+    file = Path(fix.file).expanduser()
+    lines = file.read_text(errors="surrogateescape").splitlines(keepends=True) if file.is_file() else []
+    if not 1 <= fix.line <= len(lines) or fix.name not in lines[fix.line - 1]:
+        raise UserError(
+            f"line {fix.line} no longer sets {fix.name}", where=str(file), remedy=f"grep -n {fix.name} {fix.file}"
+        )
+    lines[fix.line - 1] = "# " + lines[fix.line - 1]
+    return {file: "".join(lines)}
+
+
+def _pinned(prefix: Path, machine: Machine) -> dict[Path, str]:
+    """As `make setup` pins: the environment's pip.conf names a file of constraints, and that names the versions."""
+    config = prefix / "pip.conf"
+    text = config.read_text() if config.is_file() else ""
+    parser = configparser.RawConfigParser(strict=False)
+    parser.read_string(text or "[install]\n")
+    named = parser.get("install", "constraint", fallback="").split()
+    if named:
+        constraints, changed = Path(unquote(urlparse(named[0]).path or named[0])), {}
+    else:
+        constraints = prefix / "torch-pin.txt"
+        changed = {config: _with_constraint(text, constraints)}
+    old = constraints.read_text().splitlines() if constraints.is_file() else []
+    versions = {name: version for name in PINNED if (version := _version(name))}
+    if machine.software.torch and "+" in machine.software.torch:
+        versions["torch"] = machine.software.torch  # as torch itself says it: with the build
+    kept = [line for line in old if re.split(r"[=<>~! @]", line.strip())[0].lower() not in versions]
+    return {constraints: "\n".join([*kept, *(f"{n}=={v}" for n, v in versions.items())]) + "\n", **changed}
+
+
+def _with_constraint(text: str, constraints: Path) -> str:
+    line = f"constraint = {constraints.as_uri()}\n"
+    if re.search(r"^\[install\]\s*$", text, re.MULTILINE):
+        return re.sub(r"^(\[install\][^\n]*\n?)", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)
+    return f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}[install]\n{line}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _difference(file: Path, text: str) -> list[str]:
+    """Lines that go and lines that come."""
+    old = file.read_text(errors="surrogateescape").splitlines() if file.is_file() else []
+    new = text.splitlines()
+    return [f"- {line}" for line in old if line not in new] + [f"+ {line}" for line in new if line not in old]
+
+
+def _typed(fix: Fix, files: dict[Path, str]) -> str:
+    """What a person types instead."""
+    if fix.kind == "unset":
+        return f"sed -i.bak '{fix.line}s/^/# /' {fix.file}"
+    constraints = next(iter(files))
+    pins = " ".join(f"'{line}'" for line in files[constraints].splitlines() if line)
+    lines = [f"printf '%s\\n' {pins} > {constraints}"]
+    if len(files) > 1:
+        lines.append(f"python -m pip config --site set install.constraint {constraints.as_uri()}")
+    return "\n       ".join(lines)
+
+
+def _write(file: Path, text: str, by_hand: str) -> None:
+    """Never half a file, and a copy of what was there stays."""
+    try:
+        if file.is_file():
+            shutil.copy2(file, file.with_name(file.name + BACKUP))
+        fresh = file.with_name(file.name + ".new")
+        fresh.write_text(text, errors="surrogateescape")
+        if file.exists():
+            shutil.copymode(file, fresh)
+        fresh.replace(file.resolve())  # a dotfile may be a link into a repository
+    except OSError as error:
+        raise UserError(f"it cannot be written: {error.strerror}", where=str(file), remedy=by_hand) from error

@@ -1,0 +1,371 @@
+"""`bloomery doctor` as people and programs meet it."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli, main
+from bloomery.cli.doctor_bundle import nameless, private
+from bloomery.cli.doctor_fix import BACKUP, changes, mend
+from bloomery.errors import UserError
+from bloomery.hardware.doctor import diagnose
+from bloomery.hardware.doctor_docker import run_lines
+from bloomery.hardware.doctor_finding import Fix
+from bloomery.hardware.machine import read_machine
+
+MACHINES = Path(__file__).parent.parent / "machines"
+NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def _a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def doctor(*words: str, given: str | None = None):
+    return CliRunner().invoke(cli, ["doctor", *words], input=given, standalone_mode=False)
+
+
+def record(name: str) -> str:
+    return str(MACHINES / f"{name}.json")
+
+
+def test_the_page_of_the_wrong_wheel():
+    done = doctor("--machine", record("rx-6700-xt-wrong-wheel-override"))
+    lines = done.output.splitlines()
+    assert done.return_value == 1
+    assert lines[0].startswith(
+        "Not ready: this PyTorch was built for NVIDIA and the card is AMD. Two commands mend it."
+    )
+    assert lines[0].endswith(" s")
+    assert len(lines[0]) == 100
+    assert lines[2].startswith(
+        "gpu 0     AMD Radeon RX 6700 XT · gfx1031 · 11.98 GiB, 0.61 used by others · amdgpu of Linux"
+    )
+    assert lines[3] == "torch     2.13.0+cu130 · Python 3.12.4 · ~/go-coder/.venv"
+    assert lines[4] == "access    /dev/kfd and /dev/dri/renderD128 open for you"
+    assert lines[6] == "1  stops  PyTorch finds no GPU: it was built for NVIDIA and the card is AMD"
+    assert "   mend   pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ \\" in lines
+    assert "              'torch[device-gfx1031]==2.13.0+rocm10.0.0'" in lines
+    assert "   seen   ~/.bashrc line 118" in lines
+    assert any(line.startswith("then      float16 + loss scaling · blockwise attention") for line in lines)
+    assert "go-coder-125m fits (" in done.output
+    assert lines[-1].endswith("exit 1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_a_hundred_columns_wide_and_says_how_it_ends(name):
+    done = doctor("--machine", record(name))
+    assert max(map(len, done.output.splitlines())) <= 100, [li for li in done.output.splitlines() if len(li) > 100]
+    assert done.output.splitlines()[-1].endswith(f"exit {done.return_value}")
+    assert done.output.startswith("Not ready: " if done.return_value else "Ready")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_json_holds_what_the_contract_says(name):
+    done = doctor("--machine", record(name), "--json")
+    told = json.loads(done.output)
+    assert told.keys() == {"ready", "findings"}
+    assert told["ready"] == (done.return_value == 0)
+    for finding in told["findings"]:
+        assert finding.keys() == {"id", "level", "what", "evidence", "mend", "prove"}
+        assert finding["level"] in ("stops", "slows", "note")
+        assert isinstance(finding["mend"], list)
+
+
+def test_a_laptop_without_a_gpu_is_told_what_that_means_and_what_to_do():
+    lines = doctor("--machine", record("laptop-without-a-gpu")).output.splitlines()
+    assert lines[0].startswith("Ready, without a GPU: small models train on this machine's CPU.")
+    assert lines[5].startswith("1  note   no GPU here can train: all runs on the CPU")
+    assert "   mend   bloomery demo                             a small model, on this machine" in lines
+
+
+def test_eight_gpus_are_one_line():
+    lines = doctor("--machine", record("mi300x-node")).output.splitlines()
+    assert sum(line.startswith("gpu ") for line in lines) == 1
+    assert lines[2].startswith("gpu 0-7   AMD Instinct MI300X · gfx942")
+
+
+def test_this_machine_is_examined_in_under_five_seconds_without_torch():
+    script = (
+        "import sys, json\nfrom bloomery.cli import main\n"
+        "try: main(['doctor', '--json'])\nexcept SystemExit as end: code = end.code\n"
+        "print(json.dumps(['torch' in sys.modules, code]), file=sys.stderr)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert time.monotonic() - began < 5
+    told = json.loads(done.stdout)
+    torch_was_imported, code = json.loads(done.stderr.splitlines()[-1])
+    assert not torch_was_imported
+    assert code == (0 if told["ready"] else 1)
+
+
+# --explain
+
+
+def test_a_message_is_explained():
+    done = doctor("--explain", "RuntimeError: HIP error: invalid device function", "--machine", record("rx-6700-xt"))
+    assert done.return_value == 0
+    assert done.output.startswith("1  stops  the wheel has no kernels for this AMD chip")
+    assert "torch[device-gfx1031]" in done.output
+    assert "ROCm/rocALUTION#197" in done.output
+
+
+def test_a_log_file_and_a_pipe_are_read(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("step 1\nOSError: [Errno 28] No space left on device\n")
+    assert json.loads(doctor("--explain", str(log), "--json").output)["findings"][0]["id"] == "disk-full"
+    assert (
+        json.loads(doctor("--explain", "-", "--json", given=log.read_text()).output)["findings"][0]["id"] == "disk-full"
+    )
+
+
+def test_what_nobody_knows_is_empty_for_programs_and_a_next_step_for_people():
+    assert json.loads(doctor("--explain", "the moon is made of cheese", "--json").output) == {"findings": []}
+    said = doctor("--explain", "the moon is made of cheese").output
+    assert said == "unknown: bloomery doctor --bundle report.json collects what a maintainer needs\n"
+
+
+def test_a_message_of_another_kind_of_machine_is_explained_too():
+    done = doctor("--explain", "CUDA out of memory", "--json", "--machine", record("rx-6700-xt"))
+    assert json.loads(done.output)["findings"][0]["id"] == "cuda-out-of-memory"
+
+
+# --machine, wrong words
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"host": 3}'])
+def test_a_file_that_is_no_machine(tmp_path, content):
+    file = tmp_path / "machine.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        raise doctor("--machine", str(file)).exception
+    assert caught.value.code == 2
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("flag", [["--probe"], ["--fix", "1"]])
+def test_what_works_on_this_machine_alone(flag):
+    with pytest.raises(UserError, match="works on this machine alone"):
+        raise doctor("--machine", record("h200"), *flag).exception
+
+
+# --probe
+
+
+def test_probes_are_run_shown_and_judged(monkeypatch):
+    from bloomery.hardware import probes
+    from bloomery.hardware.machine import Probe
+
+    found = (Probe(name="device", outcome="ok"), Probe(name="compile", outcome="hung", said="no answer within 120 s"))
+    monkeypatch.setattr(probes, "run_probes", lambda machine, on_progress: found)
+    told = json.loads(doctor("--probe", "--json").output)
+    assert "probe-compile" in [finding["id"] for finding in told["findings"]]
+    assert "Probed here: 1 of 2 are well." in doctor("--probe").output
+
+
+# --fix
+
+
+def finding_of(name: str, id: str):
+    machine = read_machine(MACHINES / f"{name}.json")
+    findings = diagnose(machine)
+    return next(number for number, one in enumerate(findings, 1) if one.id == id), findings, machine
+
+
+def on_a_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
+
+
+def test_a_line_of_a_shell_file_is_silenced_and_a_copy_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    on_a_terminal(monkeypatch)
+    bashrc = tmp_path / ".bashrc"
+    before = "alias ll='ls -l'\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\necho hi\n"
+    bashrc.write_text(before)
+    asked = []
+    mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: asked.append(question) or True)
+    assert asked
+    assert bashrc.read_text() == before.replace("export HSA", "# export HSA")
+    assert (tmp_path / f".bashrc{BACKUP}").read_text() == before
+
+
+def test_no_leaves_everything_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    on_a_terminal(monkeypatch)
+    bashrc = tmp_path / ".bashrc"
+    bashrc.write_text("\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\n")
+    before = bashrc.read_text()
+    mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: False)
+    assert bashrc.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [".bashrc"]
+
+
+def test_without_a_terminal_the_command_is_said_instead(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".bashrc").write_text("\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\n")
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115, PTH123
+    with pytest.raises(UserError, match="nobody is there to ask") as caught:
+        mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: True)
+    command = caught.value.remedy.partition("or type: ")[2]
+    subprocess.run(["bash", "-c", command], check=True, env={**os.environ, "HOME": str(tmp_path)})
+    assert "# export HSA_OVERRIDE" in (tmp_path / ".bashrc").read_text()
+
+
+def test_a_line_that_moved_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".bashrc").write_text("something else\n")
+    with pytest.raises(UserError, match="no longer sets"):
+        changes(
+            Fix(kind="unset", name="HSA_OVERRIDE_GFX_VERSION", file="~/.bashrc", line=1),
+            read_machine(MACHINES / "wsl.json"),
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, "", "[global]\ntimeout = 60\n", "[install]\nno-compile = true\n", "[install]\nconstraint = {file}\n"],
+)
+def test_the_pin_is_what_the_doctor_looks_for(tmp_path, monkeypatch, config):
+    """pip itself is asked whether the constraint holds."""
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    file = tmp_path / "mine.txt"
+    file.write_text("numpy<3\ntorch==1.0\n")
+    if config is not None:
+        (tmp_path / "pip.conf").write_text(config.replace("{file}", str(file)))
+    machine = read_machine(MACHINES / "mi300x-node.json")
+    for path, text in changes(Fix(kind="pin"), machine).items():
+        path.write_text(text)
+    environment = {**os.environ, "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
+    told = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "install.constraint"],
+        capture_output=True, text=True, check=True, env=environment,
+    ).stdout.strip()  # fmt: skip
+    pinned = Path(told.removeprefix("file://")).read_text().splitlines()
+    assert f"torch=={machine.software.torch}" in pinned
+    assert "torch==1.0" not in pinned
+    if config and "constraint" in config:
+        assert "numpy<3" in pinned
+    if config and "timeout" in config:
+        assert "timeout = 60" in (tmp_path / "pip.conf").read_text()
+
+
+def test_a_wrong_build_is_never_pinned():
+    with pytest.raises(UserError, match="not the one to pin") as caught:
+        mend(*finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True)
+    assert "torch[device-gfx1031]" in caught.value.remedy
+
+
+def test_what_only_the_user_can_do_is_said():
+    with pytest.raises(UserError, match="yours to mend") as caught:
+        mend(*finding_of("user-outside-render", "not-in-group"), ask=lambda question: True)
+    assert caught.value.remedy.startswith("sudo usermod")
+    _, findings, machine = finding_of("user-outside-render", "not-in-group")
+    with pytest.raises(UserError, match="there is no finding 9") as caught:
+        mend(9, findings, machine, ask=lambda question: True)
+    assert caught.value.code == 2
+
+
+def test_on_a_real_terminal_it_asks(tmp_path):
+    """Nothing is answered: Ctrl+D leaves everything as it was."""
+    parent, child = pty.openpty()
+    script = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from bloomery.cli.doctor import _confirm\nprint('said', _confirm('Change it?'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=child, stdout=subprocess.PIPE, text=True)
+    os.write(parent, b"\n")
+    said, _ = process.communicate(timeout=60)
+    os.close(parent)
+    os.close(child)
+    assert said.rstrip().endswith("said False")
+
+
+# --bundle
+
+
+def test_a_bundle_names_nobody_and_can_be_diagnosed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("LOGNAME", "alice")
+    run = tmp_path / "runs/one"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("name: one\n")
+    (run / "log.txt").write_text("/home/alice/data hf_abcdefghijklmnopqrstuvwx\nalice@box: RuntimeError: No HIP GPUs\n")
+    done = doctor("--machine", record("user-outside-render"), "--bundle", "report.json")
+    assert done.return_value == 0
+    text = (tmp_path / "report.json").read_text()
+    for secret in ("alice", "hf_abc", '"sam"', "0x4d0aa17be9c35f26"):
+        assert secret not in text, secret
+    told = json.loads(text)
+    assert told.keys() == {"bloomery", "made", "machine", "findings", "last_run_log"}
+    assert "No HIP GPUs" in told["last_run_log"][-1]
+    again = json.loads(doctor("--machine", "report.json", "--json").output)
+    direct = json.loads(doctor("--machine", record("user-outside-render"), "--json").output)
+    assert [one["id"] for one in again["findings"]] == [one["id"] for one in direct["findings"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_taking_names_out_changes_no_diagnosis(name):
+    machine = read_machine(MACHINES / f"{name}.json")
+    assert [one.id for one in diagnose(nameless(machine))] == [one.id for one in diagnose(machine)]
+
+
+def test_a_host_name_is_taken_out(monkeypatch):
+    monkeypatch.setattr("platform.node", lambda: "secretbox")
+    assert private("on secretbox, in secretbox-data") == "on host, in secretbox-data"
+
+
+def test_a_bundle_that_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        raise doctor("--machine", record("h200"), "--bundle", str(tmp_path / "no/such/folder.json")).exception
+
+
+# --docker
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "rx-6700-xt",
+            ["docker run", "--device=/dev/kfd --device=/dev/dri --group-add=992", "--ipc=host", ":rocm"],
+        ),
+        ("container-without-kfd", ["--group-add=$(stat -c %g /dev/kfd)"]),
+        ("h200", ["--gpus all", "bloomery:cuda"]),
+        ("laptop-without-a-gpu", ["bloomery:cpu"]),
+        ("strix-halo", ["podman run", "--group-add=keep-groups", "--security-opt=label=disable"]),
+        ("mi250x-frontier-slurm", ["srun", "apptainer exec --rocm"]),
+        ("wsl", ["--device=/dev/dxg", "HSA_ENABLE_DXG_DETECTION=1"]),
+    ],
+)
+def test_the_run_line_is_this_machines(name, words):
+    lines = run_lines(read_machine(MACHINES / f"{name}.json"))
+    for word in words:
+        assert word in lines[-1]
+    assert doctor("--docker", "--machine", record(name)).output.splitlines() == list(lines)
+    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_image_of_the_build_line_exists():
+    root = Path(__file__).parents[2]
+    for name in NAMES:
+        first = run_lines(read_machine(MACHINES / f"{name}.json"))[0]
+        if "docker/Dockerfile" in first:
+            assert (root / first.split("-f ")[1].split()[0]).is_file()
+
+
+def test_main_ends_with_the_code(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--machine", record("rx-7900-xt-cuda-wheel")])
+    assert caught.value.code == 1
+    assert "Not ready" in capsys.readouterr().out
