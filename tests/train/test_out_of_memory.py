@@ -26,7 +26,7 @@ class Allocator(TorchDispatchMode):
 
     def __init__(self, place: str, rows: int, *, since: int = 1, times: int = 99) -> None:
         super().__init__()
-        self.model = None
+        self.model = None  # until the run is built: before that there is room
         self.place, self.rows, self.since, self.left, self.steps = place, rows, since, times, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -40,9 +40,11 @@ class Allocator(TorchDispatchMode):
         return isinstance(made, torch.Tensor) and made.ndim >= 3 and made.shape[0] >= self.rows
 
     def _where(self) -> str:
+        if self.model is None:
+            return "building"
         if torch._C._current_autograd_node() is not None:
             return "backward"
-        return "forward" if self.model is None or self.model.training else "evaluation"
+        return "forward" if self.model.training else "evaluation"
 
     def note(self, event) -> None:
         self.steps = event.step if isinstance(event, StepDone) else self.steps
