@@ -1,0 +1,88 @@
+"""Two steps of a plan's real training code on fake tensors, and what was alive at the peak of the second."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from bloomery.data.loader import Batch
+from bloomery.model.decoder import Block, Decoder
+from bloomery.parallel.apply import checkpoint_block
+from bloomery.plan.types import Plan
+from bloomery.simulate.answers import Answers
+from bloomery.simulate.compiled import compile_blocks, fused_head
+from bloomery.simulate.gpu_kernels import gpu_kernels
+from bloomery.simulate.shards import fake_mesh, norms_over_shards, shard
+from bloomery.simulate.tracker import Tracker
+from bloomery.train.objectives import pretraining
+from bloomery.train.optimizers import build_optimizer
+from bloomery.train.step import LossScale, Trainee, train_step
+
+
+def simulated_step(
+    plan: Plan, *, fused: bool, shards: int = 1, say: Callable[[str], None] = lambda _text: None
+) -> dict[str, float]:
+    """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
+
+    Two micro-batches stand for any number of them: from the second one on gradients are added to gradients.
+    """
+    gpu = plan.train.device != "cpu"
+    mesh = fake_mesh(shards) if shards > 1 else None
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        gpu_kernels(fused=fused) if gpu else nullcontext(),
+        fused_head() if plan.train.compile else nullcontext(),
+        norms_over_shards() if shards > 1 else nullcontext(),
+    ):
+        tracker = Tracker()
+        trainee = build(plan, tracker, mesh)
+        tracker.ask(lambda: _gradients(trainee))
+        batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
+        tracker.call("weights", trainee.model.parameters())
+        tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values()])
+        objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+        for number in ("first", "second"):
+            say(f"the {number} of two steps")
+            tracker.forget_peak()
+            with tracker, Answers(gpu=gpu):
+                train_step(trainee, batches, objective, plan=plan.train, share=1.0)
+            tracker.call("optimizer", states(trainee))
+    return tracker.peak
+
+
+def _gradients(trainee: Trainee) -> list[Tensor]:
+    return [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
+
+
+def states(trainee: Trainee) -> Iterator[Tensor]:
+    """Everything that the optimizer keeps from step to step."""
+    for member in trainee.optimizer.members:
+        for state in member.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def build(plan: Plan, tracker: Tracker, mesh: DeviceMesh | None) -> Trainee:
+    """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if plan.train.precision == "bfloat16-pure" else torch.float32)
+    try:
+        model = Decoder(plan.model.config, attention=plan.model.attention)
+    finally:
+        torch.set_default_dtype(usual)
+    if plan.train.compile:
+        compile_blocks((block for block in model.model.layers if isinstance(block, Block)), tracker.unseen)
+    for index, block in enumerate(model.model.layers):
+        checkpoint_block(block, plan.train.activation_checkpointing, index=index)
+    if mesh is not None:
+        shard(model, plan.train.precision, mesh)
+    scale = LossScale() if plan.train.precision == "float16" else None
+    return Trainee(model, build_optimizer(model, plan.optimizer), scale)
+
+
+def _batch(plan: Plan) -> Batch:
+    shape = plan.train.micro_batch, plan.data.sequence_length
+    numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
+    return Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])

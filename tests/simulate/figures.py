@@ -1,0 +1,55 @@
+"""Prints the tables of docs/memory.md: `python tests/simulate/figures.py`; the tests hold such cases to their bars."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "plan"), str(ROOT / "benchmarks")]
+
+from plan_help import gpu_machine, machine  # noqa: E402
+from steps_for_tests import counted, measured, simulated, small_plan  # noqa: E402
+
+from bloomery.hardware.profile import build_profile  # noqa: E402
+from bloomery.plan.resolve import resolve  # noqa: E402
+from bloomery.recipe.load import load_recipe  # noqa: E402
+from bloomery.units import MIB  # noqa: E402
+
+STEPS = {
+    "Llama's shape, float32": {},
+    "Llama's shape, bfloat16": {"precision": "bfloat16"},
+    "the same, checkpointing full": {"precision": "bfloat16", "activation_checkpointing": "full"},
+    "the same, checkpointing selective": {"precision": "bfloat16", "activation_checkpointing": "selective"},
+    "the same, three micro-batches": {"precision": "bfloat16", "micro_batches": 3},
+    "the same, compiled": {"precision": "bfloat16", "compile": True},
+    "GPT-2's shape, float32, dropout": {"family": "gpt2", "dropout": 0.1},
+    "GPT-2's shape, bfloat16, dropout": {"family": "gpt2", "dropout": 0.1, "precision": "bfloat16"},
+    "the same with `sdpa`: every score kept": {
+        "family": "gpt2", "dropout": 0.1, "precision": "bfloat16", "attention": "sdpa",
+    },
+    "Qwen 3's shape, bfloat16-pure": {"family": "qwen3", "precision": "bfloat16-pure"},
+}  # fmt: skip
+
+
+def recipes() -> None:
+    print("| recipe | device | counted MiB | simulated MiB | difference |\n|---|---|--:|--:|--:|")
+    for recipe in ("demo", "go-coder-tiny", "go-coder-125m", "go-coder-medium"):
+        for device in ("a CPU", "RX 6700 XT", "MI300X", "MI50 16GB"):
+            here = machine() if device == "a CPU" else gpu_machine(device)
+            plan = resolve(load_recipe(recipe), here)
+            fake = simulated(plan, fused=build_profile(here).attention.value == "fused")
+            told = plan.memory.allocated
+            row = f"| {recipe} | {device} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
+            print(row, flush=True)
+
+
+def steps() -> None:
+    print("| step | counted MiB | simulated MiB | measured MiB |\n|---|--:|--:|--:|")
+    for name, settings in STEPS.items():
+        plan = small_plan(**settings)
+        figures = counted(plan), simulated(plan), measured(plan)
+        print(f"| {name} | " + " | ".join(f"{figure / MIB:.1f}" for figure in figures) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    recipes()
+    steps()

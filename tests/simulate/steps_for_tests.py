@@ -1,0 +1,87 @@
+"""One small training step three ways: counted from shapes, run on fake tensors, and run and measured."""
+
+from dataclasses import replace
+
+import torch
+from memory_tracker import peak_bytes
+from plan_help import loaded, machine
+
+from bloomery.data.loader import Batch
+from bloomery.plan.memory import Occupancy, tensor_bytes
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import Plan
+from bloomery.simulate.step import simulated_step
+from bloomery.train.objectives import pretraining
+from bloomery.train.state import build_state
+from bloomery.train.step import train_step
+
+SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "max_positions": 256, "vocab_size": 1024}
+
+
+def small_plan(
+    family: str = "llama", *, dropout: float = 0.0, rows: int = 4, micro_batches: int = 1, optimizer: str = "adamw",
+    sizes: dict[str, int] | None = None, chunk: int | None = None, device: str = "cpu",
+    attention: str = "per_document", **train: object,
+) -> Plan:  # fmt: skip
+    """Rows of 256 tokens in documents of 64; `train`: precision, compile, activation_checkpointing."""
+    shape = SIZES | ({} if family == "gpt2" else {"num_kv_heads": 2}) | (sizes or {})
+    settings = {"precision": "float32", "compile": False} | train
+    recipe = loaded(
+        model={"family": family, **shape},
+        data={"sequence_length": 256},
+        optimizer={"kind": optimizer},
+        train={"micro_batch": rows, "tokens_per_step": 256 * rows * micro_batches, **settings},
+    )
+    plan = resolve(recipe, machine())
+    rates = dict.fromkeys(("residual_dropout", "attention_dropout", "embedding_dropout"), dropout)
+    model = plan.model.model_copy(
+        update={
+            "config": replace(plan.model.config, **rates),
+            "attention": attention,
+            "score_chunk": chunk or plan.model.score_chunk,
+        }
+    )
+    return plan.model_copy(
+        update={"model": model, "train": plan.train.model_copy(update={"device": device, "threads": 1})}
+    )
+
+
+def counted(plan: Plan) -> float:
+    """Bytes from shapes alone."""
+    train = plan.train
+    load = Occupancy(
+        config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch=train.micro_batch,
+        precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
+        checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
+        context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
+    )  # fmt: skip
+    return sum(tensor_bytes(load).values())
+
+
+def simulated(plan: Plan, *, fused: bool = True, shards: int = 1) -> float:
+    """Bytes on fake tensors."""
+    return sum(simulated_step(plan, fused=fused, shards=shards).values())
+
+
+def measured(plan: Plan) -> float:
+    """Bytes that the CPU's allocator hands out, of the third step."""
+    torch.set_num_threads(1)
+    trainee = build_state(plan).trainee
+    objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+    batches = [_batch(plan) for _ in range(plan.train.accumulation)]
+
+    def step() -> None:
+        train_step(trainee, batches, objective, plan=plan.train, share=1.0)
+
+    step()
+    step()
+    held = [*trainee.model.parameters(), *trainee.optimizer.named_tensors().values()]
+    held += [tensor for batch in batches for tensor in vars(batch).values()]
+    return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
+
+
+def _batch(plan: Plan) -> Batch:
+    shape = plan.train.micro_batch, plan.data.sequence_length
+    tokens = torch.randint(0, plan.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(shape[1]).repeat(shape[0], 1)
+    return Batch(tokens, tokens.roll(-1, 1), torch.ones(shape), places % 64, places // 64)

@@ -1,0 +1,92 @@
+"""The simulation as its callers see it, and its tracker beside torch's own."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from plan_help import gpu_machine, machine
+from steps_for_tests import simulated, small_plan
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from bloomery.errors import UserError
+from bloomery.plan.memory import CPU_TILE, TILE, TILE_SCORES
+from bloomery.simulate import parent, simulate
+from bloomery.simulate.tracker import Tracker
+
+
+def test_a_child_simulates_and_says_what_stands_in():
+    lines = []
+    plan = small_plan(attention="sdpa", precision="bfloat16", device="cuda")
+    found = simulate(plan, gpu_machine("MI300X"), progress=lines.append)
+    assert found.peak == simulated(plan)
+    assert found.parts["weights"] == 4 * sum(p.numel() for p in _parameters(plan))
+    assert [line.rpartition(": ")[2] for line in lines][-2:] == ["the first of two steps", "the second of two steps"]
+    assert "FlashAttention-2" in found.notes[0]
+
+
+def _parameters(plan):
+    from bloomery.model.decoder import Decoder
+
+    return Decoder(plan.model.config).parameters()
+
+
+def test_nothing_stands_in_on_a_cpu():
+    assert simulate(small_plan(), machine()).notes == ()
+
+
+def test_whoever_simulates_needs_no_torch_of_its_own():
+    code = "import sys, bloomery.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_torch_the_remedy_is_to_install_it(monkeypatch):
+    monkeypatch.setattr(parent, "find_spec", lambda _name: None)
+    with pytest.raises(UserError) as caught:
+        simulate(small_plan(), machine())
+    assert "bloomery doctor" in caught.value.remedy
+
+
+def test_it_ends_when_its_time_is_over():
+    with pytest.raises(UserError, match="longer than 0 s") as caught:
+        simulate(small_plan(), machine(), seconds=0.2)
+    assert "model.num_layers" in caught.value.remedy
+
+
+def test_a_failure_names_the_last_line(monkeypatch):
+    monkeypatch.setattr(parent, "MODULE", "bloomery.simulate.nothing")
+    with pytest.raises(UserError, match=r"No module named bloomery\.simulate\.nothing"):
+        simulate(small_plan(), machine())
+
+
+def test_shards_hold_less():
+    plan = small_plan(attention="varlen", precision="bfloat16", device="cuda", rows=1)
+    assert simulated(plan, shards=8) < 0.7 * simulated(plan)
+
+
+def test_the_tracker_counts_what_torchs_counts():
+    with FakeTensorMode():
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        optimizer = torch.optim.AdamW(layers.parameters(), foreach=False)
+        x = torch.empty(128, 64)
+        theirs, ours = MemTracker(), Tracker()
+        theirs.track_external(layers, optimizer, x)
+        ours.call("weights", layers.parameters())
+        ours.call("inputs", [x])
+        for _ in range(2):
+            theirs.reset_mod_stats()
+            with theirs, ours:
+                layers(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (snapshot,) = theirs.get_tracker_snapshot("peak").values()
+    assert sum(ours.peak.values()) == snapshot["Total"]
+
+
+def test_the_planner_knows_the_sizes_that_the_model_works_in():
+    from bloomery.model import blockwise, heads
+
+    assert CPU_TILE == heads.CPU_TILE
+    assert TILE == blockwise.BLOCK
+    assert TILE_SCORES == {False: blockwise.CPU_SCORES, True: blockwise.GPU_SCORES}
