@@ -9,9 +9,11 @@ MARK = "<!-- tree -->"
 FOLDERS = {
     "": "shared by all layers, and the evaluation and generation that the command line calls",
     "cli": "layer 7: one file a verb",
+    "bench": "layer 6: what a machine reaches with a recipe, measured",
     "launch": "layer 6: a run as a folder and as processes",
     "report": "layer 6: the page about a run",
     "export": "layer 6: models for other programs",
+    "simulate": "layer 6: one step on tensors without memory, to read its peak",
     "train": "layer 5: the loop and what it holds",
     "parallel": "layer 4: what is put onto a plain model from outside",
     "plan": "layer 3: a recipe and a machine become a plan",
@@ -43,6 +45,9 @@ def files(folder: str) -> list[Path]:
 
 
 def tree() -> str:
+    """One line for each folder and file; fails for a folder that `FOLDERS` does not know."""
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages <= set(FOLDERS), f"say in FOLDERS what is in {sorted(packages - set(FOLDERS))}"
     lines = []
     for folder, what in FOLDERS.items():
         title = f"src/bloomery/{folder}/".replace("//", "/")
