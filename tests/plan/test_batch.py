@@ -5,7 +5,7 @@ from plan_help import SMALL, gpu_machine, loaded, machine
 
 from bloomery.errors import UserError
 from bloomery.model.presets import build_config, preset
-from bloomery.plan.batch import choose_tokens_per_step
+from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model
@@ -54,7 +54,7 @@ def test_a_gpu_takes_the_largest_micro_batch_that_fits():
 
 def test_a_processor_keeps_to_its_caches():
     plan = resolve(loaded(train={"tokens_per_step": 128 * 256}), machine())
-    assert plan.train.micro_batch * 128 == 8192
+    assert plan.train.micro_batch * 128 == CPU_TOKENS
 
 
 def test_an_odd_number_of_rows_is_cut_into_single_rows():

@@ -7,22 +7,43 @@ import click
 from bloomery.cli.common import print_json, recipe_argument
 
 if TYPE_CHECKING:
-    from bloomery.plan.types import Estimate, Plan
+    from bloomery.hardware.machine import Machine
+    from bloomery.plan.types import Estimate, LayoutPlan, MeshPlan, Plan
     from bloomery.recipe.load import LoadedRecipe
 
 
 @click.command()
 @recipe_argument
 @click.option("--gpu", metavar="NAME", help="Plan for this GPU instead of the machine: 'RX 6700 XT', 'MI300X', ...")
+@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), default=1, help="So many of them in a node.")
+@click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="So many nodes.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def command(recipe: str, overrides: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
+def command(recipe: str, overrides: tuple[str, ...], gpu: str | None, gpus: int, nodes: int, as_json: bool) -> int:
     """Say what a run would do, need and take, and whether it fits (exit code 1 when it does not).
 
+    \b
     Example: bloomery plan go-coder-125m --gpu "RX 6700 XT"
+             bloomery plan go-coder-125m --gpu all
     """
     from bloomery.recipe.load import load_recipe
 
-    return show_plan(load_recipe(recipe, overrides), gpu=gpu, as_json=as_json, source=recipe)
+    loaded = load_recipe(recipe, overrides)
+    if gpu == "all":
+        return show_cards(loaded, gpus=gpus, nodes=nodes, as_json=as_json, source=recipe)
+    return show_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes, as_json=as_json, source=recipe)
+
+
+def show_cards(loaded: "LoadedRecipe", *, gpus: int, nodes: int, as_json: bool, source: str) -> int:
+    """Print one line for each card of the table; 0 when the run fits at least one."""
+    from bloomery.hardware.detect import detect
+    from bloomery.plan.cards import cards, cards_page
+
+    found = cards(loaded, detect(), gpus=gpus, nodes=nodes)
+    if as_json:
+        print_json([row.document() for row in found])
+    else:
+        click.echo("\n".join(cards_page(found, loaded, gpus=gpus, nodes=nodes, source=source)))
+    return 0 if any(row.fits for row in found) else 1
 
 
 def show_plan(
@@ -30,6 +51,8 @@ def show_plan(
     *,
     gpu: str | None = None,
     devices: str | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
     as_json: bool = False,
     source: str | None = None,
 ) -> int:
@@ -38,9 +61,9 @@ def show_plan(
     from bloomery.launch.replan import narrowed
     from bloomery.plan.here import plan_here
 
-    plan, machine = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices))
+    plan, machine = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
     if as_json:
-        print_json(document(plan))
+        print_json(document(plan, machine))
     else:
         from bloomery.cli import cli
         from bloomery.plan.page import page
@@ -50,7 +73,7 @@ def show_plan(
     return 0 if plan.fits else 1
 
 
-def document(plan: "Plan") -> dict[str, Any]:
+def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:
     """The JSON of `plan --json`."""
     from bloomery.plan.memory import gib
 
@@ -76,7 +99,54 @@ def document(plan: "Plan") -> dict[str, Any]:
         "contradictions": plan.contradictions,
         "remedies": plan.remedies,
         "choices": plan.decisions,
+        "step_parts": {name: _estimate(part) for name, part in plan.step_parts.items()},
+        "mfu": _utilisation(plan, machine),
+        "longest": plan.longest,
+        "mesh": None if plan.mesh is None else _mesh(plan.mesh),
     }  # fmt: skip
+
+
+def _utilisation(plan: "Plan", machine: "Machine") -> dict[str, Any] | None:
+    """Shares of the device's peak and of the best product published; None where either is unknown."""
+    from bloomery.hardware.profile import build_profile
+    from bloomery.plan.page_figures import dtype_of, reached_flops
+
+    gpu = build_profile(machine).gpu
+    if gpu is None or plan.step_seconds is None:
+        return None
+    reached, peak, best = reached_flops(plan), gpu.peak_flops(dtype_of(plan)), gpu.achievable_flops(dtype_of(plan))
+    return {
+        "peak": reached / peak if peak else None,
+        "achievable": reached / best if best else None,
+        "formula": "6 a weight of the products + 12 L d T a token",
+    }
+
+
+def _mesh(mesh: "MeshPlan") -> dict[str, Any]:
+    return {
+        "gpus": mesh.gpus,
+        "nodes": mesh.nodes,
+        "runs_here": False,  # this version trains on one device
+        "chosen": mesh.layouts[mesh.chosen].name,
+        "because": mesh.because,
+        "layouts": [_layout(layout) for layout in mesh.layouts],
+    }
+
+
+def _layout(layout: "LayoutPlan") -> dict[str, Any]:
+    return {
+        "name": layout.name,
+        "replicate": layout.replicate,
+        "shard": layout.shard,
+        "pipeline": layout.pipeline,
+        "micro_batch": layout.micro_batch,
+        "accumulation": layout.accumulation,
+        "fits": layout.memory.fits,
+        "memory_gib": layout.memory.total / 2**30,
+        "step_seconds": _estimate(layout.step_seconds),
+        "exposed_seconds": layout.exposed_seconds,
+        "bubble_seconds": layout.bubble_seconds,
+    }
 
 
 def _estimate(estimate: "Estimate | None") -> dict[str, Any] | None:

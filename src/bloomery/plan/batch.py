@@ -64,6 +64,7 @@ class Cut:
     score_chunk: Choice[int]
     load: Occupancy
     memory: MemoryEstimate
+    measure: Measure  # bytes of whatever is cut
 
 
 def cut_step(train: Train, load: Occupancy, *, rows_per_step: int, measure: Measure) -> Cut:
@@ -76,11 +77,10 @@ def cut_step(train: Train, load: Occupancy, *, rows_per_step: int, measure: Meas
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
     candidates = [(mode, rows) for mode in modes for rows in sizes]
     for mode, rows in candidates:
-        tried = _with(load, rows, mode, SMALL_CHUNK)
+        tried = _with(replace(load, accumulating=rows < rows_per_step), rows, mode, SMALL_CHUNK)
         if measure(tried).fits:
             return _finish(train, tried, measure)
-    mode, rows = candidates[-1]
-    return _finish(train, _with(load, rows, mode, SMALL_CHUNK), measure)
+    return _finish(train, tried, measure)
 
 
 def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
@@ -120,6 +120,7 @@ def _finish(train: Train, load: Occupancy, measure: Measure) -> Cut:
         score_chunk=chunk,
         load=load,
         memory=measure(load),
+        measure=measure,
     )
 
 

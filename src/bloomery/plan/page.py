@@ -1,48 +1,61 @@
 """A plan as text: what a person reads before a run. Every line is made of the plan's own figures."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from bloomery.hardware.assume import fitting_build
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import MEMORY_SHARE, Profile, build_profile
-from bloomery.model.counting import flops_per_token, parameter_count
-from bloomery.plan.claims import span
-from bloomery.plan.types import Estimate, Plan, Verdict
-from bloomery.units import GIB, MIB, format_bytes, format_seconds
+from bloomery.hardware.profile import Profile, build_profile
+from bloomery.model.counting import parameter_count
+from bloomery.plan.page_figures import (
+    LABEL,
+    SHORT_NAMES,
+    WIDTH,
+    disk_lines,
+    joined,
+    longest_line,
+    memory_lines,
+    part_lines,
+    time_lines,
+    unit_of,
+)
+from bloomery.plan.page_mesh import mesh_lines
+from bloomery.plan.types import Decision, Plan, Verdict
+from bloomery.units import GIB, format_bytes, format_seconds
 
-WIDTH = 100
-LABEL = 10
 REASON = 24  # where reasons begin
-BAR = 16  # cells of the longest bar
-SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
 
 
 def page(plan: Plan, machine: Machine, *, source: str, verbs: list[str]) -> list[str]:
     """The lines of `bloomery plan`. `source`: the recipe as it was named; `verbs`: those that may be suggested."""
     profile = build_profile(machine)
-    lines = [f"{headline(plan):<{WIDTH - 15}}{'nothing was run':>15}", ""]
-    lines += _block("gpu" if profile.accelerator else "cpu", [device_line(profile, machine)])
+    lines = [f"{headline(plan):<{WIDTH - 15}}{'nothing was run':>15}"]
+    lines += ["Planned only: this version trains on one device.", ""] if plan.mesh else [""]
+    lines += _block("gpu" if profile.accelerator else "cpu", device_lines(plan, profile, machine))
     lines += _block("model", [model_line(plan)])
     lines += [*_block("step", step_lines(plan)), ""]
     lines += _block("memory", list(memory_lines(plan, profile)))
-    lines += _block("time", list(time_lines(plan, profile)))
+    if plan.longest is not None:
+        lines += _block("longest", [longest_line(plan)])
+    lines += _block("time", [*time_lines(plan, profile), *part_lines(plan, profile)])
     lines += [*_block("disk", list(disk_lines(plan))), ""]
+    if plan.mesh is not None:
+        lines += [*_block("layouts", list(mesh_lines(plan.mesh, plan))), ""]
     if plan.claims:
         lines += [*_claims(plan), ""]
     if plan.contradictions:
         lines += [*_block("beware", _all_wrapped(plan.contradictions)), ""]
     if plan.remedies:
-        lines += [*_block("to fit", [f"{r.edit:<40}saves {r.saves}" for r in plan.remedies]), ""]
+        lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(plan))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
-    lines += [*_wrapped(confidence(profile)), *_block("next", list(next_lines(plan, source, verbs)))]
+    lines += [*_wrapped(confidence(plan, profile)), *_block("next", list(next_lines(plan, source, verbs)))]
     return [line.rstrip() for line in lines]
 
 
 def headline(plan: Plan) -> str:
     """What decides: whether it fits, how long it takes, and the claim that matters most when it is wrong."""
-    unit, size = _unit(plan.memory.total)
+    unit, size = unit_of(plan.memory.total)
     fits = (
         "It fits"
         if plan.fits
@@ -60,8 +73,9 @@ def headline(plan: Plan) -> str:
 
 
 def about(seconds: float) -> str:
-    """ "6.0 days" -> "6 days": a headline has no decimals that mean nothing."""
-    return format_seconds(seconds).replace(".0 ", " ")
+    """ "5.9 days" -> "6 days": a headline has no decimals that mean nothing."""
+    number, _, unit = format_seconds(seconds).partition(" ")
+    return f"{float(number):.0f} {unit}" if float(number) >= 3 else f"{number} {unit}".replace(".0 ", " ")
 
 
 def in_words(count: float) -> str:
@@ -76,6 +90,19 @@ def in_words_like(claimed: str, count: float) -> str:
     number, _, suffix = claimed.partition(" ")
     own = {"T": "trillion", "B": "billion", "M": "million", "": ""}.get(suffix, suffix)
     return number if own and in_words(count).endswith(own) else f"{number} {own}".rstrip()
+
+
+def device_lines(plan: Plan, profile: Profile, machine: Machine) -> list[str]:
+    """The device, how many of it, and with several what joins them."""
+    line = device_line(profile, machine)
+    if profile.accelerator is None:
+        return [line]
+    if plan.mesh is None:
+        return joined(f"1 x {line}".split(" · "))
+    count = f"{plan.mesh.nodes} nodes of " if plan.mesh.nodes > 1 else ""
+    links = [f"joined by {plan.mesh.link}", *([f"nodes by {plan.mesh.network}"] if plan.mesh.network else [])]
+    facts = joined(f"{count}{plan.mesh.gpus} x {line}".split(" · "))
+    return [*facts, *(wrapped for link in links for wrapped in joined([link]))]
 
 
 def device_line(profile: Profile, machine: Machine) -> str:
@@ -108,7 +135,7 @@ def step_lines(plan: Plan) -> list[str]:
     rows = train.tokens_per_step // length
     parts = "no accumulation" if train.accumulation == 1 else f"{train.accumulation} of them added up"
     step = f"{rows:,} x {length:,} = {train.tokens_per_step:,} tokens: micro-batch {train.micro_batch}, {parts}"
-    return _joined([step, _total(plan)])
+    return joined([step, _total(plan)])
 
 
 def _total(plan: Plan) -> str:
@@ -121,118 +148,6 @@ def _total(plan: Plan) -> str:
         return f"about {plan.train.steps:,} steps"
     length = next((choice for choice in plan.decisions if choice.key == "train.length"), None)
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.because}"
-
-
-def memory_lines(plan: Plan, profile: Profile) -> Iterator[str]:
-    """The three largest parts with bars, the rest in a line; beside them total, limit and range."""
-    unit, size = _unit(plan.memory.total)
-    digits = 1 if size == GIB else 0
-    parts = sorted(
-        ((_part_name(name, plan, profile), value) for name, value in plan.memory.parts.items()), key=lambda p: -p[1]
-    )
-    remarks = _memory_remarks(plan, profile, unit, size, digits)
-    for (name, value), remark in zip(parts[:3], remarks, strict=False):
-        drawn = bar(value, parts[0][1])
-        yield f"{name:<15}{value / size:>4.{digits}f}  {drawn:<{BAR + 2}}{remark}"
-    yield " · ".join(f"{name} {value / size:.{digits}f}" for name, value in parts[3:])
-
-
-def _part_name(name: str, plan: Plan, profile: Profile) -> str:
-    if name == "context":
-        return profile.arch.context_name if profile.arch else "context"
-    if name == "half-precision copies":
-        return f"{SHORT_NAMES[plan.train.precision]} copies"
-    return "Python, PyTorch" if name == "runtime" else name
-
-
-def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:
-    memory = plan.memory
-    verdict = "fits" if memory.fits else "too much"
-    total = f"{memory.total / size:.{digits}f} of {memory.limit / size:,.{digits}f} {unit}: {verdict}"
-    band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f} until one step is measured"
-    if profile.accelerator is None:
-        return [total, "(limit: the memory that is free now)", band]
-    return [
-        f"{total} (limit: {MEMORY_SHARE:.0%} of the card,",
-        "so that PyTorch fails before the driver hangs)",
-        band,
-    ]
-
-
-def bar(value: float, longest: float) -> str:
-    """A bar of eighths of a cell, `BAR` cells for the longest."""
-    eighths = round(value / longest * BAR * 8)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _unit(value: float) -> tuple[str, float]:
-    return ("GiB", GIB) if value >= GIB else ("MiB", MIB)
-
-
-def time_lines(plan: Plan, profile: Profile) -> Iterator[str]:
-    step = plan.step_seconds
-    if step is None:
-        yield "unknown: the table has no figure for this device, and no neighbour's is taken"
-        return
-    rate = step.inverse(plan.train.tokens_per_step)
-    speed = f"{_two(rate.value)} tokens/s ({_two(rate.low)} to {_two(rate.high)}{_share(plan, profile, rate)})"
-    facts = [speed]
-    if plan.seconds is not None and plan.train.seconds is None:
-        facts.append(f"{format_seconds(plan.seconds.value)} ({_inner_span(plan.seconds)})")
-    elif plan.train.seconds is not None:
-        facts.append(
-            f"{format_seconds(plan.train.seconds)} as asked, about {round(plan.train.seconds / step.value):,} steps"
-        )
-    if plan.energy_kwh is not None and profile.gpu is not None:
-        facts.append(f"{_energy(plan.energy_kwh)} at {profile.gpu.board_watts:.0f} W")
-    yield from _joined(facts)
-
-
-def _energy(kwh: float) -> str:
-    return f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
-
-
-def _joined(facts: list[str]) -> list[str]:
-    """Facts on one line, or on several where they are too long for it."""
-    lines = facts[:1]
-    for fact in facts[1:]:
-        if len(lines[-1]) + len(fact) + 3 <= WIDTH - LABEL:
-            lines[-1] += f" · {fact}"
-        else:
-            lines.append(fact)
-    return lines
-
-
-def _share(plan: Plan, profile: Profile, rate: Estimate) -> str:
-    """How much of the device's peak the interval is; nothing on a processor, whose table holds reached rates."""
-    dtype = "bfloat16" if plan.train.precision.startswith("bfloat16") else plan.train.precision
-    peak = profile.gpu.peak_flops(dtype) if profile.gpu else None
-    if peak is None:
-        return ""
-    per_token = flops_per_token(plan.model.config, plan.data.sequence_length)
-    low, high = (tokens * per_token / peak for tokens in (rate.low, rate.high))
-    return f" = {low * 100:.0f} to {high:.0%} of peak"
-
-
-def _inner_span(seconds: Estimate) -> str:
-    """ "4.0 to 8.0": the unit is said before."""
-    text = span((seconds.low, seconds.high))
-    unit = format_seconds(seconds.value).partition(" ")[2]
-    return text.removesuffix(f" {unit}")
-
-
-def _two(value: float) -> str:
-    """Two digits that count: an estimate has no more."""
-    return f"{float(f'{value:.2g}'):,.0f}"
-
-
-def disk_lines(plan: Plan) -> Iterator[str]:
-    disk, kept = plan.disk, plan.checkpoint.keep
-    total, each = format_bytes(disk["checkpoints"]), format_bytes(disk["checkpoint"])
-    number, _, unit = each.partition(" ")
-    each = number if total.endswith(unit) else each
-    facts = [f"{format_bytes(disk['shards'])} of shards"] if "shards" in disk else []
-    yield from _joined([*facts, f"{total} of checkpoints ({each} each: {kept} kept, the best, one being written)"])
 
 
 def _claims(plan: Plan) -> list[str]:
@@ -282,18 +197,46 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
     if profile.accelerator is not None:
         build = fitting_build(profile.accelerator, machine.software.python)
         rows.append((build.requirement.split("==")[0], "; ".join((build.because, *_unset(build.never)))))
+        rows += _quiet(decided)
     for value, because in rows:
         first, *rest = textwrap.wrap(because, WIDTH - LABEL - REASON) or [""]
         yield f"{value:<{REASON - 1}} {first}"
         yield from (" " * REASON + line for line in rest)
 
 
+def _quiet(decided: Mapping[str, Decision]) -> list[tuple[str, str]]:
+    """What is set without being asked about: the environment of the run, and how batches reach the device."""
+    pinned, fused = decided["data.pin_memory"], decided["optimizer.fused"]
+    loader = f"{'pinned' if pinned.value == 'yes' else 'not pinned'}: {pinned.because}"
+    rows = [("batches", loader), ("fused optimizer" if fused.value == "yes" else "plain optimizer", fused.because)]
+    environment = decided.get("environment")
+    if environment is None:
+        return rows
+    names = ", ".join(word.partition("=")[0] for word in environment.value.split())
+    return [*rows, ("set for the run", f"{names}: {environment.because}")]
+
+
 def _unset(never: tuple[str, ...]) -> list[str]:
     return ["leave HSA_OVERRIDE_GFX_VERSION unset"] if any("HSA_OVERRIDE_GFX_VERSION" in text for text in never) else []
 
 
-def confidence(profile: Profile) -> str:
+def remedy_lines(plan: Plan) -> Iterator[str]:
+    """Edits that this version takes, each planned again; then what it cannot do yet, named as such."""
+    for remedy in plan.remedies:
+        rest = textwrap.wrap(f"saves {remedy.saves}", WIDTH - LABEL - 40)
+        if len(remedy.edit) < 40:
+            yield f"{remedy.edit:<40}{rest.pop(0)}"
+        else:
+            yield remedy.edit
+        yield from (" " * 40 + line for line in rest)
+    for missing in plan.later:
+        yield f"not in this version: {missing.edit} would save {missing.saves}"
+
+
+def confidence(plan: Plan, profile: Profile) -> str:
     """Where the figures come from, said plainly."""
+    if plan.step_seconds is not None and plan.step_seconds.origin == "measured":
+        return f"Speed: {plan.step_seconds.by}. Memory: from the table."
     if profile.accelerator is None:
         return "From the table: the first ten steps of a run measure this machine."
     if profile.gpu is None:
@@ -304,7 +247,10 @@ def confidence(profile: Profile) -> str:
 def next_lines(plan: Plan, source: str, verbs: list[str]) -> Iterator[str]:
     """Commands that exist and make sense after this plan."""
     if not plan.fits and plan.remedies:
-        yield f"bloomery plan {source} {plan.remedies[0].edit}"
+        enough = [remedy for remedy in plan.remedies if ", fits; " in remedy.saves] or list(plan.remedies)
+        yield f"bloomery plan {source} {enough[0].edit}"
+        return
+    if plan.mesh is not None:
         return
     if "train" in verbs:
         yield f"bloomery train {source}"

@@ -249,7 +249,7 @@ class _Resolution:
 
     def need(self, cut: batch.Cut) -> "claims.Need":
         """Bytes as a function of the micro-batch, everything else as planned."""
-        return lambda rows: self.measure(replace(cut.load, micro_batch=rows)).total
+        return lambda rows: cut.measure(replace(cut.load, micro_batch=rows)).total
 
     def corpus_tokens(self, plan: Plan) -> int | None:
         """Tokens of the text: counted, or what the claimed epochs make of the run's length."""

@@ -1,0 +1,129 @@
+"""A recipe planned for every card of the table: what `--gpu all` shows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.errors import UserError
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.machine import Accelerator, Machine
+from bloomery.hardware.specs import arch_spec, table
+from bloomery.plan.page_figures import SHORT_NAMES
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.units import GIB, format_seconds
+
+HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card, and the plan for so many of it; `refused` says why there is none."""
+
+    name: str
+    arch: str
+    memory_gib: float
+    plan: Plan | None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def rate(self) -> tuple[float, float, float] | None:
+        """Tokens/s: typical, low, high."""
+        if self.plan is None or self.plan.step_seconds is None:
+            return None
+        rate = self.plan.step_seconds.inverse(self.plan.train.tokens_per_step)
+        return rate.value, rate.low, rate.high
+
+    def document(self) -> dict[str, Any]:
+        """Of `--json`."""
+        plan, rate = self.plan, self.rate
+        seconds = plan.seconds if plan else None
+        return {
+            "gpu": self.name,
+            "arch": self.arch,
+            "memory_gib": self.memory_gib,
+            "fits": self.fits,
+            "needs_gib": plan.memory.total / GIB if plan else None,
+            "precision": plan.train.precision if plan else None,
+            "micro_batch": plan.train.micro_batch if plan else None,
+            "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": "table"},
+            "days": seconds.value / 86400 if seconds else None,
+            "energy_kwh": plan.energy_kwh if plan else None,
+            "refused": self.refused,
+        }
+
+
+def cards(loaded: LoadedRecipe, machine: Machine, *, gpus: int = 1, nodes: int = 1) -> list[Card]:
+    """Every card of the table with its own memory: the fastest that fits first, then what does not fit.
+
+    Raises UserError when the recipe itself is wrong: no card could be planned then.
+    """
+    found = [_planned(loaded, machine, device, gpus, nodes) for device in _devices()]
+    if all(card.plan is None for card in found):
+        resolve(loaded, with_gpu(machine, next(_devices())), gpus=gpus, nodes=nodes)
+    return sorted(found, key=_order)
+
+
+def _devices() -> Iterator[Accelerator]:
+    for spec in table().gpu:
+        facts = arch_spec(spec.arch)
+        assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
+        for size in spec.memory_gib:
+            memory = size * GIB if len(spec.memory_gib) > 1 else spec.memory_bytes()
+            yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
+
+
+def _planned(loaded: LoadedRecipe, machine: Machine, device: Accelerator, gpus: int, nodes: int) -> Card:
+    memory = device.memory_bytes / GIB
+    try:
+        plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes)
+    except UserError as refused:
+        return Card(device.name, device.arch, memory, None, refused.problem)
+    return Card(device.name, device.arch, memory, plan)
+
+
+def _order(card: Card) -> tuple[int, float]:
+    if card.plan is None:
+        return 3, 0.0
+    if not card.fits:
+        return 2, card.plan.memory.total
+    return (0, -card.rate[0]) if card.rate else (1, 0.0)
+
+
+def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
+    """The table that people compare cards with."""
+    count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
+    fitting = [card for card in found if card.fits]
+    lines = [
+        f"{loaded.name}{count}: {len(fitting)} of {len(found)} cards hold it. From the table, fastest first;"
+        " nothing was run.",
+        "",
+        HEAD,
+        *(_line(card) for card in found),
+        "",
+    ]
+    if gpus * nodes > 1:
+        lines.append("Planned only: this version trains on one device.")
+    return [*lines, f'next      bloomery plan {source} --gpu "{fitting[0].name if fitting else found[0].name}"']
+
+
+def _line(card: Card) -> str:
+    head = f"{card.name:<26}{card.memory_gib:>5.0f}  "
+    if card.plan is None:
+        return f"{head}{card.refused}"[:100]
+    needs = f"{card.plan.memory.total / GIB:>6.1f}  "
+    if not card.fits:
+        return f"{head}{needs}does not fit"
+    dtype = SHORT_NAMES[card.plan.train.precision]
+    if card.rate is None:
+        return f"{head}{needs}{dtype:<5}speed unknown"
+    value, low, high = (f"{float(f'{rate:.2g}'):,.0f}" for rate in card.rate)
+    seconds, energy = card.plan.seconds, card.plan.energy_kwh
+    takes = format_seconds(seconds.value) if seconds else "?"
+    kwh = f"{float(f'{energy:.2g}'):,g}" if energy is not None else "?"
+    return f"{head}{needs}{dtype:<5}{value:>11}  {f'{low} to {high}':<22}{takes:>10}{kwh:>8}"

@@ -1,0 +1,54 @@
+"""`--gpu all`: every card of the table, each with its own plan."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from plan_help import machine
+
+from bloomery.cli.plan import command
+from bloomery.errors import UserError
+from bloomery.hardware.specs import table
+from bloomery.plan.cards import cards, cards_page
+from bloomery.recipe.load import load_recipe
+
+
+@pytest.fixture(scope="module")
+def found():
+    return cards(load_recipe("go-coder-125m"), machine())
+
+
+def test_every_card_with_its_own_memory_is_there(found):
+    assert len(found) == sum(len(spec.memory_gib) for spec in table().gpu)
+    assert [card.memory_gib for card in found if card.name == "Instinct MI50"] == [32, 16]
+
+
+def test_the_fastest_comes_first_and_what_does_not_fit_last():
+    big = ["model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24"]
+    rows = cards(load_recipe("go-coder-125m", big), machine())
+    fits = [card.fits for card in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert True in fits
+    assert False in fits
+    rates = [card.rate[0] for card in rows if card.fits and card.rate]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_the_page_has_a_line_a_card(found):
+    lines = cards_page(found, load_recipe("go-coder-125m"), gpus=1, nodes=1, source="go-coder-125m")
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith("Radeon RX 6700 XT ") for line in lines) == 1
+
+
+def test_the_command_prints_it_and_its_json(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all"], standalone_mode=False)
+    assert plain.return_value == 0
+    said = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all", "--json"], standalone_mode=False)
+    rows = json.loads(said.stdout)
+    assert {"gpu", "fits", "needs_gib", "tokens_per_second", "days", "energy_kwh"} <= set(rows[0])
+
+
+def test_a_recipe_that_is_wrong_everywhere_is_one_error():
+    with pytest.raises(UserError, match="positions"):
+        cards(load_recipe("go-coder-125m", ["data.sequence_length=2048"]), machine())

@@ -1,0 +1,74 @@
+"""What is offered was planned with the edit, and is a recipe that this version takes."""
+
+from dataclasses import replace
+
+import pytest
+from plan_help import gpu_machine, machine
+
+from bloomery.plan.remedies import edited
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.load import load_recipe
+
+WIDE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24")
+
+
+@pytest.fixture(
+    scope="module", params=[("RX 6700 XT", WIDE), ("RX 6600", (*WIDE, "train.micro_batch=4")), ("T4", WIDE)]
+)
+def too_large(request):
+    gpu, words = request.param
+    loaded = load_recipe("go-coder-125m", words)
+    return loaded, gpu_machine(gpu), resolve(loaded, gpu_machine(gpu))
+
+
+def test_every_remedy_does_what_it_says(too_large):
+    loaded, where, plan = too_large
+    assert not plan.fits
+    assert plan.remedies
+    for remedy in plan.remedies:
+        again = resolve(edited(loaded, remedy.edit), where)  # refuses what this version cannot do
+        assert again.memory.total < plan.memory.total
+        assert again.fits == (", fits; " in remedy.saves)
+
+
+def test_shorter_rows_come_last_and_say_what_they_cost(too_large):
+    plan = too_large[2]
+    single = [remedy for remedy in plan.remedies if " " not in remedy.edit]
+    lengths = [index for index, remedy in enumerate(single) if remedy.edit.startswith("data.sequence_length")]
+    assert lengths == list(range(len(single) - len(lengths), len(single)))
+    assert all("another training" in single[index].saves for index in lengths)
+
+
+def test_what_is_not_built_is_no_edit(too_large):
+    plan = too_large[2]
+    offered = " ".join(remedy.edit for remedy in plan.remedies)
+    assert "states" not in offered
+    assert [missing.edit for missing in plan.later] == ["optimizer.states=int8"]
+
+
+def test_a_recipe_that_slows_itself_down_is_told():
+    slow = load_recipe("go-coder-125m", ["train.activation_checkpointing=full", "train.attention=math"])
+    plan = resolve(slow, gpu_machine("RX 7900 XTX"))
+    assert plan.fits
+    assert "train.activation_checkpointing=auto" in [remedy.edit for remedy in plan.remedies]
+
+
+def test_a_run_that_fits_and_is_quick_needs_nothing():
+    plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
+    assert plan.remedies == plan.later == ()
+
+
+@pytest.mark.parametrize("name", ["demo", "go-coder-125m", "go-coder-medium", "everything"])
+def test_an_edit_changes_one_key_and_nothing_else(name):
+    loaded = load_recipe(name)
+    changed = edited(loaded, "train.micro_batch=1")
+    assert changed.recipe.train.micro_batch == 1
+    same = changed.recipe.model_copy(update={"train": loaded.recipe.train})
+    assert same == loaded.recipe
+    assert replace(changed, recipe=loaded.recipe) == loaded
+
+
+def test_memory_of_a_processor_has_remedies_too():
+    plan = resolve(load_recipe("go-coder-125m"), machine(free_gib=2.0))
+    assert not plan.fits
+    assert plan.remedies
