@@ -1,5 +1,6 @@
 """`bloomery watch` as a process: in a pipe, on a terminal, and interrupted."""
 
+import json
 import os
 import pty
 import signal
@@ -15,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.events import EventLog, RunEnded
+from bloomery.monitor.events import EventLog, Phase, RunEnded
 
 WATCH = [sys.executable, "-m", "bloomery", "watch", "last"]
 
@@ -68,6 +69,40 @@ def test_another_encoding_gets_ascii(held):
 def test_it_needs_no_torch():
     code = "import sys, bloomery.cli.watch, bloomery.monitor.watch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_programs_get_one_document(held):
+    told = json.loads(watched(held, "--json").stdout)
+    assert (told["state"], told["steps"], told["steps_planned"], told["run"]) == ("running", 40, 40, "one")
+    assert told["evaluation"]["step"] == 40 and told["learning_rate"] > 0 and told["saved_step"] == 40
+    assert {"step", "time", "what"} == told["incidents"][0].keys()
+
+
+def test_what_state_a_run_is_in(held):
+    with EventLog(held / "events.jsonl") as emit:
+        (held / "pause").touch()
+        assert watched(held).stdout.startswith("one · paused · ")
+        emit(Phase(name="stopping", step=40))
+        assert watched(held).stdout.startswith("one · stopping · ")
+
+
+def test_a_run_that_has_told_nothing_yet(tmp_path):
+    folder = tmp_path / "runs/new"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("{}")
+    told = watched(folder)
+    assert told.returncode == 0 and told.stdout.startswith("new · killed · step 0")
+    (folder / "events.jsonl").write_text('{"event": "Tomorrow"}\n' * 3 + '{"torn": ')
+    (folder / "plan.json").write_text('{"format": 99}')
+    told = watched(folder)
+    assert told.returncode == 0 and "3 of 3 lines of events.jsonl are of another version" in told.stdout
+    assert json.loads(watched(folder, "--json").stdout)["unreadable_lines"] == 3
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    (tmp_path / "runs/other").mkdir(parents=True)
+    done = watched(tmp_path / "runs/other")
+    assert done.returncode == 2 and "there is no run" in done.stderr and not done.stdout
 
 
 class Terminal:

@@ -1,6 +1,7 @@
 """What people see of a run."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
@@ -78,6 +79,14 @@ def test_time_left_counts_evaluations_too():
     for step in range(1, 12):
         tally.add(step_done(step, time=step * 0.5 + (5 if step > 5 else 0)))
     assert tally.seconds_left == (100 - 11) * 1.0
+
+
+def test_a_first_step_that_compiled_says_nothing_of_the_time_left():
+    tally = Tally(steps=100)
+    for step in range(1, 12):
+        took = 30.0 if step <= 2 else 0.5
+        tally.add(replace(step_done(step, time=30.0 * min(step, 2) + 0.5 * max(step - 2, 0)), step_seconds=took))
+    assert tally.seconds_left == (100 - 11) * 0.5
 
 
 def test_a_resume_does_not_count_the_pause():

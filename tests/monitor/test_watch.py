@@ -18,7 +18,7 @@ from bloomery.monitor.events import (
     Warned,
     to_json,
 )
-from bloomery.monitor.plot import plot
+from bloomery.monitor.plot import plot, settled_top
 from bloomery.monitor.tally import RunFacts
 from bloomery.monitor.watch import Screen, Seen, Tail, frame
 
@@ -52,8 +52,8 @@ def test_everything_that_a_person_looks_for_is_there():
     text = "\n".join(drawn([*events[:-2], gpu]))
     for part in (
         "tiny-1 · running · step 40 of 40", "loss, nats a token", "exam", "bits/byte at step 40", "16,384 tokens/s",
-        "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "resumed at step 20", "step was skipped",
-        "its update was skipped", "at 40", "step 40",
+        "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "step 20: resumed from step-00000020",
+        "step was skipped", "its update was skipped", "at 40", "step 40", "    rate  ", "tokens/s  ",
     ):  # fmt: skip
         assert part in text, part
 
@@ -73,7 +73,7 @@ def test_a_run_that_says_nothing_yet_has_a_picture():
 def test_a_kill_is_told_although_nobody_wrote_it_down():
     started = RunStarted(version="1", parameters=1, steps=9, attention="sdpa", device="cpu", step=3)
     lines = drawn([step_done(5), started, Resumed(path="checkpoints/step-00000003", step=3)])
-    assert any("killed after step 5" in line for line in lines)
+    assert any("step 5: killed" in line for line in lines)
     ended = [step_done(5), RunEnded(why="stopped", step=5), started]
     assert not any("killed" in line for line in drawn(ended))
 
@@ -129,15 +129,54 @@ def test_marks_stand_where_they_belong():
 def test_a_tail_waits_for_the_rest_of_a_line(tmp_path):
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
-    assert tail.read() == []
+    assert not [*tail.read()]
     with EventLog(path) as emit:
         emit(step_done(1))
-    assert [event.step for event in tail.read()] == [1] and tail.read() == []
+    assert [event.step for event in tail.read()] == [1] and not [*tail.read()]
     line = to_json(step_done(2)).encode()
     with path.open("ab") as file:
         file.write(line[:20])
         file.flush()
-        assert tail.read() == []
+        assert not [*tail.read()]
         file.write(line[20:] + b"\n")
     assert [event.step for event in tail.read()] == [2]
     assert not re.search("killed", "".join(frame(seen_of([]), FACTS, Screen(80), state="done", now=0)))
+
+
+def test_what_is_not_an_event_of_this_version_is_counted_and_passed_over(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "Tomorrow"}\n\xff\xfe\n' + to_json(step_done(1)).encode() + b'\n\n{"event": "StepDo')
+    tail = Tail(path)
+    assert [event.step for event in tail.read()] == [1]
+    assert (tail.unknown_lines, tail.read_lines) == (2, 3)
+
+
+def test_a_request_to_stop_is_seen_until_the_run_has_ended():
+    asked = [step_done(1), Phase(name="stopping", step=1), step_done(2)]
+    assert seen_of(asked).tally.stopping
+    assert any("asked to stop" in line for line in drawn(asked))
+    assert not seen_of([*asked, RunEnded(why="stopped", step=2)]).tally.stopping
+
+
+def test_a_long_way_is_told_by_the_clock_too():
+    events = [RunStarted(version="1", parameters=1, steps=10_000, attention="sdpa", device="cpu", time=0.0)]
+    events += [step_done(step, time=60.0 * step) for step in range(1, 11)]
+    head = drawn(events, now=600.0)[0]
+    assert "7 days left" in head or "6.9 days left" in head, head
+    assert re.search(r"until \w{3} \d\d Jan \d\d:\d\d", head), head
+
+
+def test_the_first_steps_do_not_flatten_the_rest():
+    falling = [(x, 10.0 if x < 20 else 3.0 - x / 1000) for x in range(1, 400)]
+    assert settled_top(falling) == pytest.approx(2.96)
+    assert settled_top([(x, 10.0 - x) for x in range(10)]) is None
+    assert settled_top([(x, -float(x)) for x in range(400)]) is None
+    rows = plot(falling, [], width=60, height=8, top=settled_top(falling), plain=True)
+    assert max(heights(rows[:-1], 0)) == 7 and max(heights(rows[:-1], 25)) >= 3
+
+
+def test_strips_begin_at_zero_and_lie_below_the_curve():
+    line = [(x, 1.0) for x in range(50)]
+    rows = plot(line, [], {"rate": [(x, float(x)) for x in range(50)], "none": []}, width=60, height=3)
+    assert rows[-1].startswith("    rate  ▁") and rows[-1].endswith("█") and len(rows) == 5
+    assert plot(line, [], {"flat": line}, width=60, height=3)[-1].count("█") == 50

@@ -2,18 +2,21 @@
 
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import find_run
+from bloomery.cli.common import find_run, print_json
 from bloomery.cli.runs import in_use
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from bloomery.monitor.tally import RunFacts
+    from bloomery.monitor.watch import Screen
 
 WIDTH = 100  # of what is printed where there is no terminal
 REDRAW_SECONDS = 0.5
@@ -23,73 +26,140 @@ SILENT_SECONDS = 120.0  # after which a run that another machine holds counts as
 @click.command()
 @click.argument("run")
 @click.option("--once", is_flag=True, help="Print one picture and leave; so it is without a terminal, too.")
-def command(run: str, once: bool) -> None:
-    """Show RUN (a path, a name under runs/, or `last`): curve, exams, speed, every GPU, samples, what happened.
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def command(run: str, once: bool, as_json: bool) -> None:
+    """Show RUN (a path, a name under runs/, or `last`): curves, exams, speed, every GPU, samples, what happened.
 
     Ctrl+C ends the watching and leaves the run alone.
 
-    Example: ssh that-machine bloomery watch last
+    Example: ssh -t that-machine 'cd my-models && bloomery watch last'
     """
     folder = find_run(run)
+    picture = _Picture(folder)
+    if as_json:
+        print_json(picture.document())
+        return
     if once or not sys.stdout.isatty() or not alive(folder):
-        for line in _Picture(folder).lines(_width(), None):
-            click.echo(line)
+        _print(picture)
         return
     try:
-        _follow(folder)
+        _follow(folder, picture)
     except KeyboardInterrupt:
-        click.echo(f"\nThe run goes on; this only looked. `bloomery stop {run}` would stop it.")
+        click.echo(f"The run goes on; this only looked. `bloomery stop {folder.name}` would stop it.")
+    else:
+        _print(picture)
 
 
 class _Picture:
-    """The run as it stands each time that `lines` is asked."""
+    """The run as it stands each time that it is asked."""
 
     def __init__(self, folder: Path) -> None:
         from bloomery.monitor.watch import Seen, Tail
 
         self._folder, self._seen, self._tail = folder, Seen(), Tail(folder / "events.jsonl")
+        self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
+        self._known: RunFacts | None = None
 
-    def lines(self, width: int, height: int | None) -> list[str]:
-        from bloomery.monitor.tally import RunFacts
-        from bloomery.monitor.watch import Screen, frame
+    def screen(self, width: int, height: int | None = None) -> "Screen":
+        from bloomery.monitor.watch import Screen
 
-        running = alive(self._folder)  # before the look: a run that ends meanwhile has told so
+        return Screen(width, height, self._plain)
+
+    def lines(self, screen: "Screen") -> list[str]:
+        from bloomery.monitor.watch import frame
+
+        state = self._look()
+        told = frame(self._seen, self._facts(), screen, state=state, now=time.time())
+        return told if screen.height is not None else [*told, *self._strange(), "", *self._next(state)]
+
+    def document(self) -> dict[str, Any]:
+        from bloomery.monitor.sinks import reached
+
+        state = self._look()
+        tally, facts = self._seen.tally, self._facts()
+        incidents = [{"step": event.step, "time": event.time, "what": text} for event, text in self._seen.incidents]
+        return {
+            "run": facts.name,
+            "folder": str(self._folder),
+            "state": state,
+            "phase": tally.phase.name if tally.phase is not None and state == "running" else None,
+            **reached(tally),
+            "steps_planned": tally.steps or facts.steps,
+            "seconds_left": tally.seconds_left if state == "running" else None,
+            "learning_rate": tally.last.learning_rate if tally.last else None,
+            "grad_norm": tally.last.grad_norm if tally.last else None,
+            "mfu": facts.utilisation(tally.tokens_per_second or 0.0) if tally.last else None,
+            "memory_limit_gib": facts.memory_limit_gib,
+            "saved_step": self._seen.saved.step if self._seen.saved else None,
+            "now": [asdict(device.latest) for device in tally.devices.all],
+            "incidents": incidents,
+            "unreadable_lines": self._tail.unknown_lines,
+        }
+
+    def _look(self) -> str:
+        """Reads what is new; the state of the run."""
+        working = alive(self._folder)  # before the look: a run that ends meanwhile has told so
         for event in self._tail.read():
             self._seen.add(event)
-        plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
-        facts = _facts(self._folder) or RunFacts(name=self._folder.name)
-        state = self._state(running)
-        told = frame(self._seen, facts, Screen(width, height, plain), state=state, now=time.time())
-        return told if running or height is not None else [*told, *self._next(state)]
+        tally = self._seen.tally
+        if not working:
+            return "killed" if tally.ended is None else tally.ended.why.partition(":")[0]
+        if tally.stopping:
+            return "stopping"
+        return "paused" if (self._folder / "pause").exists() else "running"
 
-    def _state(self, running: bool) -> str:
-        ended = self._seen.tally.ended
-        if running:
-            return "paused" if (self._folder / "pause").exists() else "running"
-        return "killed" if ended is None else ended.why.partition(":")[0]
+    def _facts(self) -> "RunFacts":
+        """Of the plan, once there is one that this version can read."""
+        from bloomery.monitor.tally import RunFacts
+
+        self._known = self._known or _facts(self._folder)
+        return self._known or RunFacts(name=self._folder.name)
+
+    def _strange(self) -> list[str]:
+        """What was passed over: a line that a kill cut short is nothing, many are of another version."""
+        tail = self._tail
+        if tail.unknown_lines < 2:
+            return []
+        return [
+            "",
+            f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl are of another version, or damaged",
+        ]
 
     def _next(self, state: str) -> list[str]:
-        verb = "report" if state == "done" else "resume"
-        return ["", f"{'next':<11}bloomery {verb} {self._folder.name}"]
+        name = self._folder.name
+        commands = {
+            "done": f"bloomery report {name}",
+            "running": f"bloomery watch {name}     in a terminal it follows the run",
+            "paused": f"bloomery watch {name}     in a terminal it follows the run",
+            "stopping": f"bloomery resume {name}   once it has stopped",
+        }
+        return [f"{'next':<11}{commands.get(state, f'bloomery resume {name}')}"]
 
 
-def _follow(folder: Path) -> None:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    console, picture = Console(highlight=False), _Picture(folder)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while alive(folder):
-            size = console.size
-            live.update(Text("\n".join(picture.lines(size.width, size.height))), refresh=True)
-            time.sleep(REDRAW_SECONDS)
-    for line in picture.lines(console.size.width, None):
+def _print(picture: _Picture) -> None:
+    for line in picture.lines(picture.screen(get_terminal_size((WIDTH, 40)).columns)):
         click.echo(line)
 
 
-def _width() -> int:
-    return get_terminal_size((WIDTH, 40)).columns
+def _follow(folder: Path, picture: _Picture) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while alive(folder):
+            size = console.size
+            rows = picture.lines(picture.screen(size.width, size.height))
+            live.update(Group(*(_row(at, row) for at, row in enumerate(rows))), refresh=True)
+            time.sleep(REDRAW_SECONDS)
+
+
+def _row(at: int, row: str) -> "Text":
+    """Colour is an ornament: nothing is told by it alone. Rich leaves it out where NO_COLOR or the terminal says so."""
+    from rich.text import Text
+
+    style = "bold" if at == 0 else "cyan" if at == 1 or "│" in row else ""
+    return Text(row, style, no_wrap=True, overflow="crop")
 
 
 def alive(folder: Path) -> bool:

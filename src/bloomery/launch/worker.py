@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,8 +34,9 @@ class StopFlag:
     """Set by signals. Before the first step of this process there is nothing to save: a request to stop ends it."""
 
     asked: bool = False
-    stepped: bool = False
+    step: int = 0  # the last that this process finished
     save_asked: bool = False
+    emit: Emit | None = None
 
     def install(self) -> None:
         for number in (*STOP_SIGNALS, SAVE_SIGNAL):
@@ -52,15 +53,19 @@ class StopFlag:
         if number == SAVE_SIGNAL:
             self.save_asked = True
             return
-        self.asked = True
-        if not self.stepped:
+        first, self.asked = not self.asked, True
+        if not self.step:
             os._exit(STOPPED)
+        if first and self.emit is not None:
+            with suppress(UserError):  # a full disk stops the run in its own place
+                self.emit(Phase(step=self.step, name="stopping"))
 
     def watching(self, emit: Emit) -> Emit:
-        """`emit`, noting that steps have begun."""
+        """`emit`, noting each step; a request to stop is told at once, as a step may take a minute."""
+        self.emit = emit
 
         def told(event: Event) -> None:
-            self.stepped = self.stepped or isinstance(event, StepDone)
+            self.step = event.step if isinstance(event, StepDone) else self.step
             emit(event)
 
         return told

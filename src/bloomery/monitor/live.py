@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import final
 
 from rich.console import Console, Group, RenderableType
@@ -96,6 +97,8 @@ def _headline(tally: Tally, now: float) -> RenderableType:
 def _state(tally: Tally) -> str:
     if tally.ended is not None:
         return tally.ended.why.partition(":")[0]
+    if tally.stopping:
+        return "stopping"
     return "training" if tally.last else "starting"
 
 
@@ -147,9 +150,11 @@ def _told(event: Event) -> Text | None:
         case Recovered():
             return Text(f"{event.step:>6}    {event.because}; {event.action}", "yellow")
         case Saved():
-            return Text(f"{event.step:>6}    saved {event.path}" + (", the best so far" if event.best else ""), "dim")
+            return Text(
+                f"{event.step:>6}    saved {Path(event.path).name}" + (", the best so far" if event.best else ""), "dim"
+            )
         case Resumed():
-            return Text(f"{event.step:>6}    resumed from {event.path or 'the beginning'}", "green")
+            return Text(f"{event.step:>6}    resumed from {Path(event.path).name or 'the beginning'}", "green")
         case RunEnded() if event.why not in ("done", "stopped"):
             return Text(event.why, "bold red")
         case Phase(name="length"):

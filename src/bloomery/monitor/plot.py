@@ -2,17 +2,30 @@
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from bloomery.monitor.tally import BARS
 
 Point = tuple[float, float]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
 _LABEL = 9  # columns of the scale
 
 
-def plot(line: Sequence[Point], marks: Sequence[Point], *, width: int, height: int, plain: bool = False) -> list[str]:
-    """`height` rows of at most `width` columns with a scale on the left, and one with the first and the last step.
+def plot(
+    line: Sequence[Point],
+    marks: Sequence[Point],
+    strips: Mapping[str, Sequence[Point]] | None = None,
+    *,
+    width: int,
+    height: int,
+    top: float | None = None,
+    plain: bool = False,
+) -> list[str]:
+    """`height` rows of at most `width` columns with a scale on the left, one with the first and the last step, then one
+    of bars from zero for each of `strips`, over the same steps.
 
-    `line` is drawn as the mean of each stretch, `marks` as `o`. `plain`: ASCII alone. Empty without two points.
+    `line` is drawn as the mean of each stretch, `marks` as `o`. What is above `top` touches the upper edge. `plain`:
+    ASCII alone. Empty without two points.
     """
     columns, across = width - _LABEL - 1, [x for x, _ in (*line, *marks)]
     if len(line) < 2 or columns < 10 or height < 2:
@@ -23,6 +36,7 @@ def plot(line: Sequence[Point], marks: Sequence[Point], *, width: int, height: i
     means = _means(line, first, span, fine)
     heights = [y for y in means if y is not None] + [y for _, y in marks]
     low, high = min(heights), max(heights)
+    high = high if top is None else min(max(top, low), high)
     room = (high - low) or abs(high) * 0.1 or 1.0
     cells = _drawn(means, low, room, columns, height, plain)
     for x, y in marks:
@@ -35,7 +49,30 @@ def plot(line: Sequence[Point], marks: Sequence[Point], *, width: int, height: i
         for at, row in enumerate(cells)
     ]
     ends = f"{first:,.0f}", f"{last:,.0f}"
-    return [*rows, f"{'step':>{_LABEL - 1}}  {ends[0]}{ends[1]:>{columns - len(ends[0])}}"]
+    below = [
+        f"{name:>{_LABEL - 1}}  {_bars(_means(points, first, span, columns), plain)}".rstrip()
+        for name, points in (strips or {}).items()
+        if points
+    ]
+    return [*rows, f"{'step':>{_LABEL - 1}}  {ends[0]}{ends[1]:>{columns - len(ends[0])}}", *below]
+
+
+def settled_top(line: Sequence[Point]) -> float | None:
+    """The height below which a curve stays after its first tenth, where that part would leave the rest flat."""
+    start = len(line) // 10
+    if start < 10:
+        return None
+    rest = [y for _, y in line[start:]]
+    low, high = min(y for _, y in line), max(y for _, y in line)
+    return max(rest) if max(rest) - low < 0.6 * (high - low) else None
+
+
+def _bars(means: Sequence[float | None], plain: bool) -> str:
+    """One column a value, from zero."""
+    levels = " .:-=+*#" if plain else BARS
+    high = max((y for y in means if y is not None), default=0.0)
+    scale = (len(levels) - 1) / high if high > 0 else 0.0
+    return "".join(" " if y is None else levels[max(round(y * scale), 0)] for y in means)
 
 
 def _means(line: Sequence[Point], first: float, span: float, columns: int) -> list[float | None]:

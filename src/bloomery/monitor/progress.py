@@ -34,6 +34,10 @@ _INDENT = 11
 _BARS = 11
 _SAMPLE_LINES = 6
 _PHASE_SECONDS = 10.0  # between two lines of one phase
+_PHASE_WORDS = {
+    "stopping": "a checkpoint is written after this step, then the run ends",
+    "paused": "training waits",
+}
 HEADER = f"{'step':>6}{'tokens':>11}{'loss':>9}{'exam, bits/byte':>17}{'tokens/s':>11}{'left':>9}"
 
 
@@ -147,7 +151,7 @@ class PlainView:
         if event.name == name and not ended and event.time - said < _PHASE_SECONDS:
             return
         self._phase = ("" if ended else event.name, event.time)
-        share = f"{min(event.done / event.total, 1):>4.0%}" if event.total else ""
+        share = f"{min(event.done / event.total, 1):>4.0%}" if event.total else _PHASE_WORDS.get(event.name, "")
         if event.name == "length":
             share = f"{event.total:,.0f} steps fit into the time that was asked for"
         self._titled(event.name, share)

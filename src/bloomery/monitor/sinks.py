@@ -31,7 +31,7 @@ from bloomery.monitor.events import (
     without_secrets,
 )
 from bloomery.monitor.scrub import scrub
-from bloomery.monitor.tally import tally_of
+from bloomery.monitor.tally import Tally, tally_of
 from bloomery.units import format_bytes, format_seconds
 
 Warn = Callable[[str], None]
@@ -253,8 +253,18 @@ def open_sinks(
 def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:
     """`metrics.json`: what the run reached, computed from its events, beside what was `planned`; replaced whole."""
     tally = tally_of(read_events(run_dir / "events.jsonl"))
+    path = run_dir / "metrics.json"
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(
+        json.dumps({**reached(tally), "planned": dict(planned or {})}, indent=2) + "\n", encoding="utf-8"
+    )
+    return partial.replace(path)
+
+
+def reached(tally: Tally) -> dict[str, Any]:
+    """What a run has come to, under the names that programs read."""
     joules = tally.devices.joules
-    reached = {
+    return {
         "steps": tally.step,
         "steps_planned": tally.steps,
         "tokens": tally.tokens,
@@ -275,12 +285,7 @@ def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = No
         "recoveries": tally.recoveries,
         "warnings": [scrub(text) for text in tally.warnings],
         "ended": scrub(tally.ended.why) if tally.ended else None,
-        "planned": dict(planned or {}),
     }
-    path = run_dir / "metrics.json"
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(reached, indent=2) + "\n", encoding="utf-8")
-    return partial.replace(path)
 
 
 def _plain(event: EvalDone | None) -> dict[str, Any] | None:

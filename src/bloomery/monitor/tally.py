@@ -55,6 +55,7 @@ class Tally:
     last: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     ended: RunEnded | None = None
+    stopping: bool = False  # it was asked to, and saves after the step that it is taking
     began: float | None = None
     latest: float | None = None
     trained_seconds: float = 0.0
@@ -81,8 +82,10 @@ class Tally:
             case EvalDone():
                 self.evaluations[event.step] = event
             case RunStarted():
-                self.steps, self.ended = event.steps or self.steps, None
+                self.steps, self.ended, self.stopping = event.steps or self.steps, None, False
                 self.recent.clear()
+            case Phase(name="stopping"):
+                self.stopping = True
             case Phase():
                 self.phase = event
                 if event.name == "length" and event.total:
@@ -105,7 +108,7 @@ class Tally:
             case GpuSampled():
                 self.devices.add(event)
             case RunEnded():
-                self.ended = event
+                self.ended, self.stopping = event, False
 
     def _add_step(self, event: StepDone) -> None:
         self.step, self.tokens, self.last, self.phase = event.step, event.tokens, event, None
@@ -146,10 +149,15 @@ class Tally:
 
     @property
     def seconds_left(self) -> float | None:
-        """From the wall clock of the recent steps, so that evaluations and saves count too."""
+        """From the wall clock of the recent steps, so that evaluations and saves count too.
+
+        The first steps of a process, which compile, do not count while they stand out.
+        """
         if not self.steps or len(self.recent) < 2:
             return None
-        first, last = self.recent[0], self.recent[-1]
+        usual = 3 * statistics.median(step.step_seconds for step in self.recent)
+        slow = sum(1 for _ in itertools.takewhile(lambda step: step.step_seconds > usual, self.recent))
+        first, last = self.recent[max(slow - 1, 0)], self.recent[-1]
         return max(self.steps - self.step, 0) * (last.time - first.time) / max(last.step - first.step, 1)
 
     @property

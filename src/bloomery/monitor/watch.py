@@ -3,13 +3,14 @@
 import textwrap
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
 from rich.cells import cell_len, set_cell_size
 
-from bloomery.monitor.devices import lines
+from bloomery.monitor.devices import JOULES_IN_KWH, lines
 from bloomery.monitor.events import (
     Event,
     Phase,
@@ -24,15 +25,15 @@ from bloomery.monitor.events import (
     from_json,
     read_from,
 )
-from bloomery.monitor.plot import Point, plot
-from bloomery.monitor.sinks import sentence
+from bloomery.monitor.plot import Point, plot, settled_top
 from bloomery.monitor.tally import RunFacts, Tally, in_millions
 from bloomery.units import format_seconds
 
 _TITLE = 11  # columns
 _KEPT = 200  # incidents
 _SAMPLES = 2
-_POINTS = 20_000  # of the curve that are kept: more than any screen shows
+_POINTS = 20_000  # of a curve that are kept: more than any screen shows
+_CLOCK_SECONDS = 600.0  # left, from which on the time of the end is told, too
 
 
 @final
@@ -41,16 +42,19 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path, self._position, self._rest = path, 0, b""
+        self.read_lines = self.unknown_lines = 0  # unknown: damaged, or of another version
 
-    def read(self) -> list[Event]:
+    def read(self) -> Iterator[Event]:
         """Everything up to now."""
-        found: list[Event] = []
         while chunk := read_from(self._path, self._position):
             self._position += len(chunk)
             *whole, self._rest = (self._rest + chunk).split(b"\n")
-            events = (from_json(line.decode("utf-8", errors="replace")) for line in whole)
-            found += [event for event in events if event is not None]
-        return found
+            for line in filter(None, whole):
+                event = from_json(line.decode("utf-8", errors="replace"))
+                self.read_lines += 1
+                self.unknown_lines += event is None
+                if event is not None:
+                    yield event
 
 
 @final
@@ -59,7 +63,9 @@ class Seen:
     """Mutable: what a watcher knows of a run after the events that `add` was given."""
 
     tally: Tally = field(default_factory=Tally)
-    curve: list[Point] = field(default_factory=list)
+    curve: list[Point] = field(default_factory=list)  # losses
+    rates: list[Point] = field(default_factory=list)
+    speeds: list[Point] = field(default_factory=list)
     incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     saved: Saved | None = None
@@ -68,7 +74,7 @@ class Seen:
 
     def add(self, event: Event) -> None:
         if isinstance(event, RunStarted | Resumed) and self._open:
-            self.incidents.append((event, f"killed after step {self.tally.step:,}, without a word"))
+            self.incidents.append((replace(event, step=self.tally.step), "killed, without a word"))
             self._open = False
         self.tally.add(event)
         match event:
@@ -82,26 +88,40 @@ class Seen:
             case Saved():
                 self.saved = event
             case Resumed():
-                self.curve = [point for point in self.curve if point[0] <= event.step]
-                self.incidents.append((event, sentence(event)))
+                self._back_to(event.step)
+                source = Path(event.path).name if event.path else "the beginning"
+                self.incidents.append((event, f"resumed from {source} in {format_seconds(event.seconds)}"))
             case Recovered():
-                self.curve = [point for point in self.curve if point[0] <= event.step]
+                self._back_to(event.step)
                 self.incidents.append((event, f"{event.because}; {event.action}"))
             case Warned():
                 self.incidents.append((event, event.because))
             case RunEnded():
                 self._open = False
-                self.incidents.append((event, sentence(event)))
+                self.incidents.append((event, event.why))
             case Phase(name="paused"):
                 self.incidents.append((event, "training waits"))
+            case Phase(name="stopping"):
+                self.incidents.append((event, "asked to stop: it saves after this step"))
 
     def _step(self, event: StepDone) -> None:
+        self.rates = _longer(self.rates, event.step, event.learning_rate)
+        self.speeds = _longer(self.speeds, event.step, event.tokens_per_second)
         if event.loss is None:
             self.incidents.append((event, "loss or gradient was not finite: the step was skipped"))
-            return
-        self.curve.append((float(event.step), event.loss))
-        if len(self.curve) > _POINTS:
-            self.curve = self.curve[::2]
+        else:
+            self.curve = _longer(self.curve, event.step, event.loss)
+
+    def _back_to(self, step: int) -> None:
+        """What came after it is given up."""
+        self.curve, self.rates, self.speeds = (
+            [point for point in points if point[0] <= step] for points in (self.curve, self.rates, self.speeds)
+        )
+
+
+def _longer(points: list[Point], step: int, value: float) -> list[Point]:
+    points.append((float(step), value))
+    return points[::2] if len(points) > _POINTS else points
 
 
 @final
@@ -120,7 +140,7 @@ def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float
     figures = _figures(seen, facts, screen.width)
     devices = lines(seen.tally.devices.all, screen.width)
     room = None if screen.height is None else screen.height - len(head) - len(figures) - len(devices) - 4
-    chart = _chart(seen, screen, 10 if room is None else max(4, min(12, room // 2)))
+    chart = _chart(seen, screen, 10 if room is None else max(4, min(12, room // 2 - 3)))
     left = None if room is None else max(room - len(chart), 0)
     happened = _happened(seen, screen.width, 8 if left is None else min(8, max(left // 2, 2)))
     samples = _samples(seen, screen.width, 8 if left is None else max(left - len(happened) - 2, 0))
@@ -132,14 +152,22 @@ def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float
 
 def _headline(seen: Seen, facts: RunFacts, state: str, now: float) -> str:
     tally = seen.tally
-    steps = tally.steps or facts.steps
+    steps, lives = tally.steps or facts.steps, state in ("running", "stopping", "paused")
     counts = f"step {tally.step:,}" + (f" of {steps:,}" if steps else "")
-    end = now if state in ("running", "paused") else tally.latest or now
-    gone = format_seconds(max(end - (tally.began or end), 0))
-    left = f", {format_seconds(tally.seconds_left)} left" if tally.seconds_left and state == "running" else ""
+    gone = format_seconds(max((now if lives else tally.latest or now) - (tally.began or now), 0))
     phase = tally.phase
     doing = f" · {phase.name}" if phase is not None and state == "running" and phase.name != "length" else ""
-    return f"{facts.name} · {state}{doing} · {counts} · {gone}{left}"
+    return f"{facts.name} · {state}{doing} · {counts} · {gone}" + (_left(tally, now) if state == "running" else "")
+
+
+def _left(tally: Tally, now: float) -> str:
+    """What remains, and by the clock where one would have to count."""
+    seconds = tally.seconds_left
+    if not seconds:
+        return ""
+    end, today = time.localtime(now + seconds), time.localtime(now)
+    clock = time.strftime("%H:%M" if end[:3] == today[:3] else "%a %d %b %H:%M", end)
+    return f", {format_seconds(seconds)} left" + (f", until {clock}" if seconds > _CLOCK_SECONDS else "")
 
 
 def _bar(tally: Tally, screen: Screen) -> str:
@@ -155,8 +183,11 @@ def _bar(tally: Tally, screen: Screen) -> str:
 
 def _chart(seen: Seen, screen: Screen, height: int) -> list[str]:
     exams = [(float(step), told.loss) for step, told in sorted(seen.tally.evaluations.items()) if told.loss is not None]
-    drawn = plot(seen.curve, exams, width=screen.width, height=height, plain=screen.plain)
-    legend = "loss, nats a token" + ("   o exam on held-out text" if exams else "")
+    top, strips = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds}
+    drawn = plot(seen.curve, exams, strips, width=screen.width, height=height, top=top, plain=screen.plain)
+    legend = "loss, nats a token"
+    legend += "   o exam on held-out text" if exams else ""
+    legend += f"   (it began at {seen.curve[0][1]:.4g})" if top is not None else ""
     return [legend, *drawn] if drawn else []
 
 
@@ -199,7 +230,7 @@ def _energy(tally: Tally) -> str:
     joules, each = tally.devices.joules, tally.joules_per_token
     if joules is None:
         return ""
-    return f"{joules / 3.6e6:,.3g} kWh" + (f", {each:.3g} J/token" if each is not None else "")
+    return f"{joules / JOULES_IN_KWH:,.3g} kWh" + (f", {each:.3g} J/token" if each is not None else "")
 
 
 def _samples(seen: Seen, width: int, room: int) -> list[str]:
