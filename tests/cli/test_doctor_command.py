@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from bloomery.cli import cli, main
 from bloomery.cli.doctor_bundle import nameless, private
 from bloomery.cli.doctor_fix import BACKUP, changes, mend
+from bloomery.cli.doctor_page import step_lines
 from bloomery.errors import UserError
 from bloomery.hardware.doctor import diagnose
 from bloomery.hardware.doctor_docker import run_lines
@@ -84,7 +85,8 @@ def test_a_laptop_without_a_gpu_is_told_what_that_means_and_what_to_do():
     lines = doctor("--machine", record("laptop-without-a-gpu")).output.splitlines()
     assert lines[0].startswith("Ready, without a GPU: small models train on this machine's CPU.")
     assert lines[5].startswith("1  note   no GPU here can train: all runs on the CPU")
-    assert "   mend   bloomery demo                             a small model, on this machine" in lines
+    assert "   mend   bloomery demo                                    a small model, on this machine" in lines
+    assert not any("once it can be reached" in line for line in lines)
 
 
 def test_eight_gpus_are_one_line():
@@ -106,6 +108,40 @@ def test_this_machine_is_examined_in_under_five_seconds_without_torch():
     torch_was_imported, code = json.loads(done.stderr.splitlines()[-1])
     assert not torch_was_imported
     assert code == (0 if told["ready"] else 1)
+
+
+def test_a_card_that_is_closed_is_planned_as_it_will_be(tmp_path):
+    """Once the group is right, the card trains: not the CPU that would be used until then."""
+    closed = doctor("--machine", record("user-outside-render")).output
+    assert "access    /dev/kfd and /dev/dri/renderD128 closed to you" in closed
+    assert "of 14.7 GiB) · about" in closed
+    masked = doctor("--machine", record("container-without-kfd")).output
+    assert "what the GPU will do is said once it can be reached" in masked
+
+
+def words_of(command: str) -> list[str]:
+    """As a shell reads them."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sudo sed -i.bak 's/^GRUB_LINUX=\"/&amd_iommu=on iommu=pt a_long_word=that_will_not_fit /' /etc/default/grub",
+        "pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ 'torch[device-gfx1031]'",
+        'bloomery train RECIPE "' + "a long word " * 9 + '"',
+    ],
+)
+def test_commands_are_broken_where_a_shell_goes_on(command):
+    """Never within quotes: the words that a shell reads stay the same."""
+    assert words_of("\n".join(step_lines([command]))) == words_of(command)
+
+
+def test_remarks_stand_in_a_column():
+    long = "bloomery plan go-coder-125m --gpu 'RX 6700 XT'"
+    first, second = step_lines(["unset X  # keep one", f"{long}  # what it would do"])
+    assert first.index("keep one") == second.index("what it would do") == len(long) + 3
 
 
 # --explain
@@ -170,7 +206,7 @@ def test_probes_are_run_shown_and_judged(monkeypatch):
     monkeypatch.setattr(probes, "run_probes", lambda machine, on_progress: found)
     told = json.loads(doctor("--probe", "--json").output)
     assert "probe-compile" in [finding["id"] for finding in told["findings"]]
-    assert "Probed here: 1 of 2 are well." in doctor("--probe").output
+    assert "Probed here: 1 of 2 work." in doctor("--probe").output
 
 
 # --fix

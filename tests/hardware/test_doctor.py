@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.hardware import probes
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor import diagnose, ready
 from bloomery.hardware.doctor_torch import claimed
 from bloomery.hardware.machine import Accelerator, Machine, Package, Probe, Setting, read_machine
+from bloomery.hardware.profile import build_profile
+from bloomery.launch.replan import narrowed
 from bloomery.units import GIB, MIB
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -23,7 +28,7 @@ EXPECTED = {
         ("container-without-gpu", "bloomery doctor --docker  # the run line, to be typed outside of the container"),
         (
             "shm-small",
-            "docker run --ipc=host ...  # or --shm-size=16g; `bloomery doctor --docker` prints the whole line",
+            "docker run --ipc=host ...  # or --shm-size=16g: bloomery doctor --docker",
         ),
         ("torch-not-pinned", PIN.format(3)),
     ],
@@ -40,7 +45,7 @@ EXPECTED = {
     "mi300x-node": [
         (
             "numa-balancing",
-            "sudo sysctl kernel.numa_balancing=0  # and kernel.numa_balancing=0 in /etc/sysctl.d/ to keep it",
+            "sudo sysctl kernel.numa_balancing=0  # to keep it, a line in /etc/sysctl.d/",
         ),
         ("torch-not-pinned", PIN.format(2)),
     ],
@@ -339,10 +344,11 @@ TRAIN = "bloomery train RECIPE"
     [
         ("device", "crashed", "SIGSEGV", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
         ("device", "hung", "no answer within 40 s", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
-        ("matmul-float16", "wrong", "", "stops", f"{TRAIN} train.precision=float32"),
-        ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float32"),
-        ("attention-flash", "wrong", "", "slows", f"{TRAIN} train.attention=blockwise"),
-        ("compile", "failed", "error: unsupported target: 'gfx1031'", "slows", f"{TRAIN} train.compile=false"),
+        ("matmul-float16", "wrong", "", "slows", f"{TRAIN} train.precision=float32"),
+        ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float16"),
+        ("matmul-float32", "crashed", "SIGSEGV", "stops", "bloomery doctor --bundle"),
+        ("attention-flash", "wrong", "", "note", f"{TRAIN} train.attention=blockwise"),
+        ("compile", "failed", "error: unsupported target: 'gfx1031'", "note", f"{TRAIN} train.compile=false"),
         ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),
     ],
 )
@@ -390,3 +396,15 @@ def test_an_unknown_chip_gets_no_made_up_advice():
 
 def test_ids_are_words():
     assert all(re.fullmatch(r"[a-z0-9-]+", id) for table in EXPECTED.values() for id, _ in table)
+
+
+def test_a_plan_follows_what_was_probed_on_these_very_devices(tmp_path, monkeypatch):
+    """`doctor --probe` finds that compiling fails; from then on the machine says so, and plans go without it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = detect()
+    assert before.probes == ()
+    probes._remember(before, [Probe(name="compile", outcome="crashed", said="SIGSEGV")])
+    for now in (detect(), narrowed(detect(), "cpu")):
+        assert [probe.name for probe in now.probes] == ["compile"]
+        assert "probed here: compile crashed" in build_profile(now).compile.because
+    assert with_gpu(detect(), machine("rx-6700-xt").accelerators[0]).probes == ()  # another device was not probed

@@ -59,7 +59,7 @@ def command(
         from bloomery.cli.doctor_page import page
         from bloomery.cli.doctor_then import then_lines
 
-        then = then_lines(examined, ready=ready(findings))
+        then = then_lines(examined, findings)
         click.echo("\n".join(page(examined, findings, seconds=time.monotonic() - began, then=then)))
     return 0 if ready(findings) else 1
 
@@ -76,13 +76,15 @@ def _only_here(machine: Path | None, **flags: bool) -> None:
 def examine(file: Path | None, *, probe: bool) -> "Machine":
     """The machine of `file`, or this one with what its probes found, now or earlier."""
     from bloomery.hardware.detect import detect
-    from bloomery.hardware.probes import cached_probes, run_probes
+    from bloomery.hardware.probes import run_probes
 
     if file is not None:
         return read_record(file)
     here = detect()
-    found = run_probes(here, on_progress=_progress) if probe else cached_probes(here)
-    return here.model_copy(update={"probes": found})
+    if not probe:
+        return here
+    fresh = here.model_copy(update={"probes": ()})  # what failed earlier decides nothing now
+    return fresh.model_copy(update={"probes": run_probes(fresh, on_progress=_progress)})
 
 
 def read_record(file: Path) -> "Machine":

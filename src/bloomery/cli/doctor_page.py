@@ -4,11 +4,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from bloomery.hardware.doctor import ready
-from bloomery.hardware.doctor_finding import Finding
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.doctor_finding import PROBE, Finding
+from bloomery.hardware.machine import Machine, Probe
 from bloomery.units import GIB, format_bytes
 
 WIDTH, LABEL, BODY = 100, 10, 7
+REMARKS, GAP = 39, 3  # the column of remarks behind commands, and what divides them at least
+PROBING = "  # products, attention, compiling: about a minute"
 BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
@@ -81,15 +83,14 @@ def _access(machine: Machine) -> str:
         return ""
     nodes = {device.node: device.access for device in machine.accelerators if device.node}
     places = {"/dev/kfd": machine.host.access.kfd, **nodes}
-    opened = [name for name, state in places.items() if state == "open"]
-    closed = [f"{name} {state}" for name, state in places.items() if state not in ("open", None)]
-    shown = [f"{_few(opened)} open for you"] if opened else []
-    return " · ".join([*shown, *([_few(closed)] if closed else [])])
+    told = {"open": "open for you", "denied": "closed to you", "absent": "not there", "hung": "without an answer"}
+    by_state = {state: [name for name, one in places.items() if one == state] for state in told}
+    return " · ".join(f"{_few(names)} {told[state]}" for state, names in by_state.items() if names)
 
 
 def _few(names: Sequence[str]) -> str:
     if len(names) <= 3:
-        return " and ".join(names)
+        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
@@ -103,35 +104,53 @@ def finding_lines(number: int, finding: Finding) -> Iterator[str]:
         yield from _inner("seen", textwrap.wrap(finding.evidence, WIDTH - LABEL))
     yield from _inner("mend", list(step_lines(finding.mend)))
     if finding.level == "stops" and finding.prove:
-        yield from _inner("prove", [finding.prove])
+        yield from _inner("prove", list(step_lines([finding.prove + PROBING * (finding.prove == PROBE)])))
 
 
 def step_lines(steps: Sequence[str]) -> Iterator[str]:
     """Commands with their remarks in a column, long ones broken where a shell goes on."""
+    width = WIDTH - LABEL
+    column = _remark_column(steps, width)
     for step in steps:
         command, _, remark = step.partition("  # ")
         if command.startswith("# "):
-            yield from textwrap.wrap(command[2:], WIDTH - LABEL)
+            yield from textwrap.wrap(command[2:], width)
             continue
-        *lines, last = _broken(command)
+        *lines, last = _broken(command, width)
         yield from lines
-        column = f"{last:<40}  "
-        if remark and len(column + remark) <= WIDTH - LABEL:
-            yield (column + remark).rstrip()
-        else:
+        if not remark or len(last) + GAP + len(remark) > width:
             yield last
-            yield from (f"    {line}" for line in textwrap.wrap(remark, WIDTH - LABEL - 4))
+            yield from (f"    {line}" for line in textwrap.wrap(remark, width - 4))
+        else:
+            yield f"{last:<{min(column, width - len(remark))}}{remark}"
 
 
-def _broken(command: str) -> list[str]:
-    """A command over several lines, each but the last ending in a backslash."""
-    lines, width = [command], WIDTH - LABEL - 2
-    while len(lines[-1]) > WIDTH - LABEL:
-        at = lines[-1].rfind(" ", 0, width)
-        if at <= 4:
+def _remark_column(steps: Sequence[str], width: int) -> int:
+    """Where remarks begin: behind the longest command that has room for its own."""
+    parts = [step.partition("  # ") for step in steps]
+    short = [len(c) + GAP for c, _, remark in parts if remark and len(c) + GAP + len(remark) <= width]
+    return max([REMARKS, *short])
+
+
+def _broken(command: str, width: int) -> list[str]:
+    """A command over several lines, each but the last ending in a backslash; never within quotes."""
+    lines = [command]
+    while len(lines[-1]) > width:
+        at = max((place for place in _gaps(lines[-1]) if 4 < place <= width - 2), default=0)
+        if not at:
             break
         lines[-1:] = [lines[-1][:at] + " \\", "    " + lines[-1][at + 1 :]]
     return lines
+
+
+def _gaps(line: str) -> Iterator[int]:
+    """Where blanks stand outside of quotes."""
+    quote = ""
+    for place, letter in enumerate(line):
+        if letter in "\"'" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif letter == " " and not quote:
+            yield place
 
 
 def _inner(label: str, lines: Sequence[str]) -> Iterator[str]:
@@ -140,18 +159,32 @@ def _inner(label: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
-    wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH - LABEL) or [""]]
+    wrapped = [part for line in lines for part in _in_parts(line, WIDTH - LABEL)]
     for position, line in enumerate(wrapped):
         yield (f"{label if position == 0 else '':<{LABEL}}{line}").rstrip()
 
 
+def _in_parts(line: str, width: int) -> list[str]:
+    """Wrapped between the parts of an enumeration where that is possible."""
+    rows = [""]
+    for part in line.split(" · "):
+        longer = f"{rows[-1]} · {part}" if rows[-1] else part
+        rows[-1:] = [longer] if len(longer) <= width else [rows[-1], part]
+    return [piece for row in rows if row for piece in textwrap.wrap(row, width)]
+
+
 def _last_line(machine: Machine, findings: Sequence[Finding]) -> str:
-    well = sum(probe.outcome == "ok" for probe in machine.probes)
-    probed = "From the table, not yet probed here."
-    if machine.probes:
-        probed = f"Probed here: {well} of {len(machine.probes)} are well."
     code = 0 if ready(tuple(findings)) else 1
-    return f"{probed}  Stuck? bloomery doctor --bundle report.json  exit {code}"
+    return f"{probed(machine.probes)}  Stuck? bloomery doctor --bundle report.json  exit {code}"
+
+
+def probed(probes: Sequence[Probe]) -> str:
+    """How much of this was tried: what is not installed was not."""
+    tried = [probe for probe in probes if probe.outcome != "absent"]
+    well = sum(probe.outcome == "ok" for probe in tried)
+    if not tried:
+        return "From the table, not yet probed here."
+    return f"Probed here: all {well} work." if well == len(tried) else f"Probed here: {well} of {len(tried)} work."
 
 
 def _ends(left: str, right: str) -> str:

@@ -23,4 +23,4 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
         build="rocm" if device.vendor == "amd" else "cuda",
         environment={name: value for name, value in machine.software.environment.items() if name not in MASKS},
     )
-    return machine.model_copy(update={"accelerators": (device,), "software": software})
+    return machine.model_copy(update={"accelerators": (device,), "software": software, "probes": ()})

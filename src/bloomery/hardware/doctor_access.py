@@ -20,7 +20,12 @@ def driver(machine: Machine) -> Iterator[Finding]:
     amd = [display for display in host.displays if display.vendor == AMD]
     nvidia = [display for display in host.displays if display.vendor == NVIDIA]
     if amd and host.driver.blacklisted:
-        held = f"; {amd[0].driver} holds the card {amd[0].address}" if amd[0].driver not in ("", "amdgpu") else ""
+        machines = " for virtual machines" if amd[0].driver == "vfio-pci" else ""
+        held = (
+            f"; {amd[0].driver} holds the card {amd[0].address}{machines}"
+            if amd[0].driver not in ("", "amdgpu")
+            else ""
+        )
         mend = [f"sudo sed -i.bak '/^ *blacklist  *amdgpu/d' {host.driver.blacklisted}"]
         if amd[0].driver == "vfio-pci":
             mend.append("# take the card's number out of `options vfio-pci ids=` in the same folder")

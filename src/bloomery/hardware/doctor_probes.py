@@ -53,24 +53,49 @@ def bad_probes(machine: Machine) -> Iterator[Finding]:
 
 
 def _finding(probe: Probe, kind: str, machine: Machine) -> Finding:
-    subject, level, edit = SUBJECTS.get(kind, (probe.name, "note", ""))
+    subject = SUBJECTS.get(kind, (probe.name, "note", ""))[0]
     if kind == "matmul":
-        dtype = probe.name.partition("-")[2]
-        subject += f" in {dtype}"
-        planned = build_profile(machine.model_copy(update={"probes": ()})).dtype.value
-        level, edit = "stops" if dtype == planned else "note", "train.precision=float32"
+        subject += f" in {probe.name.partition('-')[2]}"
     known = match(probe.said, machine=machine)
     off = f" (off by {probe.error:.2g})" if probe.error else ""
-    mend = [f"bloomery train RECIPE {edit}"] if edit and probe.outcome != "wrong" else []
-    mend += known[0].remedy if known else _remedy(probe, kind, machine)
+    mend = _around(probe, kind, machine)
+    mend += (known[0].remedy if known else _remedy(probe, kind, machine)) if probe.outcome != "wrong" else []
     return Finding(
         id=f"probe-{probe.name}",
-        level=level,
+        level=_level(probe, kind, machine),
         what=f"{subject} {SAID[probe.outcome]} on this machine" + (f": {known[0].cause}" if known else ""),
         evidence=f"{probe.name}: {probe.said or probe.outcome}{off}",
-        mend=tuple(mend or [f"bloomery train RECIPE {edit}" if edit else "bloomery doctor --bundle report.json"]),
+        mend=tuple(mend or ["bloomery doctor --bundle report.json  # what a maintainer needs"]),
         prove=PROBE,
     )
+
+
+def _around(probe: Probe, kind: str, machine: Machine) -> list[str]:
+    """The command that trains without what is bad, and whether that happens by itself."""
+    profile = build_profile(machine)
+    edit = SUBJECTS.get(kind, ("", "note", ""))[2]
+    if kind == "matmul":
+        edit = f"train.precision={profile.dtype.value}" if probe.name != "matmul-float32" else ""
+    itself = {
+        "matmul": True,
+        "attention": profile.attention.value != "fused",
+        "compile": not profile.compile.value,
+    }.get(kind, False)
+    remark = "  # `auto` chooses it here" if itself else ""
+    return [f"bloomery train RECIPE {edit}{remark}"] if edit else []
+
+
+def _level(probe: Probe, kind: str, machine: Machine) -> Level:
+    """What is bad stops or slows only a run that would use it."""
+    table = build_profile(machine.model_copy(update={"probes": ()}))
+    if probe.name == "matmul-float32":
+        return "stops"
+    unused = {
+        "matmul": probe.name != f"matmul-{table.dtype.value}",
+        "attention": probe.name == "attention-math" or table.attention.value != "fused",
+        "compile": not table.compile.value,
+    }
+    return "note" if unused.get(kind) else SUBJECTS.get(kind, ("", "note", ""))[1]
 
 
 def _remedy(probe: Probe, kind: str, machine: Machine) -> list[str]:

@@ -24,7 +24,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         what="/dev/shm is too small" + (" for several GPUs" if several else " for several GPUs or loader processes"),
         evidence=f"{format_bytes(size)}; ranks of one machine exchange through it",
         mend=(
-            "docker run --ipc=host ...  # or --shm-size=16g; `bloomery doctor --docker` prints the whole line"
+            "docker run --ipc=host ...  # or --shm-size=16g: bloomery doctor --docker"
             if around.container
             else "sudo mount -o remount,size=16G /dev/shm",
         ),
@@ -39,7 +39,7 @@ def numa(machine: Machine) -> Iterator[Finding]:
             level="slows",
             what="the kernel moves memory between processors while the GPUs use it",
             evidence="kernel.numa_balancing is 1",
-            mend=("sudo sysctl kernel.numa_balancing=0  # and kernel.numa_balancing=0 in /etc/sysctl.d/ to keep it",),
+            mend=("sudo sysctl kernel.numa_balancing=0  # to keep it, a line in /etc/sysctl.d/",),
             prove="sysctl kernel.numa_balancing",
         )
 

@@ -65,6 +65,11 @@ def cached_probes(machine: Machine) -> tuple[Probe, ...]:
     return _read_cache().get(cache_key(machine), ())
 
 
+def remembering(machine: Machine) -> Machine:
+    """The machine with what earlier probes of exactly these devices found, and nothing of others."""
+    return machine.model_copy(update={"probes": cached_probes(machine)})
+
+
 def specs(machine: Machine, profile: Profile) -> tuple[Spec, ...]:
     """The probes of a machine, cheapest first."""
     return tuple(_specs(machine, profile))

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 
 from bloomery.errors import UserError
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.probes import remembering
 from bloomery.plan.types import Plan
 
 ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
@@ -42,7 +43,7 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
     if devices is None:
         return machine
     if devices == "cpu":
-        return machine.model_copy(update={"accelerators": ()})
+        return remembering(machine.model_copy(update={"accelerators": ()}))
     if "," in devices:
         raise UserError(
             f"this version trains on one device, not on {len(devices.split(','))}", where="--devices", code=2,
@@ -53,7 +54,7 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
         here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
         remedy = f"devices here: {here}; or cpu"
         raise UserError(f"there is no device {devices!r}", where="--devices", remedy=remedy, code=2)
-    return machine.model_copy(update={"accelerators": chosen})
+    return remembering(machine.model_copy(update={"accelerators": chosen}))
 
 
 def same_devices(machine: Machine, before: Machine) -> Machine:
@@ -61,7 +62,7 @@ def same_devices(machine: Machine, before: Machine) -> Machine:
     known = {(device.index, device.arch) for device in before.accelerators}
     kept = tuple(device for device in machine.accelerators if (device.index, device.arch) in known)
     narrow = kept or not before.accelerators
-    return machine.model_copy(update={"accelerators": kept}) if narrow else machine
+    return remembering(machine.model_copy(update={"accelerators": kept})) if narrow else machine
 
 
 def differences(before: Machine, now: Machine) -> list[str]:
