@@ -72,6 +72,26 @@ def test_a_wish_to_save_that_comes_before_training_is_kept_for_its_first_step(bl
     assert len(saves) <= 2
 
 
+def test_a_run_is_recorded_when_asked_and_goes_on(bloomery: Bloomery) -> None:
+    with bloomery.start(*TRAIN) as process:
+        wait_for(bloomery.saw(StepDone, 2))
+        recorded = bloomery.run("save", "one", "--profile", "2")
+        assert recorded.returncode == 0, recorded.stderr
+        assert process.poll() is None
+        stopped = bloomery.run("stop", "one")
+        assert stopped.returncode == 0
+        process.communicate()
+    (trace,) = (bloomery.run_dir / "profile").glob("*.trace.json.gz")
+    assert str(trace) in recorded.stdout
+    names = {path.name.partition(".")[2] for path in (bloomery.run_dir / "profile").iterdir()}
+    assert names == {"trace.json.gz", "operators.txt", "memory.txt"}
+    assert not (bloomery.run_dir / "profile-asked").exists()
+    late = bloomery.run("save", "one", "--profile", "2")
+    assert late.returncode == 1
+    assert "no process is working on this run" in late.stderr
+    assert bloomery.run("save", "one", "--profile", "0").returncode == 2
+
+
 def write_lock(folder: Path, pid: int, **changes) -> RunFolder:
     entry = {"pid": pid, "started": start_mark(pid), "host": host_name(), "hears": True} | changes
     (folder / "lock").write_text(json.dumps(entry))

@@ -91,7 +91,10 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     assert_same_tensors(short.tensors(6), small.tensors(6))
     told = short.of(Recovered)[0]
     assert told.because == "memory ran out (2.50 GiB more were wanted) in step 1"
-    assert told.action == "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
+    assert told.action == (
+        "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
+        "; what filled memory is listed in profile/step-00000001-full-1.memory.txt"
+    )
     stored = read_plan(tmp_path / "short/plan.json")
     assert (stored.train.micro_batch, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
     assert stored.model.score_chunk == 32
@@ -164,7 +167,9 @@ def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_
     short = run_short_of_memory(plan, tmp_path / "short", Allocator("evaluation", rows=4))
     whole = Run(plan, tmp_path / "whole")
     assert len(short.of(Recovered)) == 2
-    assert short.of(Recovered)[-1].action == "evaluation in micro-batches of 2 instead of 4: the same score"
+    assert short.of(Recovered)[-1].action.startswith(
+        "evaluation in micro-batches of 2 instead of 4: the same score; what filled memory"
+    )
     assert short.losses() == whole.losses()
     assert_same_tensors(short.tensors(6), whole.tensors(6))
     for ours, theirs in zip(short.of(EvalDone), whole.of(EvalDone), strict=True):

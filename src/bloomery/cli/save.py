@@ -3,22 +3,39 @@
 import click
 
 from bloomery.cli.common import find_run
+from bloomery.recipe.schema import LONGEST_TRACE
 
 
 @click.command()
 @click.argument("run")
-def command(run: str) -> int:
+@click.option(
+    "--profile",
+    "steps",
+    type=click.IntRange(1, LONGEST_TRACE),
+    metavar="STEPS",
+    help="Instead record the next steps: operators, times, memory.",
+)
+def command(run: str, steps: int | None) -> int:
     """Let RUN (a path, a name under runs/, or `last`) write a checkpoint after its step, and wait until it stands.
 
     Example: bloomery save last
     """
     from bloomery.cli.stop import waiting
-    from bloomery.launch.ask import runner_of, save_run
+    from bloomery.launch.ask import profile_run, runner_of, save_run
     from bloomery.launch.supervise import existing
     from bloomery.units import format_bytes
 
     folder = existing(find_run(run))
     runner = runner_of(folder)
+    if steps is not None:
+        click.echo(f"asked      process {runner.pid} to record its next {steps} steps")
+        with waiting(folder.path) as told:
+            where = profile_run(runner, steps, on_event=told)
+        newest = max(where.glob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+        click.echo(f"recorded   {newest}, for https://ui.perfetto.dev or chrome://tracing")
+        name = newest.name.partition(".")[0]
+        click.echo(f"tables     {name}.operators.txt, {name}.memory.txt beside it")
+        return 0
     click.echo(f"asked      process {runner.pid} to save after the step that it is taking")
     with waiting(folder.path) as told:
         saved = save_run(runner, on_event=told)

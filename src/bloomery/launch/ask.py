@@ -3,15 +3,19 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.run_folder import DEAD_SECONDS, RunFolder, alive, holder_of, silence
 from bloomery.launch.signals import SAVE_SIGNAL
-from bloomery.monitor.events import Event, RunEnded, Saved, Warned, follow
-from bloomery.train.sealed import NOT_SAVED
+from bloomery.monitor.events import Event, Phase, RunEnded, Saved, Warned, follow
+from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED
+from bloomery.train.sealed import NOT_SAVED, write_durably
 
 
 @final
@@ -93,7 +97,7 @@ def _signal(pid: int, started: str, number: int) -> None:
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
     """Asks it to save and stop; returns when it has ended, with how. None when it died without a word."""
     ended = None
-    for event in _heard(runner, signal.SIGTERM):
+    for event in _heard(runner, partial(runner.send, signal.SIGTERM)):
         on_event(event)
         ended = event if isinstance(event, RunEnded) else ended
     return ended
@@ -104,7 +108,7 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
 
     Raises UserError when it could not be written, or the run ended before.
     """
-    for event in _heard(runner, SAVE_SIGNAL):
+    for event in _heard(runner, partial(runner.send, SAVE_SIGNAL)):
         on_event(event)
         if isinstance(event, Saved):
             return event
@@ -112,16 +116,45 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
             raise UserError(
                 event.because, where=str(runner.folder.checkpoints), remedy="make room on the disk, then ask again"
             )
-    raise UserError(
+    raise _ended_before(runner)
+
+
+def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]) -> Path:
+    """Asks for the next steps to be recorded; returns the folder that holds the files when they stand.
+
+    Raises UserError when they could not be written, or the run ended before.
+    """
+    asked = runner.folder.path / PROFILE_ASKED
+    try:
+        for event in _heard(runner, lambda: write_durably(asked, str(steps))):
+            on_event(event)
+            if isinstance(event, Phase) and event.name == PROFILE and event.total and event.done >= event.total:
+                return runner.folder.path / PROFILE
+            if isinstance(event, Warned) and NOT_RECORDED in event.because:
+                raise UserError(event.because, where=str(runner.folder.path), remedy="make room there, then ask again")
+    except PermissionError as error:
+        raise UserError(
+            "the run's folder belongs to another user, who alone may ask for a recording",
+            where=str(runner.folder.path),
+            remedy="ask that user, or use their account",
+        ) from error
+    finally:
+        with suppress(OSError):  # nobody waits for it any more
+            asked.unlink(missing_ok=True)
+    raise _ended_before(runner)
+
+
+def _ended_before(runner: Runner) -> UserError:
+    return UserError(
         "the run ended before it took another step",
         where=str(runner.folder.path),
         remedy=f"`bloomery resume {runner.folder.name}` goes on with it; `bloomery runs` says how it ended",
     )
 
 
-def _heard(runner: Runner, number: int) -> Iterator[Event]:
+def _heard(runner: Runner, ask: Callable[[], None]) -> Iterator[Event]:
     """What the run tells from the request on, until nobody works on it any more."""
     events = runner.folder.events
     seen = events.stat().st_size if events.exists() else 0
-    runner.send(number)
+    ask()
     yield from follow(events, lambda: not runner.working, start=seen)

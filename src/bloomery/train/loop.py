@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.process import peak_memory_gib, set_up_process
+from bloomery.train.profile import Recorder
 from bloomery.train.schedules import planned_share
 from bloomery.train.self_test import check_attention
 from bloomery.train.state import TrainState, build_state, go_back
@@ -50,6 +52,7 @@ class Job:
     tokenizer: Tokenizer
     saver: Saver
     checkup: Checkup
+    recorder: Recorder
     began: float  # time.perf_counter() at the start
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
@@ -89,11 +92,12 @@ def run(
 
 def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) -> Outcome | Literal["rewind", "again"]:
     """Steps until the run is finished, asked to stop, must go back to a good checkpoint, or reads in other batches."""
-    with read_ahead(job) as stream:
+    with read_ahead(job) as stream, closing(job.recorder):
         while not finished(job):
             if stop():
                 return "stopped"
-            action = take_step(job, stream)
+            with job.recorder.around(job.plan, job.step + 1):
+                action = take_step(job, stream)
             if action in ("rewind", "again"):
                 return action
             if job.plan.train.steps is None and len(job.step_seconds) >= MEASURED_STEPS:
@@ -116,7 +120,9 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     share = planned_share(job.step, job.plan.optimizer, steps=plan.steps)
     checkup = job.checkup if job.checkup.due(job.step + 1, job.plan.monitor.every_steps) else None
     state.trainee.checkup = checkup
-    result = attempt(lambda: train_step(state.trainee, batches, job.objective, plan=plan, share=share), state)
+    objective = job.recorder.objective(job.objective)
+    full = partial(job.recorder.memory_full, job.plan, job.step + 1, f"step {job.step + 1}")
+    result = attempt(lambda: train_step(state.trainee, batches, objective, plan=plan, share=share), state, full)
     if isinstance(result, Full):
         return shrink(job, result)
     rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch)
@@ -157,6 +163,7 @@ def shrink(job: Job, full: Full) -> Action:
     if job.state.trainee.updating:
         return_to_checkpoint(job, policy=True)
         action += f"; the update was half done, so the run goes back to step {job.step}"
+    action += f"; what filled memory is listed in {full.listed}" if full.listed else ""
     job.emit(Recovered(step=job.step, because=f"{full} in step {begun + 1}", action=action))
     return "again"
 
@@ -234,7 +241,8 @@ def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:
     while True:
         plan = job.plan
         look_now = partial(work, job.objective, plan=plan.eval, precision=plan.train.precision)
-        found = attempt(look_now, job.state)
+        where = f"the evaluation after step {job.step}"
+        found = attempt(look_now, job.state, partial(job.recorder.memory_full, plan, job.step, where))
         if not isinstance(found, Full):
             return found
         rung = smaller_look(plan, found, step=job.step)
@@ -243,8 +251,8 @@ def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:
             job.emit(Warned(step=job.step, because=because))
             return None
         replan(job, rung.plan)
-        told = f"{found} in the evaluation after step {job.step}"
-        job.emit(Recovered(step=job.step, because=told, action=rung.action))
+        action = rung.action + (f"; what filled memory is listed in {found.listed}" if found.listed else "")
+        job.emit(Recovered(step=job.step, because=f"{found} in {where}", action=action))
 
 
 def save(job: Job) -> None:
@@ -336,6 +344,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         tokenizer=load_tokenizer(prepared),
         saver=Saver(checkpoints, plan.checkpoint.keep, plan.checkpoint.asynchronous, tokenizer=prepared, emit=emit),
         checkup=Checkup(dict(state.trainee.model.named_parameters())),
+        recorder=Recorder(run_dir, state.trainee, emit),
         began=began,
         saved_step=state.progress.step,
     )

@@ -22,16 +22,22 @@ R = TypeVar("R")
 @final
 @dataclass(frozen=True)
 class Full:
-    """An attempt ended because memory ran out; `wanted` is what the allocator was asked for, "" when it did not say."""
+    """An attempt ended because memory ran out; `wanted` is what the allocator was asked for, "" when it did not say.
+
+    `listed`: the file in the run's folder that says what filled memory, "" without one.
+    """
 
     wanted: str
+    listed: str = ""
 
     def __str__(self) -> str:
         return f"memory ran out ({self.wanted} more were wanted)" if self.wanted else "memory ran out"
 
 
-def attempt(work: Callable[[], R], state: TrainState) -> R | Full:
+def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str) -> R | Full:
     """What `work` returns; when memory runs out in it, `Full`, and the state is as before.
+
+    `listing` is called while everything that filled memory is still there, and names the file where it wrote that.
 
     Gradients are dropped, random numbers put back, cached memory is given back to the device. What cannot be undone is
     an update that was cut short: `state.trainee.updating` says so.
@@ -42,7 +48,7 @@ def attempt(work: Callable[[], R], state: TrainState) -> R | Full:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        full = Full(_wanted(str(error)))
+        full = Full(_wanted(str(error)), listing())
     # Outside the handler: the traceback held every tensor of the attempt.
     state.trainee.optimizer.zero_grad()
     set_random_states(random)
@@ -72,7 +78,7 @@ def smaller_step(plan: Plan, full: Full, *, step: int) -> Rung:
         raise MemoryFull(
             f"{full} in step {step + 1}, with a single row of {plan.data.sequence_length:,} tokens at once"
             + who_else(plan.train.device),
-            where="train.micro_batch=1",
+            where="train.micro_batch=1" + (f"; what filled memory is listed in {full.listed}" if full.listed else ""),
             remedy=_remedy(plan),
         )
     return rung

@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,14 @@ FULL = re.compile(
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: of PyTorch's allocators, of a GPU library beside them, or of Python itself."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(FULL.search(str(error)))
+
+
+def resident_gib() -> float:
+    """What this process holds in memory now; elsewhere than on Linux, the most that it ever held."""
+    pages = Path("/proc/self/statm")
+    if not pages.is_file():
+        return peak_memory_gib("cpu")
+    return int(pages.read_text().split()[1]) * resource.getpagesize() / GIB
 
 
 def peak_memory_gib(device: str) -> float:

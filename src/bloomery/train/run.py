@@ -1,4 +1,4 @@
-"""How a run ended."""
+"""How a run ended, and what is asked of one that goes on through files in its folder. No torch."""
 
 import shlex
 from dataclasses import dataclass
@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import final
 
 from bloomery.errors import UserError
+from bloomery.recipe.schema import LONGEST_TRACE
+
+PROFILE = "profile"  # the folder of what was recorded of steps
+PROFILE_ASKED = "profile-asked"  # the file that holds how many steps somebody wants recorded
+NOT_RECORDED = "what was recorded of the run could not be written"
 
 
 class MemoryFull(UserError):
@@ -14,6 +19,15 @@ class MemoryFull(UserError):
 
 class Unsound(UserError):
     """A kernel does not compute what it should."""
+
+
+def asked_steps(request: Path) -> int:
+    """How many steps somebody wants recorded; 0 without such a wish, or when the file says nothing sensible."""
+    try:
+        words = request.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return 0
+    return min(int(words), LONGEST_TRACE) if words.isdecimal() else 0
 
 
 def name_of(folder: Path) -> str:

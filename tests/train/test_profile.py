@@ -1,0 +1,145 @@
+"""Steps that are recorded and memory that is listed: what is in the files, and that the run does not notice."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+from test_out_of_memory import Allocator, run_short_of_memory
+
+from bloomery.monitor.events import Phase, Recovered, Warned
+from bloomery.train import profile
+from bloomery.train.live_tensors import KEPT, Live, live_tensors, page
+from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, asked_steps
+from bloomery.train.state import build_state
+from bloomery.train.step import compute_loss
+
+
+@pytest.fixture
+def plan(prepared):
+    sections = {"train": {"steps": 6}, "eval": {"every_steps": 99}, "checkpoint": {"every_steps": 99}}
+    return tiny_plan(prepared, config=CONFIG, **sections)
+
+
+def traced(plan, first: int, last: int):
+    return plan.model_copy(update={"monitor": plan.monitor.model_copy(update={"trace_steps": (first, last)})})
+
+
+def test_recorded_steps_leave_a_trace_and_a_list_and_change_no_bit(plan, tmp_path):
+    plain = Run(plan, tmp_path / "plain")
+    seen = Run(traced(plan, 3, 4), tmp_path / "seen")
+    assert seen.losses() == plain.losses()
+    assert_same_tensors(seen.tensors(6), plain.tensors(6))
+    folder = seen.folder / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-00000003.memory.txt", "step-00000003.operators.txt", "step-00000003.trace.json.gz",
+    ]  # fmt: skip
+    trace = json.loads(gzip.decompress((folder / "step-00000003.trace.json.gz").read_bytes()))
+    names = [event.get("name") for event in trace["traceEvents"]]
+    per_step = plan.train.accumulation * CONFIG.num_layers
+    assert names.count("aten::scaled_dot_product_attention") == 2 * per_step
+    assert "[memory]" in names
+    assert "aten::mm" in (folder / "step-00000003.operators.txt").read_text()
+    phases = [(event.step, event.done, event.total) for event in seen.of(Phase) if event.name == "profile"]
+    assert phases == [(2, 0, 2), (4, 2, 2)]
+
+
+def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
+    seen = Run(traced(plan, 3, 3), tmp_path)
+    text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
+    assert text.startswith("step 3, between forward and backward of its first micro-batch")
+    weights = sum(tensor.nbytes for name, tensor in seen.tensors(6).items() if name.startswith("0/"))
+    line = next(line for line in text.splitlines() if line.startswith("weights "))
+    assert f"{weights / 1024:.1f} KiB" in line
+    assert any(line.startswith("optimizer ") for line in text.splitlines())
+    assert any(line.startswith(KEPT) for line in text.splitlines())
+
+
+def test_what_autograd_keeps_is_counted_once_and_goes_with_backward(plan, tmp_path):
+    state = build_state(plan)
+    weight = torch.randn(64, 64, requires_grad=True)
+    held = torch.randn(64, 64)
+    out = (weight * held).exp().exp()
+    kept = [live for live in live_tensors(state.trainee) if live.shape == (64, 64) and live.purpose == KEPT]
+    assert len(kept) == 3  # the other factor and both results of exp, of which names hold two as well
+    out.sum().backward()
+    del out
+    left = [live for live in live_tensors(state.trainee) if live.shape == (64, 64) and live.purpose == KEPT]
+    assert left == []
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "evaluation"])
+def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
+    plan = plan.model_copy(
+        update={
+            "train": plan.train.model_copy(update={"micro_batch": 4, "accumulation": 1, "steps": 2}),
+            "eval": plan.eval.model_copy(update={"micro_batch": 4}),
+        }
+    )
+    short = run_short_of_memory(plan, tmp_path, Allocator(place, rows=4, times=1))
+    (told,) = short.of(Recovered)
+    step = 2 if place == "evaluation" else 1
+    name = f"profile/step-{step:08d}-full-1.memory.txt"
+    assert told.action.endswith(f"; what filled memory is listed in {name}")
+    text = (tmp_path / name).read_text()
+    where = "the evaluation after step 2" if place == "evaluation" else "step 1"
+    assert text.startswith(f"memory ran out in {where}; what was there then")
+    assert (KEPT in text) == (place == "backward")  # the forward failed at its first tensor
+
+
+def test_a_wish_is_heard_between_two_steps_and_a_stale_one_is_not(plan, tmp_path, monkeypatch):
+    (tmp_path / PROFILE_ASKED).write_text("5")
+    listened = profile.Recorder.objective
+
+    def ask_once(self, objective):
+        if not (tmp_path / "asked").exists():
+            (tmp_path / "asked").touch()
+            (tmp_path / PROFILE_ASKED).write_text("2")
+        return listened(self, objective)
+
+    monkeypatch.setattr(profile.Recorder, "objective", ask_once)
+    run = Run(plan, tmp_path)
+    assert [(e.step, e.total) for e in run.of(Phase) if e.name == "profile" and e.done] == [(3, 2)]
+    assert not (tmp_path / PROFILE_ASKED).exists()
+
+
+def test_a_recording_that_cannot_be_written_is_a_warning(plan, tmp_path):
+    (tmp_path / "profile").write_text("in the way")
+    run = Run(traced(plan, 2, 3), tmp_path)
+    assert run.outcome == "done"
+    assert {event.because.partition(":")[0] for event in run.of(Warned)} == {NOT_RECORDED}
+
+
+def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
+    run = Run(traced(plan, 2, 6), tmp_path, stop_after=3)
+    assert run.outcome == "stopped"
+    assert (tmp_path / "profile/step-00000002.trace.json.gz").is_file()
+
+
+@pytest.mark.parametrize(("text", "steps"), [("3", 3), ("500", 20), ("", 0), ("-1", 0), ("many", 0), ("\xb2", 0)])
+def test_a_wish_that_makes_no_sense_is_none(tmp_path, text, steps):
+    (tmp_path / "wish").write_text(text)
+    assert asked_steps(tmp_path / "wish") == steps
+    assert asked_steps(tmp_path / "nothing") == 0
+
+
+def test_equal_tensors_are_one_line():
+    found = [Live(KEPT, (2, 3), "float32", "cpu", 2**20)] * 3 + [Live("weights", (), "float32", "cpu", 4)]
+    lines = page(found, "title", "cpu").splitlines()
+    assert any(line.split() == ["kept", "for", "backward:", "2", "x", "3", "float32", "3", "1.0", "MiB", "3.0", "MiB"]
+               for line in lines)  # fmt: skip
+
+
+def test_a_graph_from_a_real_step_holds_its_activations(plan):
+    from bloomery.data.loader import Cursor
+    from bloomery.train.loop import open_loader, open_objective
+
+    state = build_state(plan)
+    batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)
+    parts = compute_loss(state.trainee.model, batch, open_objective(plan), precision="float32")
+    kept = [live for live in live_tensors(state.trainee) if live.purpose == KEPT]
+    wide = [live for live in kept if live.shape[-1:] == (CONFIG.intermediate_size,)]
+    assert len(wide) >= 2 * CONFIG.num_layers  # gate and up of each layer at least
+    del parts
