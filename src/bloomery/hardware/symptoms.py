@@ -120,7 +120,7 @@ def _match(symptom: Symptom, text: str, machine: Machine | None) -> Match | None
         what=symptom.title,
         cause=symptom.cause,
         line=_line_around(text, first.start()),
-        remedy=tuple(_filled(step, machine) for step in symptom.remedy),
+        remedy=tuple(filled(step, machine) for step in symptom.remedy),
         prove=symptom.prove,
         cites=symptom.cites,
         score=sum(1 + min(len(hit[0]), 100) / 100 for hit in hits) + supported / 2,
@@ -176,7 +176,7 @@ def vendors(machine: Machine) -> frozenset[str]:
     return frozenset(listed | {PCI_VENDORS[one.vendor] for one in machine.host.displays if one.vendor in PCI_VENDORS})
 
 
-def _filled(step: str, machine: Machine | None) -> str:
+def filled(step: str, machine: Machine | None) -> str:
     """`{install}` becomes the command that installs the fitting PyTorch, or asks for it where no GPU is known."""
     if step != "{install}":
         return step

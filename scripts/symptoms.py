@@ -1,0 +1,69 @@
+"""Rewrites docs/symptoms.md from the table of symptoms: `python scripts/symptoms.py`."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from bloomery.hardware.symptoms import Symptom, filled, symptoms  # noqa: E402
+
+TABLE = ROOT / "src/bloomery/hardware/symptoms.toml"
+PAGE = ROOT / "docs/symptoms.md"
+LEVELS = {"stops": "stops training", "slows": "slows it down", "note": "worth knowing"}
+HEAD = """\
+# What messages mean
+
+Every message that `bloomery doctor --explain` knows, with its cause and what mends it. A run that dies is compared
+with the same table, and its last lines are then cause and remedy. `bloomery doctor --explain train.log` reads a file,
+`bloomery doctor --explain -` what is piped in. On the machine in question it names the fitting PyTorch, where this page
+can only say `bloomery doctor`.
+
+Each message was read in the thread that is named behind it, and is shortened. This page is written by
+`python scripts/symptoms.py` from `src/bloomery/hardware/symptoms.toml`: to add a symptom, add a table there.
+"""
+
+
+def sections() -> dict[str, list[Symptom]]:
+    """Heading -> its symptoms, as they stand in the table."""
+    known = {one.id: one for one in symptoms()}
+    found: dict[str, list[Symptom]] = {}
+    heading = ""
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        title = re.fullmatch(r"# --- (.+?) -+", line)
+        name = re.fullmatch(r'id = "(.+)"', line)
+        if title:
+            heading = title[1][0].upper() + title[1][1:]
+        elif name:
+            found.setdefault(heading, []).append(known[name[1]])
+    return found
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for heading, known in sections().items():
+        lines += [f"## {heading}", ""]
+        for symptom in known:
+            lines += [*_symptom(symptom), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _symptom(symptom: Symptom) -> Iterator[str]:
+    yield f"### {symptom.title[0].upper()}{symptom.title[1:]}"
+    yield from ("```", symptom.log, "```")
+    yield f"{LEVELS[symptom.level].capitalize()}: {symptom.cause}."
+    yield from ("```", *(filled(step, None).removeprefix("# ") for step in symptom.remedy), "```")
+    cites = ", ".join(dict.fromkeys(_linked(cite) for cite in (*symptom.cites, symptom.log_from)))
+    yield f"Proved by `{symptom.prove}`. Read in {cites}. (`{symptom.id}`)"
+
+
+def _linked(cite: str) -> str:
+    thread = re.fullmatch(r"([\w.-]+/[\w.-]+)#(\d+)", cite)
+    return f"[{cite}](https://github.com/{thread[1]}/issues/{thread[2]})" if thread else cite
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
