@@ -13,10 +13,10 @@ from bloomery.hardware.specs import find_gpu
 from bloomery.model.counting import parameter_count
 from bloomery.plan import speed
 from bloomery.plan.communication import fabric_of
-from bloomery.plan.memory import Occupancy, layer_bytes_per_token, tensor_bytes
+from bloomery.plan.memory import FRAGMENTATION, Occupancy, layer_bytes_per_token, tensor_bytes
 from bloomery.plan.mesh import Job, layout_parts
 from bloomery.plan.mesh_memory import Split, unsharded
-from bloomery.plan.resolve import model_config
+from bloomery.plan.resolve import expandable, model_config
 from bloomery.plan.speed import Recompute, recompute, step_parts, total, work_of
 from bloomery.plan.states import STATE_BYTES, adapter_count, state_parts, way_of
 from bloomery.plan.types import Estimate
@@ -93,7 +93,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
         attention="math" if program["attention"] == "math" else "sdpa",
         checkpointing=mode, compiled=bool(compiled),
         score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
-        context_bytes=profile.arch.context_mib * 2**20, on_gpu=True,
+        context_bytes=profile.arch.context_mib * 2**20, on_gpu=True, expandable=expandable(profile),
     )  # fmt: skip
     rate = speed.device_rate(profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled))
     if "bandwidth_gbs" in row.get("card", {}):
@@ -171,7 +171,7 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
         parts["unsharded layers"] = (2 * layer + root) * load.element + reduced
     counted = sum(parts.values())
     if row["memory_is"] != "allocated":
-        counted *= 1.05 if load.context_bytes else 1.0
+        counted *= 1 + FRAGMENTATION[load.expandable]
     if row["memory_is"] == "card":
         counted += load.context_bytes
     value = counted / GIB

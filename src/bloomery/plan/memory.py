@@ -17,7 +17,7 @@ from bloomery.plan.types import MemoryEstimate, Origin
 from bloomery.units import GIB, MIB
 
 SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on a GPU
-FRAGMENTATION = 0.15  # of a caching allocator on GPUs without expandable segments, of varying sizes
+FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 CPU_RUNTIME = 470 * MIB  # the interpreter, PyTorch and its buffers, resident; measured with PyTorch 2.13
 CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
 TILE = 256  # queries and keys of a tile of blockwise attention: model.blockwise
@@ -43,6 +43,7 @@ class Occupancy:
     score_chunk: int
     context_bytes: float  # the runtime's own; 0: not a GPU
     on_gpu: bool
+    expandable: bool = False  # the allocator's segments
     accumulating: bool = False  # several micro-batches a step: gradients are there from the second one on
 
     @property
@@ -85,7 +86,7 @@ def estimate_memory(load: Occupancy, *, limit: float, origin: Origin = "table") 
     """What a step holds at its peak, by part, in bytes; the interval is 20% to each side."""
     parts = tensor_bytes(load)
     if load.on_gpu:
-        parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
+        parts["fragmentation"] = FRAGMENTATION[load.expandable] * sum(parts.values())
         parts["context"] = load.context_bytes
     else:
         parts["runtime"] = CPU_RUNTIME

@@ -297,6 +297,7 @@ class _Resolution:
             score_chunk=batch.SMALL_CHUNK,
             context_bytes=arch.context_mib * MIB if arch else 0.0,
             on_gpu=self.profile.accelerator is not None,
+            expandable=expandable(self.profile),
         )
 
     @property
@@ -335,6 +336,11 @@ class _Resolution:
     @cached_property
     def cards(self) -> tuple[Card, ...]:
         return calibration(self.machine)
+
+
+def expandable(profile: Profile) -> bool:
+    """Whether the run's allocator joins what was freed."""
+    return any("expandable_segments:True" in value for value in profile.environment.value.values())
 
 
 def _decision(key: str, choice: Choice[Any]) -> Decision:
