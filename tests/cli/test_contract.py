@@ -29,7 +29,7 @@ FLAGS = {
     "tokenizer train": set(),
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check"},
-    "plan": {"--gpu", "--gpus", "--nodes", "--json"},
+    "plan": {"--gpu", "--gpus", "--nodes", "--simulate", "--json"},
     "bench": {"--sweep", "--card", "--json"},
     "train": {"--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps", "--train-epochs"},
     "resume": {"--from", "--recover"},

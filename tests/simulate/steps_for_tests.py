@@ -10,6 +10,7 @@ from bloomery.data.loader import Batch
 from bloomery.plan.memory import Occupancy, tensor_bytes
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
+from bloomery.simulate.shards import ONE, Cut
 from bloomery.simulate.step import simulated_step
 from bloomery.train.objectives import pretraining
 from bloomery.train.state import build_state
@@ -58,9 +59,9 @@ def counted(plan: Plan) -> float:
     return sum(tensor_bytes(load).values())
 
 
-def simulated(plan: Plan, *, fused: bool = True, shards: int = 1) -> float:
+def simulated(plan: Plan, *, fused: bool = True, cut: Cut = ONE) -> float:
     """Bytes on fake tensors."""
-    return sum(simulated_step(plan, fused=fused, shards=shards).values())
+    return sum(simulated_step(plan, fused=fused, cut=cut).values())
 
 
 def measured(plan: Plan) -> float:

@@ -13,6 +13,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bloomery.errors import UserError
 from bloomery.plan.memory import CPU_TILE, TILE, TILE_SCORES
 from bloomery.simulate import parent, simulate
+from bloomery.simulate.notes import notes_of
+from bloomery.simulate.shards import ONE, Cut
 from bloomery.simulate.tracker import Tracker
 
 
@@ -33,7 +35,12 @@ def _parameters(plan):
 
 
 def test_nothing_stands_in_on_a_cpu():
-    assert simulate(small_plan(), machine()).notes == ()
+    assert notes_of(small_plan(), fused=False, cut=ONE) == []
+
+
+def test_several_devices_say_how_they_were_cut():
+    assert "in 2 copies" in notes_of(small_plan(), fused=False, cut=Cut(2, 4))[0]
+    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, cut=Cut(8))[0]
 
 
 def test_whoever_simulates_needs_no_torch_of_its_own():
@@ -62,7 +69,7 @@ def test_a_failure_names_the_last_line(monkeypatch):
 
 def test_shards_hold_less():
     plan = small_plan(attention="varlen", precision="bfloat16", device="cuda", rows=1)
-    assert simulated(plan, shards=8) < 0.7 * simulated(plan)
+    assert simulated(plan, cut=Cut(shard=8)) < 0.7 * simulated(plan)
 
 
 def test_the_tracker_counts_what_torchs_counts():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bloomery.cli.common import print_json, recipe_argument
+from bloomery.cli.plan_simulate import simulated
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -17,20 +18,28 @@ if TYPE_CHECKING:
 @click.option("--gpu", metavar="NAME", help="Plan for this GPU instead of the machine: 'RX 6700 XT', 'MI300X', ...")
 @click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), default=1, help="So many of them in a node.")
 @click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="So many nodes.")
+@click.option("--simulate", is_flag=True, help="Run a step on tensors without memory, and read its peak.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def command(recipe: str, overrides: tuple[str, ...], gpu: str | None, gpus: int, nodes: int, as_json: bool) -> int:
+def command(
+    recipe: str, overrides: tuple[str, ...], gpu: str | None, gpus: int, nodes: int, simulate: bool, as_json: bool
+) -> int:
     """Say what a run would do, need and take, and whether it fits (exit code 1 when it does not).
 
     \b
     Example: bloomery plan go-coder-125m --gpu "RX 6700 XT"
              bloomery plan go-coder-125m --gpu all
+             bloomery plan go-coder-125m --gpu MI300X --simulate
     """
+    from bloomery.errors import UserError
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     if gpu == "all":
+        if simulate:
+            remedy = f"name it: `bloomery plan {recipe} --gpu MI300X --simulate`"
+            raise UserError("--simulate is for one card, not for all of them", remedy=remedy, code=2)
         return show_cards(loaded, gpus=gpus, nodes=nodes, as_json=as_json, source=recipe)
-    return show_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes, as_json=as_json, source=recipe)
+    return show_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=recipe)
 
 
 def show_cards(loaded: "LoadedRecipe", *, gpus: int, nodes: int, as_json: bool, source: str) -> int:
@@ -53,6 +62,7 @@ def show_plan(
     devices: str | None = None,
     gpus: int = 1,
     nodes: int = 1,
+    simulate: bool = False,
     as_json: bool = False,
     source: str | None = None,
 ) -> int:
@@ -62,15 +72,17 @@ def show_plan(
     from bloomery.plan.here import plan_here
 
     plan, machine = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
+    found = simulated(plan, machine) if simulate else None
     if as_json:
-        print_json(document(plan, machine))
+        print_json(document(plan, machine) | ({"simulated": found.document()} if found else {}))
     else:
         from bloomery.cli import cli
         from bloomery.plan.page import page
 
         verbs = cli.list_commands(click.Context(cli))
-        click.echo("\n".join(page(plan, machine, source=source or loaded.name, verbs=verbs)))
-    return 0 if plan.fits else 1
+        told = found.lines() if found else []
+        click.echo("\n".join(page(plan, machine, source=source or loaded.name, verbs=verbs, simulated=told)))
+    return 0 if plan.fits and (found is None or found.fits) else 1
 
 
 def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:

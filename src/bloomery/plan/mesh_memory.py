@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from bloomery.model.counting import parameter_shapes
 from bloomery.plan.communication import context_bytes
 from bloomery.plan.memory import SPREAD, Occupancy, estimate_memory
-from bloomery.plan.types import MemoryEstimate
+from bloomery.plan.types import NOT_TENSORS, MemoryEstimate
 
 BUCKET = 25 * 2**20  # bytes of gradients that are summed at once when weights are replicated
 
@@ -46,7 +46,7 @@ def _with_contexts(parts: dict[str, float], split: Split, vendor: str, limit: fl
     found = dict(parts)
     found["collectives"] = context_bytes(vendor, split.communicators)
     if split.replicate > 1 and split.shard == 1:
-        found["collectives"] += 2 * BUCKET
+        found["gradient buckets"] = float(2 * BUCKET)
     whole = sum(found.values())
     return MemoryEstimate(parts=found, low=whole * (1 - SPREAD), high=whole * (1 + SPREAD), limit=limit, origin="table")
 
@@ -76,9 +76,8 @@ def _refragmented(found: dict[str, float], before: dict[str, float]) -> dict[str
     """Fragmentation is a share of what is allocated: the same share of less."""
     if "fragmentation" not in before:
         return found
-    outside = ("fragmentation", "context", "runtime", "collectives")
-    share = before["fragmentation"] / sum(size for name, size in before.items() if name not in outside)
-    found["fragmentation"] = share * sum(size for name, size in found.items() if name not in outside)
+    share = before["fragmentation"] / sum(size for name, size in before.items() if name not in NOT_TENSORS)
+    found["fragmentation"] = share * sum(size for name, size in found.items() if name not in NOT_TENSORS)
     return found
 
 

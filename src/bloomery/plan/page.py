@@ -1,7 +1,7 @@
 """A plan as text: what a person reads before a run. Every line is made of the plan's own figures."""
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from bloomery.hardware.assume import fitting_build
 from bloomery.hardware.machine import Machine
@@ -27,8 +27,11 @@ REASON = 24  # where reasons begin
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
 
 
-def page(plan: Plan, machine: Machine, *, source: str, verbs: list[str]) -> list[str]:
-    """The lines of `bloomery plan`. `source`: the recipe as it was named; `verbs`: those that may be suggested."""
+def page(plan: Plan, machine: Machine, *, source: str, verbs: list[str], simulated: Sequence[str] = ()) -> list[str]:
+    """The lines of `bloomery plan`.
+
+    `source`: the recipe as it was named; `verbs`: those that may be suggested; `simulated`: lines below memory's.
+    """
     profile = build_profile(machine)
     lines = [f"{headline(plan):<{WIDTH - 15}}{'nothing was run':>15}"]
     lines += ["Planned only: this version trains on one device.", ""] if plan.mesh else [""]
@@ -36,6 +39,7 @@ def page(plan: Plan, machine: Machine, *, source: str, verbs: list[str]) -> list
     lines += _block("model", [model_line(plan)])
     lines += [*_block("step", step_lines(plan)), ""]
     lines += _block("memory", list(memory_lines(plan, profile)))
+    lines += _block("simulated", list(simulated))
     if plan.longest is not None:
         lines += _block("longest", [longest_line(plan)])
     lines += _block("time", [*time_lines(plan, profile), *part_lines(plan, profile)])

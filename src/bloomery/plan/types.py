@@ -35,6 +35,9 @@ class Estimate(Part):
         return self.model_copy(update=ends)
 
 
+NOT_TENSORS = ("fragmentation", "context", "runtime", "collectives")  # parts of memory that no tensor holds
+
+
 class MemoryEstimate(Part):
     """Bytes on one device at the peak of a training step, by what holds them."""
 
@@ -55,7 +58,7 @@ class MemoryEstimate(Part):
     @property
     def allocated(self) -> float:
         """Live tensors alone: what torch.cuda.max_memory_allocated counts."""
-        return self.total - sum(self.parts.get(part, 0.0) for part in ("fragmentation", "context", "runtime"))
+        return self.total - sum(self.parts.get(part, 0.0) for part in NOT_TENSORS)
 
 
 class CorpusFacts(Part):

@@ -20,11 +20,13 @@ def main(order: Path, seconds: float) -> None:
 
     from bloomery.plan.types import Plan
     from bloomery.simulate.notes import notes_of
+    from bloomery.simulate.shards import Cut
     from bloomery.simulate.step import simulated_step
 
     plan = Plan.model_validate(asked["plan"])
-    parts = simulated_step(plan, fused=asked["fused"], shards=asked["shards"], say=lambda doing: say({"doing": doing}))
-    say({"parts": parts, "notes": notes_of(plan, fused=asked["fused"], shards=asked["shards"])})
+    cut, fused = Cut(*asked["cut"]), asked["fused"]
+    parts = simulated_step(plan, fused=fused, cut=cut, say=lambda doing: say({"doing": doing}))
+    say({"parts": parts, "notes": notes_of(plan, fused=fused, cut=cut)})
 
 
 def say(line: dict[str, Any]) -> None:

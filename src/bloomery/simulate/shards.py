@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -17,14 +18,27 @@ from bloomery.train import step
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def fake_mesh(devices: int) -> DeviceMesh:
+@dataclass(frozen=True)
+class Cut:
+    """Over how many devices: copies, and shards of each."""
+
+    replicate: int = 1
+    shard: int = 1
+
+
+ONE = Cut()
+
+
+def fake_mesh(cut: Cut) -> DeviceMesh:
     """So many devices, this one the first; made outside fake tensors, for it asks its own."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
-    return init_device_mesh("cpu", (devices,))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cut.replicate * cut.shard)
+    if cut.replicate == 1:
+        return init_device_mesh("cpu", (cut.shard,))
+    return init_device_mesh("cpu", (cut.replicate, cut.shard), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: Decoder, precision: str, mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ from bloomery.plan.types import Plan
 from bloomery.simulate.answers import Answers
 from bloomery.simulate.compiled import compile_blocks, fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
-from bloomery.simulate.shards import fake_mesh, norms_over_shards, shard
+from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, shard
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.objectives import pretraining
 from bloomery.train.optimizers import build_optimizer
@@ -23,19 +23,19 @@ from bloomery.train.step import LossScale, Trainee, train_step
 
 
 def simulated_step(
-    plan: Plan, *, fused: bool, shards: int = 1, say: Callable[[str], None] = lambda _text: None
+    plan: Plan, *, fused: bool, cut: Cut = ONE, say: Callable[[str], None] = lambda _text: None
 ) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 
     Two micro-batches stand for any number of them: from the second one on gradients are added to gradients.
     """
     gpu = plan.train.device != "cpu"
-    mesh = fake_mesh(shards) if shards > 1 else None
+    mesh = fake_mesh(cut) if cut.shard > 1 else None
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         gpu_kernels(fused=fused) if gpu else nullcontext(),
         fused_head() if plan.train.compile else nullcontext(),
-        norms_over_shards() if shards > 1 else nullcontext(),
+        norms_over_shards() if cut.shard > 1 else nullcontext(),
     ):
         tracker = Tracker()
         trainee = build(plan, tracker, mesh)

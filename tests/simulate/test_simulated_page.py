@@ -1,0 +1,73 @@
+"""`bloomery plan --simulate`: the figure beside the plan's own, as a page and as JSON."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from plan_help import gpu_machine, loaded
+
+from bloomery.cli import cli
+from bloomery.plan.page import page
+from bloomery.plan.resolve import resolve
+from bloomery.simulate import Simulated, simulate
+from bloomery.simulate.page import Beside
+from bloomery.units import GIB
+
+TINY = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "data.sequence_length=128"]
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, ["plan", "go-coder-tiny", *TINY, *words])
+
+
+def test_json_has_parts_and_peak_and_stderr_the_progress():
+    result = invoke("--gpu", "MI300X", "--simulate", "--json")
+    assert result.exit_code == 0, result.output
+    assert "the second of two steps" in result.stderr
+    found = json.loads(result.stdout)["simulated"]
+    assert found["peak"] == pytest.approx(sum(found["parts"].values()))
+    assert found["counted"] == pytest.approx(found["peak"], rel=0.08)
+    assert found["total"] > found["peak"]
+    assert found["fits"] is True
+
+
+def test_all_cards_at_once_are_refused():
+    result = invoke("--gpu", "all", "--simulate")
+    assert "MI300X --simulate" in result.exception.remedy
+
+
+def beside(peak_gib):
+    plan = resolve(loaded(), gpu_machine("MI300X"))
+    return Beside(plan, Simulated({"weights": peak_gib * GIB}, ()))
+
+
+def test_a_simulated_peak_that_does_not_fit_is_told():
+    small, large = beside(100), beside(190)
+    assert small.fits
+    assert not large.fits
+    assert large.lines()[-1].endswith(": too much")
+
+
+def test_what_the_plan_adds_to_its_own_tensors_is_added_to_the_simulated_ones():
+    told = beside(1).plan.memory
+    same = Beside(beside(1).plan, Simulated({"all": told.allocated}, ()))
+    assert same.total == pytest.approx(told.total)
+    assert "the same" in same.lines()[0]
+
+
+def test_the_page_shows_it_below_memory():
+    found = beside(1)
+    lines = page(found.plan, gpu_machine("MI300X"), source="small", verbs=[], simulated=found.lines())
+    (line,) = [line for line in lines if line.startswith("simulated")]
+    assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
+
+
+def test_a_pipeline_is_not_simulated_and_says_so():
+    here = gpu_machine("MI300X")
+    plan = resolve(loaded(), here, gpus=2)
+    (pipeline,) = [index for index, layout in enumerate(plan.mesh.layouts) if layout.pipeline > 1]
+    piped = plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"chosen": pipeline})})
+    found = Beside(piped, simulate(piped, here))
+    assert found.document()["peak"] is None
+    assert found.fits == piped.fits
+    assert "pipeline" in " ".join(found.lines())
