@@ -1,6 +1,7 @@
 """Events outlive the process that wrote them, and readers forgive what a kill left behind."""
 
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,17 @@ def test_sigkill_loses_nothing_that_was_emitted(tmp_path):
     child.wait()
     done = [event.done for event in read_events(path)]
     assert done == list(range(len(done))) and len(done) > seen
+
+
+@pytest.mark.parametrize("away", ["deleted", "moved"])
+def test_a_folder_that_went_away_ends_the_writing(tmp_path, away):
+    run = tmp_path / "run"
+    with EventLog(run / "events.jsonl") as emit:
+        emit(step_done(1))
+        shutil.rmtree(run) if away == "deleted" else run.rename(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match="moved or deleted"):
+            emit(step_done(2))
+    assert not run.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
@@ -87,6 +88,23 @@ def test_a_first_step_that_compiled_says_nothing_of_the_time_left():
         took = 30.0 if step <= 2 else 0.5
         tally.add(replace(step_done(step, time=30.0 * min(step, 2) + 0.5 * max(step - 2, 0)), step_seconds=took))
     assert tally.seconds_left == (100 - 11) * 0.5
+
+
+def test_a_clock_that_is_set_back_takes_no_time_away():
+    """An hour back between steps 5 and 6; the half second in which it happened is lost."""
+    tally = Tally(steps=100)
+    for step in range(1, 12):
+        tally.add(step_done(step, time=step * 0.5 - (3600 if step > 5 else 0)))
+    assert tally.seconds == 4.5
+    assert tally.seconds_left == pytest.approx(89 * 0.45)
+
+
+def test_a_save_that_is_told_late_takes_no_time():
+    tally = Tally(steps=100)
+    saved = Saved(step=1, path="x", bytes=1, seconds=1.0, time=1.5)
+    for event in (step_done(1, time=1.0), step_done(2, time=2.0), saved, step_done(3, time=3.0)):
+        tally.add(event)
+    assert tally.seconds == 2.0
 
 
 def test_a_resume_does_not_count_the_pause():

@@ -52,7 +52,6 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
         ({"optimizer": {"in_backward": True}}, "optimizer.in_backward"),
         ({"train": {"offload_activations": True}}, "train.offload_activations"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
-        ({"monitor": {"to": ["wandb"]}}, "monitor.to=wandb"),
         ({"model": {"implementation": "foreign"}}, "model.implementation=foreign"),
     ],
 )

@@ -37,6 +37,7 @@ from bloomery.launch.telemetry import sensing
 from bloomery.launch.worker import DONE, STOPPED
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_events
 from bloomery.monitor.sinks import write_metrics
+from bloomery.monitor.tracking import require
 from bloomery.plan.corpus import corpus_of, counted
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
@@ -139,6 +140,7 @@ def start(
     `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
     What `watch` raises ends the training child by SIGKILL and passes through.
     """
+    require(loaded.recipe.monitor.trackers)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     with (
         stop_requests() as requests,
@@ -170,6 +172,7 @@ def resume(
         loaded = load_recipe(folder.recipe, overrides)
         if step is None and not overrides and _is_done(folder):
             return Run(folder.path, DONE, again=True)
+        require(loaded.recipe.monitor.trackers)
         with journal(folder, quiet=quiet) as book:
             flow = _Flow(folder, lock, book, requests, loaded.name, recover, watch=watch)
             return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))

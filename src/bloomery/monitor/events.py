@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -220,8 +221,14 @@ class EventLog:
         self.close()
 
     def __call__(self, event: Event) -> None:
-        """Raises UserError when the disk is full or the folder went away."""
+        """Raises UserError when the disk is full, or the file was moved or deleted: nobody reads it any more."""
         line = (to_json(without_secrets(event)) + "\n").encode("utf-8", errors="backslashreplace")
+        if not self._in_place():
+            raise UserError(
+                "the run's folder was moved or deleted while it went on, so it ends here",
+                where=str(self.path),
+                remedy="what was saved is resumed where the folder is now: `bloomery resume FOLDER`",
+            )
         try:
             rest = line if self._on_fresh_line() else b"\n" + line
             while rest:  # a disk that fills up takes a part first and says why on the next call
@@ -230,12 +237,18 @@ class EventLog:
             raise UserError(
                 f"an event could not be written: {error.strerror}",
                 where=str(self.path),
-                remedy="free some space, then resume the run",
+                remedy=f"free some space, then `bloomery resume {shlex.quote(str(self.path.parent))}`",
             ) from error
 
     def _on_fresh_line(self) -> bool:
         size = os.fstat(self._file).st_size
         return size == 0 or os.pread(self._file, 1, size - 1) == b"\n"
+
+    def _in_place(self) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
 
     def fsync(self) -> None:
         """Everything emitted so far is on the disk when this returns."""

@@ -237,10 +237,12 @@ def open_sinks(
     run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
 ) -> list[Sink]:
     """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`."""
+    from bloomery.monitor.tracking import TrackerSink  # which is a sink itself
+
     sinks: list[Sink] = [LogFile(run_dir / "log.txt", every_steps)]
     for name in names:
         if name != "tensorboard":
-            warn(f"monitor.to: {name} is not supported yet; tensorboard and {{command: ...}} are")
+            sinks.append(TrackerSink(name, run_dir, warn, every_steps))
             continue
         try:
             sinks.append(TensorBoard(run_dir / "tensorboard", every_steps))

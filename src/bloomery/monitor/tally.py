@@ -45,6 +45,21 @@ class RunFacts:
 
 
 @dataclass
+class Elapsed:
+    """Wall time since the first event, for a clock that may be set back meanwhile: time that went backwards is none."""
+
+    seconds: float = 0.0
+    _before: float | None = None
+
+    def add(self, event: Event) -> float:
+        """The seconds from the first event to this one."""
+        if not isinstance(event, Saved | Warned | GpuSampled):  # other threads make these, and they are told late
+            self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
+            self._before = event.time
+        return self.seconds
+
+
+@dataclass
 class Tally:
     """Mutable: the state of one run after the events that `add` was given."""
 
@@ -58,6 +73,7 @@ class Tally:
     stopping: bool = False  # it was asked to, and saves after the step that it is taking
     began: float | None = None
     latest: float | None = None
+    clock: Elapsed = field(default_factory=Elapsed)
     trained_seconds: float = 0.0
     smoothed: float | None = None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
@@ -76,6 +92,7 @@ class Tally:
         """Events in the order of the file."""
         self.began = event.time if self.began is None else self.began
         self.latest = event.time
+        self.clock.add(event)
         match event:
             case StepDone():
                 self._add_step(event)
@@ -157,8 +174,11 @@ class Tally:
             return None
         usual = 3 * statistics.median(step.step_seconds for step in self.recent)
         slow = sum(1 for _ in itertools.takewhile(lambda step: step.step_seconds > usual, self.recent))
-        first, last = self.recent[max(slow - 1, 0)], self.recent[-1]
-        return max(self.steps - self.step, 0) * (last.time - first.time) / max(last.step - first.step, 1)
+        counted = list(self.recent)[max(slow - 1, 0) :]
+        clock = Elapsed()
+        for step in counted:
+            clock.add(step)
+        return max(self.steps - self.step, 0) * clock.seconds / max(counted[-1].step - counted[0].step, 1)
 
     @property
     def joules_per_token(self) -> float | None:
@@ -169,7 +189,7 @@ class Tally:
     @property
     def seconds(self) -> float:
         """Wall time from the first event to the last."""
-        return (self.latest or 0.0) - (self.began or 0.0)
+        return self.clock.seconds
 
 
 def tally_of(events: Iterable[Event]) -> Tally:

@@ -11,7 +11,9 @@ import json
 import netrc
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -22,12 +24,13 @@ from bloomery.monitor.sinks import scalars
 
 LONGEST_PARAMETER = 500  # letters, the least that any MLflow server takes
 PARAMETERS_AT_ONCE = 100  # what one MLflow call takes
+ORPHAN_SECONDS = 30.0  # to tell the tracker of a run that was killed
 
 
 class Tracker(Protocol):
     """One run at a tracker. Raises whatever its library raises."""
 
-    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None: ...
+    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None: ...
     def end(self, why: str) -> None: ...
 
 
@@ -38,6 +41,7 @@ class Wandb:
     def __init__(self, job: Mapping[str, Any]) -> None:
         library = importlib.import_module("wandb")
         self.offline = _wandb_mode(os.environ) == "offline"
+        settings = {"settings": library.Settings(console="off", silent=True)} if hasattr(library, "Settings") else {}
         self._run = library.init(
             project=os.environ.get("WANDB_PROJECT", job["project"]),
             name=job["name"],
@@ -46,13 +50,14 @@ class Wandb:
             config=job["config"],
             resume="allow",
             mode=_wandb_mode(os.environ),
+            **settings,
         )
         # Its own step may only grow; after a resume ours goes back, and the last telling of a step is drawn last.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
-        del time
+    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
+        del when
         self._run.log({"step": step, **figures})
 
     def end(self, why: str) -> None:
@@ -84,8 +89,8 @@ class Trackio:
             resume="allow",
         )
 
-    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
-        del time
+    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
+        del when
         self._library.log(dict(figures), step=step)
 
     def end(self, why: str) -> None:
@@ -102,11 +107,11 @@ class Mlflow:
         entities = importlib.import_module("mlflow.entities")
         self._metric, parameter = entities.Metric, entities.Param
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
-        self._run_id = self._known_run(job) or self._new_run(job)
+        known = self._known_run(job)
+        self._run_id = known or self._new_run(job)
         parameters = [parameter(key, str(value)[:LONGEST_PARAMETER]) for key, value in job["config"].items()]
-        if not job["resumed"]:
-            for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
-                self._client.log_batch(self._run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
+        for first in range(0, 0 if known else len(parameters), PARAMETERS_AT_ONCE):  # one of them never changes
+            self._client.log_batch(self._run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
 
     def _new_run(self, job: Mapping[str, Any]) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", job["project"])
@@ -129,8 +134,8 @@ class Mlflow:
         self._client.update_run(runs[0].info.run_id, status="RUNNING")
         return str(runs[0].info.run_id)
 
-    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
-        metrics = [self._metric(key, value, int(time * 1000), step) for key, value in figures.items()]
+    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
+        metrics = [self._metric(key, value, int(when * 1000), step) for key, value in figures.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def end(self, why: str) -> None:
@@ -151,8 +156,17 @@ def main(name: str) -> None:
         told.write(json.dumps(scrub(text)[:300]) + "\n")
 
     job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with redirect_stdout(sys.stderr):  # what libraries print is not an answer
         _track(name, job, _events(), warn)
+
+
+def _end_with(parent: int) -> None:
+    """A run that was killed closes our input; what hangs in a library does not notice."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
 
 
 def _events() -> Iterator[Event]:
@@ -162,13 +176,13 @@ def _events() -> Iterator[Event]:
             yield event
 
 
-def _track(name: str, job: Mapping[str, Any], events: Iterator[Event], warn: Any) -> None:
+def _track(name: str, job: Mapping[str, Any], events: Iterator[Event], warn: Callable[[str], None]) -> None:
     """One warning for a tracker that cannot be had, one for its first failure; it is asked again all the same."""
     why, failed = "killed", False
     try:
         tracker = TRACKERS[name](job)
     except ImportError as error:
-        warn(f"{name} is not installed ({error}): this run is not tracked there; mend: pip install 'bloomery[{name}]'")
+        warn(f"{name} is not installed ({error}): this run is not tracked there; mend: pip install {name}")
         return
     except BaseException as error:  # whatever its library raises, SystemExit included
         warn(f"{name} could not be started, this run is not tracked there: {_words(error)}")
@@ -181,12 +195,15 @@ def _track(name: str, job: Mapping[str, Any], events: Iterator[Event], warn: Any
         figures = scalars(event)
         try:
             if figures:
-                tracker.log(figures, step=event.step, time=event.time)
+                tracker.log(figures, step=event.step, when=event.time)
         except Exception as error:
             if not failed:
                 warn(f"{name} did not take step {event.step}, training goes on: {_words(error)}")
             failed = True
-    tracker.end(why)
+    try:
+        tracker.end(why)
+    except Exception as error:
+        warn(f"{name} did not take the end of the run: {_words(error)}")
 
 
 def _words(error: BaseException) -> str:

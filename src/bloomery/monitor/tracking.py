@@ -1,5 +1,6 @@
 """The run's end of a tracker's process: events go in, warnings come out, and nobody waits for a network."""
 
+import importlib.util
 import json
 import os
 import queue
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from bloomery.monitor.events import Event, to_json, without_secrets
+from bloomery.errors import UserError
+from bloomery.monitor.events import Event, RunEnded, to_json, without_secrets
+from bloomery.monitor.scrub import scrub
 from bloomery.monitor.sinks import paced, scalars
 
 MODULE = "bloomery.monitor.trackers"
@@ -28,10 +31,10 @@ class TrackerSink:
 
     def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1) -> None:
         self._name, self._warn, self._every = name, warn, every_steps
-        self._lost = False
+        self._lost = self._left = False
         self._lines: queue.Queue[bytes | None] = queue.Queue(WAITING_EVENTS)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, name],
+            [sys.executable, "-P", "-m", MODULE, name],  # -P: what lies in the working folder is no library
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -46,8 +49,8 @@ class TrackerSink:
             thread.start()
 
     def write(self, event: Event) -> None:
-        ends = type(event).__name__ == "RunEnded"
-        if not ends and not (scalars(event) and paced(event, self._every)):
+        wanted = isinstance(event, RunEnded) or (scalars(event) and paced(event, self._every))
+        if not wanted or self._process.poll() is not None:
             return
         try:
             self._lines.put_nowait(to_json(without_secrets(event)).encode(errors="backslashreplace") + b"\n")
@@ -63,6 +66,7 @@ class TrackerSink:
         try:
             self._process.wait(FINISH_SECONDS)
         except subprocess.TimeoutExpired:
+            self._left = True
             self._warn(f"{self._name} did not finish sending within {FINISH_SECONDS:.0f} s and was left behind")
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -82,6 +86,30 @@ class TrackerSink:
         for line in self._process.stdout:
             with suppress(ValueError):
                 self._warn(str(json.loads(line)))
+        code = self._process.wait()
+        if code and not self._left:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._warn(f"{self._name} has crashed ({how}): it gets no more of this run, training goes on")
+
+
+def require(names: Sequence[str]) -> None:
+    """Raises UserError for a tracker whose library is not installed here. Nothing is imported."""
+    for name in names:
+        if name in NAMES and not _installed(name):
+            raise UserError(
+                f"{name} is not installed in this environment",
+                where=f"monitor.to={name}",
+                remedy=f"{sys.executable} -m pip install {name}\n       or take it out of monitor.to",
+            )
+
+
+def _installed(name: str) -> bool:
+    """A folder `wandb/` in the working folder, which its offline runs make, is none."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None
 
 
 def job_of(run_dir: Path) -> dict[str, Any]:
@@ -96,7 +124,7 @@ def job_of(run_dir: Path) -> dict[str, Any]:
         "name": run_dir.name,
         "project": str(plan.get("name") or "bloomery"),
         "folder": str(run_dir),
-        "config": dict(_flat(plan)),
+        "config": {key: scrub(value) if isinstance(value, str) else value for key, value in _flat(plan)},
         "resumed": resumed,
     }
 

@@ -154,7 +154,7 @@ def _headline(seen: Seen, facts: RunFacts, state: str, now: float) -> str:
     tally = seen.tally
     steps, lives = tally.steps or facts.steps, state in ("running", "stopping", "paused")
     counts = f"step {tally.step:,}" + (f" of {steps:,}" if steps else "")
-    gone = format_seconds(max((now if lives else tally.latest or now) - (tally.began or now), 0))
+    gone = format_seconds(tally.seconds + (max(now - (tally.latest or now), 0) if lives else 0))
     phase = tally.phase
     doing = f" · {phase.name}" if phase is not None and state == "running" and phase.name != "length" else ""
     return f"{facts.name} · {state}{doing} · {counts} · {gone}" + (_left(tally, now) if state == "running" else "")

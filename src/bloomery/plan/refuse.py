@@ -6,9 +6,7 @@ from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
 from bloomery.plan.types import CorpusFacts
-from bloomery.recipe.schema import Command, Recipe
-
-SINKS = ("tensorboard",)
+from bloomery.recipe.schema import Recipe
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:
@@ -44,9 +42,6 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
     for key in ("replicate", "shard", "tensor", "context", "pipeline"):
         if getattr(parallel, key) not in (1, "auto"):
             yield f"parallel.{key}={getattr(parallel, key)}"
-    for sink in recipe.monitor.to:
-        if not isinstance(sink, Command) and sink not in SINKS:
-            yield f"monitor.to={sink}"
 
 
 def refuse_mesh(profile: Profile, devices: int) -> None:

@@ -346,6 +346,11 @@ class Monitor(Section):
         None
     )
 
+    @property
+    def trackers(self) -> list[str]:
+        """Of `to`, those that are libraries of their own."""
+        return [sink for sink in self.to if not isinstance(sink, Command) and sink != "tensorboard"]
+
 
 class Recipe(Section):
     """One training run, everywhere the same. Runs and shards take its `name`; without one, that of the file."""
