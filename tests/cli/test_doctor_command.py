@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,66 @@ def test_what_only_the_user_can_do_is_said():
     with pytest.raises(UserError, match="there is no finding 9") as caught:
         mend(9, findings, machine, ask=lambda question: True)
     assert caught.value.code == 2
+
+
+@pytest.fixture
+def pip_of_a_venv(tmp_path, monkeypatch):
+    """An environment whose python writes down what it was asked, and ends with the number in `code`."""
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$PIP_CONSTRAINT:$*" >> {tmp_path}/asked; exit $(cat {tmp_path}/code)\n')
+    python.chmod(0o755)
+    (tmp_path / "code").write_text("0")
+    monkeypatch.setattr("sys.executable", str(python))
+    return tmp_path
+
+
+def test_pip_is_called_after_asking(pip_of_a_venv, monkeypatch, capsys):
+    on_a_terminal(monkeypatch)
+    wrong = finding_of("rx-6700-xt-wrong-wheel", "wrong-build")
+    mend(*wrong, ask=lambda question: False)
+    assert not (pip_of_a_venv / "asked").exists()
+    mend(*wrong, ask=lambda question: True)
+    told = (pip_of_a_venv / "asked").read_text()
+    index = "https://stable.repo.amd.com/rocm/whl-next/"
+    assert told == f":-m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
+    assert wrong[1][0].mend[0] in capsys.readouterr().out
+
+
+def test_a_pip_that_fails_is_not_called_a_success(pip_of_a_venv, monkeypatch):
+    on_a_terminal(monkeypatch)
+    (pip_of_a_venv / "code").write_text("3")
+    with pytest.raises(UserError, match="pip ended with 3") as caught:
+        mend(*finding_of("rx-6700-xt-wrong-wheel", "wrong-build"), ask=lambda question: True)
+    assert caught.value.remedy.startswith("pip install")
+
+
+def test_a_pin_of_the_wrong_build_is_moved_to_the_new_one(pip_of_a_venv, monkeypatch):
+    on_a_terminal(monkeypatch)
+    (pip_of_a_venv / "pip.conf").write_text(f"[install]\nconstraint = {pip_of_a_venv}/torch-pin.txt\n")
+    pin = pip_of_a_venv / "torch-pin.txt"
+    pin.write_text("torch==2.13.0+cu130\n")
+    machine = read_machine(MACHINES / "rx-6700-xt-wrong-wheel.json")
+    pinned = machine.model_copy(
+        update={"software": machine.software.model_copy(update={"pinned": "torch==2.13.0+cu130"})}
+    )
+    mend(1, diagnose(pinned), pinned, ask=lambda question: True)
+    assert (pip_of_a_venv / "asked").read_text().startswith("/dev/null:-m pip install ")
+    assert pin.read_text().splitlines()[0] == f"torch=={metadata.version('torch')}"
+
+
+def test_the_systems_python_is_left_alone(monkeypatch):
+    on_a_terminal(monkeypatch)
+    monkeypatch.setattr("sys.prefix", sys.base_prefix)
+    with pytest.raises(UserError, match="is the system's") as caught:
+        mend(*finding_of("rx-6700-xt-wrong-wheel", "wrong-build"), ask=lambda question: True)
+    assert caught.value.remedy.startswith("python3 -m venv")
+
+
+def test_what_can_be_done_for_the_user_is_said():
+    output = doctor("--machine", record("rx-6700-xt-wrong-wheel-override")).output
+    assert "fix       1 and 2 can be done for you, after asking: bloomery doctor --fix 1" in output
+    assert "can be done for you" not in doctor("--machine", record("user-outside-render")).output
 
 
 def test_on_a_real_terminal_it_asks(tmp_path):

@@ -1,8 +1,11 @@
-"""What `bloomery doctor --fix N` changes: pip's constraints of this environment, or a line of a shell file."""
+"""What `bloomery doctor --fix N` does: pip's constraints of this environment, a line of a shell file, a call of pip."""
 
 import configparser
+import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -34,7 +37,10 @@ def mend(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Cal
         remedy = "\n       ".join(unfit.mend)
         raise UserError("this PyTorch is not the one to pin", where=unfit.what, remedy=remedy)
     for fix in finding.fixes:
-        _do(fix, machine, ask, by_hand)
+        if fix.kind == "pip":
+            _call_pip(fix, ask)
+        else:
+            _do(fix, machine, ask, by_hand)
 
 
 def _do(fix: Fix, machine: Machine, ask: Callable[[str], bool], by_hand: str) -> None:
@@ -55,6 +61,29 @@ def _do(fix: Fix, machine: Machine, ask: Callable[[str], bool], by_hand: str) ->
     click.echo(f"done       {last}")
 
 
+def _call_pip(fix: Fix, ask: Callable[[str], bool]) -> None:
+    """In this environment, never in the system's Python. A pin of the old build becomes one of the new build."""
+    settings, _, words = fix.command.partition("pip install ")
+    command = [sys.executable, "-m", "pip", "install", *shlex.split(words)]
+    if sys.prefix == sys.base_prefix:
+        remedy = f"python3 -m venv .venv && . .venv/bin/activate, then {fix.command}"
+        raise UserError("this Python is the system's: pip is not called in it", where=sys.prefix, remedy=remedy)
+    click.echo(f"run        {fix.command}\n           in {sys.prefix}; some gigabytes are downloaded")
+    if not sys.stdin.isatty():
+        raise UserError("nobody is there to ask", where="--fix", remedy=fix.command)
+    if not ask("Run it?"):
+        click.echo("left       as it was")
+        return
+    environment = os.environ | dict(word.split("=", 1) for word in settings.split())
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        raise UserError(f"pip ended with {code}", where="the lines above say why", remedy=fix.command)
+    if settings:  # the pin stood in the way
+        for file, text in _pinned(Path(sys.prefix), None).items():
+            _write(file, text, "bloomery doctor names the pin's command")
+    click.echo("done       bloomery doctor --probe proves it")
+
+
 def changes(fix: Fix, machine: Machine) -> dict[Path, str]:
     """The files that a fix changes, with what they hold afterwards. Raises UserError when a line is not there."""
     return _without_line(fix) if fix.kind == "unset" else _pinned(Path(sys.prefix), machine)
@@ -71,7 +100,7 @@ def _without_line(fix: Fix) -> dict[Path, str]:
     return {file: "".join(lines)}
 
 
-def _pinned(prefix: Path, machine: Machine) -> dict[Path, str]:
+def _pinned(prefix: Path, machine: Machine | None) -> dict[Path, str]:
     """As `make setup` pins: the environment's pip.conf names a file of constraints, and that names the versions."""
     config = prefix / "pip.conf"
     text = config.read_text() if config.is_file() else ""
@@ -85,7 +114,7 @@ def _pinned(prefix: Path, machine: Machine) -> dict[Path, str]:
         changed = {config: _with_constraint(text, constraints)}
     old = constraints.read_text().splitlines() if constraints.is_file() else []
     versions = {name: version for name in PINNED if (version := _version(name))}
-    if machine.software.torch and "+" in machine.software.torch:
+    if machine is not None and machine.software.torch and "+" in machine.software.torch:
         versions["torch"] = machine.software.torch  # as torch itself says it: with the build
     kept = [line for line in old if re.split(r"[=<>~! @]", line.strip())[0].lower() not in versions]
     return {constraints: "\n".join([*kept, *(f"{n}=={v}" for n, v in versions.items())]) + "\n", **changed}

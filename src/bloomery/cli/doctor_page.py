@@ -20,9 +20,17 @@ def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then:
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)
     if findings:
-        lines.append("")
+        lines += [*_labelled("fix", _fixable(findings)), ""]
     rows = [*then, _last_line(machine, findings)]
     return [*lines, *_labelled("then", rows)]
+
+
+def _fixable(findings: Sequence[Finding]) -> list[str]:
+    """Which of them need not be typed, as long as their own lines do not say it."""
+    numbers = [str(n) for n, one in enumerate(findings, 1) if one.fixes and "doctor --fix" not in one.mend[0]]
+    if not numbers:
+        return []
+    return [f"{' and '.join(numbers)} can be done for you, after asking: bloomery doctor --fix {numbers[0]}"]
 
 
 def headline(findings: Sequence[Finding]) -> str:

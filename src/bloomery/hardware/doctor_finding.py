@@ -15,9 +15,10 @@ NUMBER = "{number}"  # in `mend`: the number that the finding gets in the list
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """What `doctor --fix` may do by itself: pin torch in pip's constraints, or silence a line of a shell file."""
+    """What `doctor --fix` may do: pin torch in pip's constraints, silence a line of a shell file, call pip."""
 
-    kind: Literal["pin", "unset"]
+    kind: Literal["pin", "unset", "pip"]
+    command: str = ""  # pip install ..., as it stands in `mend`
     name: str = ""  # of the variable
     file: str = ""  # the home folder as ~
     line: int = 0
@@ -69,3 +70,9 @@ def install(machine: Machine, *, anew: bool = True) -> str:
     if anew:
         command = command.replace("pip install ", "pip install --force-reinstall ", 1)
     return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command  # the pin names the old build
+
+
+def installs(machine: Machine) -> tuple[Fix, ...]:
+    """`install` as something that `--fix` may do; nothing where only the CPU's build is left."""
+    cpu = best_device(machine) is not None and fitting_builds(machine, best_device(machine))[0].cpu
+    return () if cpu else (Fix(kind="pip", command=install(machine)),)

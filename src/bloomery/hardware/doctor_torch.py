@@ -4,7 +4,17 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 
-from bloomery.hardware.doctor_finding import NUMBER, PROBE, Finding, Fix, best_device, fitting_builds, has_amd, install
+from bloomery.hardware.doctor_finding import (
+    NUMBER,
+    PROBE,
+    Finding,
+    Fix,
+    best_device,
+    fitting_builds,
+    has_amd,
+    install,
+    installs,
+)
 from bloomery.hardware.machine import Accelerator, Machine, Package, Setting
 from bloomery.hardware.wheels import AMD_WHEELS, NOT_FROM_PYTORCH, OLDEST_TORCH, PYTORCH_ROCM
 
@@ -30,6 +40,7 @@ def missing(machine: Machine) -> Iterator[Finding]:
             what=f"PyTorch {machine.software.torch} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}",
             evidence=machine.software.torch_folder,
             mend=(install(machine),),
+            fixes=installs(machine),
         )
 
 
@@ -50,6 +61,7 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
         evidence="; ".join([fact, *_who_brought(software.packages)]),
         mend=(install(machine),),
         prove=PROBE,
+        fixes=installs(machine),
     )
 
 
@@ -113,6 +125,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             evidence=f"there is no package amd-torch-device-{device.arch}",
             mend=(install(machine),),
             prove=PROBE,
+            fixes=installs(machine),
         )
     elif device.arch in NOT_FROM_PYTORCH:
         yield Finding(
@@ -122,6 +135,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             evidence=f"{machine.software.torch}: {NOT_FROM_PYTORCH[device.arch]}",
             mend=(install(machine),),
             prove=PROBE,
+            fixes=installs(machine),
         )
     else:
         borrowed = next((dict(build.environment) for build in builds if build.environment), {})
@@ -134,6 +148,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             evidence=f"the wheels of {local} bring {', '.join(sorted(known))}",
             mend=(install(machine) + remark, *loan),
             prove=PROBE,
+            fixes=installs(machine),
         )
 
 
@@ -327,4 +342,5 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
             evidence=f"{device.arch}, driver {driver or 'unknown'}; CUDA 13 needs sm_75 and driver 580",
             mend=(install(machine),),
             prove=PROBE,
+            fixes=installs(machine),
         )
