@@ -27,7 +27,8 @@ def simulated_step(
 ) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 
-    Two micro-batches stand for any number of them: from the second one on gradients are added to gradients.
+    Two micro-batches stand for any number of them: from the second one on gradients are added to gradients. The first
+    step makes the optimizer's states, for which one is enough.
     """
     gpu = plan.train.device != "cpu"
     mesh = fake_mesh(cut) if cut.shard > 1 else None
@@ -44,11 +45,11 @@ def simulated_step(
         tracker.call("weights", trainee.model.parameters())
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values()])
         objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
-        for number in ("first", "second"):
+        for number, some in (("first", batches[:1]), ("second", batches)):
             say(f"the {number} of two steps")
             tracker.forget_peak()
             with tracker, Answers(gpu=gpu):
-                train_step(trainee, batches, objective, plan=plan.train, share=1.0)
+                train_step(trainee, some, objective, plan=plan.train, share=1.0)
             tracker.call("optimizer", states(trainee))
     return tracker.peak
 
