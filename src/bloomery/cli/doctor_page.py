@@ -174,12 +174,14 @@ def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _in_parts(line: str, width: int) -> list[str]:
-    """Wrapped between the parts of an enumeration where that is possible."""
-    rows = [""]
-    for part in line.split(" · "):
-        longer = f"{rows[-1]} · {part}" if rows[-1] else part
-        rows[-1:] = [longer] if len(longer) <= width else [rows[-1], part]
-    return [piece for row in rows if row for piece in textwrap.wrap(row, width)]
+    """Wrapped between the parts of an enumeration where that is possible; no part stands alone."""
+    parts = line.split(" · ")
+    for rows in range(1, len(parts) + 1):
+        each = -(-len(parts) // rows)
+        lines = [" · ".join(parts[at : at + each]) for at in range(0, len(parts), each)]
+        if all(len(one) <= width for one in lines):
+            return lines
+    return textwrap.wrap(line, width)
 
 
 def _last_line(machine: Machine, findings: Sequence[Finding]) -> str:

@@ -25,7 +25,7 @@ def then_lines(machine: Machine, findings: tuple[Finding, ...]) -> list[str]:
     except UserError as error:
         return [f"{recipe} cannot be planned: {error.problem}"]
     alike = [one for one in machine.accelerators if device is not None and one.arch == device.arch]
-    return [*waits, _choices(plan), _size(plan, recipe, len(alike))]
+    return [*waits, f"{_choices(plan)} · {_size(plan, recipe, len(alike))}"]
 
 
 def mended(machine: Machine) -> Machine:
