@@ -30,11 +30,9 @@ def command(run: str, steps: int | None) -> int:
     if steps is not None:
         click.echo(f"asked      process {runner.pid} to record its next {steps} steps")
         with waiting(folder.path) as told:
-            where = profile_run(runner, steps, on_event=told)
-        newest = max(where.glob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-        click.echo(f"recorded   {newest}, for https://ui.perfetto.dev or chrome://tracing")
-        name = newest.name.partition(".")[0]
-        click.echo(f"tables     {name}.operators.txt, {name}.memory.txt beside it")
+            files = profile_run(runner, steps, on_event=told)
+        click.echo(f"recorded   {files}.trace.json.gz, for https://ui.perfetto.dev or chrome://tracing")
+        click.echo(f"tables     {files.name}.operators.txt, {files.name}.memory.txt beside it")
         return 0
     click.echo(f"asked      process {runner.pid} to save after the step that it is taking")
     with waiting(folder.path) as told:

@@ -114,13 +114,15 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
             return event
         if isinstance(event, Warned) and NOT_SAVED in event.because:
             raise UserError(
-                event.because, where=str(runner.folder.checkpoints), remedy="make room on the disk, then ask again"
+                event.because,
+                where=str(runner.folder.checkpoints),
+                remedy="make room on the disk or mend the folder's permissions, then ask again",
             )
     raise _ended_before(runner)
 
 
 def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]) -> Path:
-    """Asks for the next steps to be recorded; returns the folder that holds the files when they stand.
+    """Asks for the next steps to be recorded; returns the files' path without their endings when they stand.
 
     Raises UserError when they could not be written, or the run ended before.
     """
@@ -129,14 +131,18 @@ def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]
         for event in _heard(runner, lambda: write_durably(asked, str(steps))):
             on_event(event)
             if isinstance(event, Phase) and event.name == PROFILE and event.total and event.done >= event.total:
-                return runner.folder.path / PROFILE
+                return runner.folder.path / PROFILE / f"step-{event.step - int(event.total) + 1:08d}"
             if isinstance(event, Warned) and NOT_RECORDED in event.because:
-                raise UserError(event.because, where=str(runner.folder.path), remedy="make room there, then ask again")
-    except PermissionError as error:
+                raise UserError(
+                    event.because,
+                    where=str(runner.folder.path),
+                    remedy="make room there or mend its permissions, then ask again",
+                )
+    except OSError as error:
         raise UserError(
-            "the run's folder belongs to another user, who alone may ask for a recording",
+            f"a wish cannot be left in the run's folder: {error.strerror}",
             where=str(runner.folder.path),
-            remedy="ask that user, or use their account",
+            remedy="mend its permissions or make room on its disk, then ask again",
         ) from error
     finally:
         with suppress(OSError):  # nobody waits for it any more

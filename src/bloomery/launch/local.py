@@ -105,10 +105,13 @@ class _Flow:
             raise _Stopped
 
     def end(self, why: str) -> None:
-        """Write RunEnded, once, and metrics.json."""
+        """Write RunEnded, once, and metrics.json, which can be had from the events again and is not worth a failure."""
         if not self.book.ended:
             self.book.emit(RunEnded(step=last_step(self.folder), why=why))
-            write_metrics(self.folder.path, self._planned())
+            try:
+                write_metrics(self.folder.path, self._planned())
+            except OSError as error:
+                self.book.line(f"metrics.json could not be written: {error.strerror}")
 
     def _planned(self) -> dict[str, float | None]:
         """The plan's figures under the names of what metrics.json measured."""

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -113,11 +114,14 @@ def number(value: float | None) -> str:
 
 @final
 class LogFile:
-    """`log.txt`: one line an event with its time, and the tracebacks that the terminal did not show; no secrets."""
+    """`log.txt`: one line an event with its time, and the tracebacks that the terminal did not show; no secrets.
+
+    What a full disk does not take is lost here alone: events.jsonl is the record, and its writers say that it is full.
+    """
 
     def __init__(self, path: Path, every_steps: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self._file = path.open("ab", buffering=0)  # what could not be written is not tried again
         self._pace = Pace(every_steps)
 
     def write(self, event: Event) -> None:
@@ -128,7 +132,8 @@ class LogFile:
         """Any text, each line stamped."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
         for line in scrub(text).splitlines() or [""]:
-            self._file.write(f"{stamp}  {line}\n")
+            with suppress(OSError):
+                self._file.write(f"{stamp}  {line}\n".encode("utf-8", errors="backslashreplace"))
 
     def close(self) -> None:
         self._file.close()

@@ -1,0 +1,121 @@
+"""What a run's surroundings may do to it: no room, a folder that goes away, requests that come at the wrong moment."""
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
+from test_flow import is_gone, worker_of
+
+from bloomery.monitor.events import RunEnded, Saved, StepDone, Warned, read_events
+from bloomery.monitor.sinks import LogFile
+from bloomery.train.sealed import saved_steps
+
+LONG = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.length=4000 steps", "checkpoint.every=5 steps")
+SHORT = ("train", "tiny.yaml", "--run-dir", "runs/one")
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("away", ["deleted", "moved"])
+def test_a_run_whose_folder_goes_away_ends_and_does_not_come_back(bloomery: Bloomery, away: str) -> None:
+    """It used to train on where nobody could see or stop it, and wrote checkpoints into a folder made anew."""
+    with bloomery.start(*LONG) as process:
+        wait_for(bloomery.saw(Saved))
+        worker = worker_of(bloomery.run_dir)
+        assert worker is not None
+        elsewhere = bloomery.folder / "elsewhere"
+        shutil.rmtree(bloomery.run_dir, ignore_errors=True) if away == "deleted" else bloomery.run_dir.rename(elsewhere)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert "the run's folder was moved or deleted" in flat(err)
+    assert "Traceback" not in err
+    assert is_gone(worker)
+    assert away == "deleted" or not bloomery.run_dir.exists()
+
+
+def test_a_disk_without_room_for_an_event_ends_the_run_and_resuming_makes_it_whole(
+    bloomery: Bloomery, undisturbed: Bloomery
+) -> None:
+    limit = 11_000  # bytes a file: recipe, plan and machine fit, the events of all steps do not
+    code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    assert bloomery.run("prepare", "tiny.yaml").returncode == 0
+    words = [sys.executable, "-c", code + "runpy.run_module('bloomery', run_name='__main__')", *SHORT]
+    full = subprocess.run(words, cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert full.returncode == 1
+    assert "an event could not be written: File too large" in flat(full.stderr)
+    assert f"bloomery resume {bloomery.run_dir}" in flat(full.stderr)
+    assert "Traceback" not in full.stderr
+    assert (bloomery.run_dir / "events.jsonl").stat().st_size <= limit
+    done = bloomery.run("resume", "one")
+    assert done.returncode == 0, done.stderr
+    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
+
+
+def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about(bloomery: Bloomery) -> None:
+    """The checkpoint that is missing matters; metrics.json, which cannot be written either, does not."""
+    with bloomery.start(*SHORT, "train.length=120 steps", "checkpoint.every=20 steps") as process:
+        wait_for(bloomery.saw(Saved))
+        shutil.move(bloomery.run_dir / "checkpoints", bloomery.folder / "aside")
+        (bloomery.run_dir / "checkpoints").write_text("in the way")
+        (bloomery.run_dir / "metrics.json.partial").mkdir()
+        saved = bloomery.run("save", "one")
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert saved.returncode == 1
+    assert "was not saved, training goes on" in flat(saved.stderr) or "the run ended before" in flat(saved.stderr)
+    assert process.returncode == 1
+    assert "the checkpoint could not be written" in flat(err)
+    assert "Traceback" not in err
+    events = bloomery.events()
+    assert any(isinstance(event, Warned) and "training goes on" in event.because for event in events)
+    assert [event.step for event in events if isinstance(event, StepDone)][-1] == 120
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].why.startswith("failed: the checkpoint could not be written")
+
+
+def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> None:
+    with bloomery.start(*LONG) as process:
+        wait_for(bloomery.saw(StepDone, 3))
+        asked = [bloomery.start("stop", "one"), bloomery.start("stop", "one"), bloomery.start("save", "one")]
+        told = [each.communicate(timeout=PATIENCE_SECONDS) for each in asked]
+        process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75
+    last = saved_steps(bloomery.run_dir / "checkpoints")[-1]
+    assert [event.why for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped"]
+    for each, (out, err) in zip(asked, told, strict=True):
+        late = "no process is working on this run" in flat(err) or "the run ended before" in flat(err)
+        assert (each.returncode == 0 and f"step {last:,}" in out) or (each.returncode == 1 and late), (out, err)
+        assert "Traceback" not in err
+    assert asked[0].returncode == 0 or asked[1].returncode == 0
+
+
+def test_the_same_signal_many_times_is_one_stop(bloomery: Bloomery) -> None:
+    with bloomery.start(*LONG) as process:
+        wait_for(bloomery.saw(StepDone, 3))
+        for _ in range(20):
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGUSR2)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    steps = [event.step for event in read_events(bloomery.run_dir / "events.jsonl") if isinstance(event, StepDone)]
+    assert saved_steps(bloomery.run_dir / "checkpoints")[-1] == steps[-1]
+
+
+def test_a_log_that_cannot_grow_stops_nobody(tmp_path) -> None:
+    log = LogFile(tmp_path / "log.txt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.text("first")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        log.text("second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.text("third")
+    log.close()
+    assert [line.split("  ")[1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["first", "third"]
