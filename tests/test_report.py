@@ -1,5 +1,6 @@
 """The report: complete, honest about what is missing, and harmless whatever a run's texts hold."""
 
+from dataclasses import replace
 import json
 import re
 from html.parser import HTMLParser
@@ -231,6 +232,12 @@ def killed_run(again=2.0):
 def test_incidents_are_read_off_the_events():
     told = [(incident.step, incident.kind) for incident in incidents_of(killed_run())]
     assert told == [(3, "kill"), (1, "resume"), (4, "skip"), (4, "rewind"), (2, "stop")]
+
+
+def test_incidents_lie_after_the_beginning_though_the_clock_was_set_back():
+    events = [replace(event, time=event.time - 3600 * (at > 4)) for at, event in enumerate(killed_run())]
+    told = [incident.seconds for incident in incidents_of(events)]
+    assert told == sorted(told) and told[0] >= 0
 
 
 def test_a_stop_is_not_a_kill():

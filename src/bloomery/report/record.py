@@ -26,7 +26,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.explain import Finding, findings
-from bloomery.monitor.tally import Tally, tally_of
+from bloomery.monitor.tally import Elapsed, Tally, tally_of
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
@@ -159,21 +159,21 @@ def _last_samples(events: Iterable[Event]) -> list[Sampled]:
 def incidents_of(events: list[Event]) -> list[Incident]:
     """In order. A run that goes on without having ended was killed where its last step stands."""
     found: list[Incident] = []
-    began, step, open_ended = events[0].time, 0, False
-    last = began
+    clock, last, step, open_ended = Elapsed(), 0.0, 0, False
     for event in events:
+        now = clock.add(event)
         if isinstance(event, RunStarted | Resumed) and open_ended:
-            found.append(Incident(step, last - began, "kill", _KILLED))
+            found.append(Incident(step, last, "kill", _KILLED))
             open_ended = False
         told = _told(event)
         if told is not None:
             same_skip = found and told[0] == found[-1].kind == "skip" and found[-1].step == event.step
             found = found[:-1] if same_skip else found  # a recovery says more than its step did
-            found.append(Incident(event.step, event.time - began, *told))
+            found.append(Incident(event.step, now, *told))
         if isinstance(event, StepDone):
             step, open_ended = event.step, True
         open_ended = open_ended and not isinstance(event, RunEnded)
-        last = event.time
+        last = now
     return found
 
 
