@@ -132,6 +132,14 @@ def _figure(value: float | None, spec: str, unit: str) -> str:
     return "" if value is None else f"{value:{spec}}{unit}"
 
 
+def format_joules(joules: float) -> str:
+    """As Wh or kWh, three digits."""
+    kwh = joules / JOULES_IN_KWH
+    if kwh >= 100:
+        return f"{kwh:,.0f} kWh"
+    return f"{kwh:.3g} kWh" if kwh >= 1 else f"{kwh * 1000:.3g} Wh"
+
+
 def summary(device: DeviceTally) -> dict[str, Any]:
     """What metrics.json holds of a device."""
     return {

@@ -189,7 +189,7 @@ def _track(name: str, job: Mapping[str, Any], events: Iterator[Event], warn: Cal
         return
     if getattr(tracker, "offline", False):
         place = Path(job["folder"]) / "wandb"
-        warn(f"wandb: nobody has logged in here, so the run is kept in {place}; `wandb sync` sends it later")
+        warn(f"wandb: nobody has logged in here, so the run is kept; later: wandb sync {place}/offline-run-*")
     for event in events:
         why = event.why.partition(":")[0] if isinstance(event, RunEnded) else why
         figures = scalars(event)

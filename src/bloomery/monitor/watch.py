@@ -10,7 +10,7 @@ from typing import final
 
 from rich.cells import cell_len, set_cell_size
 
-from bloomery.monitor.devices import JOULES_IN_KWH, lines
+from bloomery.monitor.devices import format_joules, lines
 from bloomery.monitor.events import (
     Event,
     Phase,
@@ -142,7 +142,7 @@ def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float
     room = None if screen.height is None else screen.height - len(head) - len(figures) - len(devices) - 4
     chart = _chart(seen, screen, 10 if room is None else max(4, min(12, room // 2 - 3)))
     left = None if room is None else max(room - len(chart), 0)
-    happened = _happened(seen, screen.width, 8 if left is None else min(8, max(left // 2, 2)))
+    happened = _happened(seen, screen.width, 16 if left is None else min(12, max(left // 2, 2)))
     samples = _samples(seen, screen.width, 8 if left is None else max(left - len(happened) - 2, 0))
     blocks = [head, chart, figures, devices, samples, happened]
     told = [line for block in blocks if block for line in ("", *block)][1:]
@@ -230,7 +230,7 @@ def _energy(tally: Tally) -> str:
     joules, each = tally.devices.joules, tally.joules_per_token
     if joules is None:
         return ""
-    return f"{joules / JOULES_IN_KWH:,.3g} kWh" + (f", {each:.3g} J/token" if each is not None else "")
+    return format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
 
 
 def _samples(seen: Seen, width: int, room: int) -> list[str]:
@@ -245,13 +245,14 @@ def _samples(seen: Seen, width: int, room: int) -> list[str]:
 
 
 def _happened(seen: Seen, width: int, room: int) -> list[str]:
-    """The newest incidents, each in at most two lines, the newest last."""
+    """The newest incidents, the newest last; where it is narrow, each in two lines."""
     found: list[str] = []
+    most = 4 if room >= 8 else 2
     for event, text in reversed(seen.incidents):
         stamp = time.strftime("%d %b %H:%M", time.localtime(event.time))
         wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - 14, 20))
-        told = [f"{stamp if at == 0 else '':<14}{line}" for at, line in enumerate(wrapped[:2])]
-        if len(wrapped) > 2:
+        told = [f"{stamp if at == 0 else '':<14}{line}" for at, line in enumerate(wrapped[:most])]
+        if len(wrapped) > most:
             told[-1] = told[-1][: width - 1] + "…"
         if len(found) + len(told) > room:
             break

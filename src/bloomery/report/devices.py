@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally
+from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, format_joules
 from bloomery.monitor.events import PROCESSOR, GpuSampled
 from bloomery.report.charts import Point, Series, line_chart
 from bloomery.report.html import Html, el, join, table
@@ -74,9 +74,9 @@ def _held(record: Record) -> Html | None:
 
 
 def _table(record: Record) -> Html:
-    head = ["", "load, mean", "peak", "hottest", "power, mean", "energy", "memory, peak", "slowed down"]
+    head = ["", "load", "hottest", "power", "energy", "memory, peak", "slowed down"]
     rows: list[list[str | Html]] = [_row(device) for device in record.tally.devices.all]
-    return table(head, rows, class_="numbers")
+    return table(head, rows, class_="numbers named")
 
 
 def _row(device: DeviceTally) -> list[str | Html]:
@@ -85,10 +85,9 @@ def _row(device: DeviceTally) -> list[str | Html]:
     return [
         join(device.name, el("small", f" {device.latest.name}")),
         _figure(device.mean_load, ".0f", "%"),
-        _figure(device.peak_load, ".0f", "%"),
         _figure(device.peak_heat, ".0f", " °C"),
         f"with GPU {shared}" if shared is not None else _figure(device.mean_power, ",.0f", " W"),
-        _figure(device.joules / JOULES_IN_KWH if device.power_seconds else None, ",.3g", " kWh"),
+        format_joules(device.joules) if device.power_seconds else "",
         _figure(device.peak_gib, ".1f", " GiB"),
         slowed or ("never" if device.latest.throttled is not None else ""),
     ]
@@ -104,27 +103,21 @@ def energy(record: Record) -> Html | None:
     joules, each = tally.devices.joules, tally.joules_per_token
     if joules is None:
         return None
-    finished = planned if record.state == "done" else None
-    rows: list[list[str | Html]] = [
-        ["energy", f"{joules / JOULES_IN_KWH:,.3g} kWh", f"{finished:,.3g} kWh" if finished else ""],
-    ]
+    finished = planned * JOULES_IN_KWH if planned and record.state == "done" else None
+    rows = [("energy", format_joules(joules), format_joules(finished) if finished else "")]
     if each is not None:
         total = record.plan.total_tokens if record.plan else None
         said = planned * JOULES_IN_KWH / total if planned and total else None
-        rows.append(["energy of a token", f"{each:.3g} J", f"{said:.3g} J" if said else ""])
-        rows.append(
-            [
-                "energy of a million tokens",
-                f"{each * 1e6 / JOULES_IN_KWH:.3g} kWh",
-                f"{said * 1e6 / JOULES_IN_KWH:.3g} kWh" if said else "",
-            ]
-        )
-    return table(["", "run", "plan"], rows)
+        rows.append(("of a token", f"{each:.3g} J", f"{said:.3g} J" if said else ""))
+        rows.append(("of a million tokens", format_joules(each * 1e6), format_joules(said * 1e6) if said else ""))
+    if any(plan for *_, plan in rows):
+        return table(["", "run", "plan"], [[*row] for row in rows])
+    return table(["", "run"], [[title, figure] for title, figure, _ in rows])
 
 
 def _note(record: Record) -> Html:
     """What the figures hold, and what they do not."""
-    known, told = record.tally.devices, []
+    known, told = record.tally.devices, ["Load and power are means over the run."]
     if known.joules is None:
         told.append(
             "Nothing here tells its power, so there is no energy: on most systems only root reads a processor's."

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from statistics import fmean
 
-from bloomery.monitor.devices import JOULES_IN_KWH
+from bloomery.monitor.devices import format_joules
 from bloomery.monitor.tally import in_millions
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
 from bloomery.report.claims import judge_run
@@ -84,8 +84,7 @@ def _figures(record: Record) -> list[tuple[str, str]]:
         (f"{speed:,.0f}" if speed else "", "tokens a second"),
         (f"{used:.1%}" if used is not None else "", "of the device's peak (MFU)"),
         (f"{tally.peak_gib:.2f} GiB" if tally.peak_gib else "", "memory at the peak"),
-        (f"{joules / JOULES_IN_KWH:,.3g} kWh" if joules is not None else "", "energy, as the sensors tell it"),
-        (f"{each:.3g} J" if each is not None else "", "energy of a token"),
+        (format_joules(joules) if joules is not None else "", f"energy, {each:.3g} J a token" if each else "energy"),
     ]
 
 
@@ -174,7 +173,7 @@ def _figure(value: float) -> str:
 def explained(record: Record) -> Html | None:
     """None for a run with which nothing is wrong."""
     rows: list[list[str | Html]] = [[found.what, el("small", found.seen), found.mend] for found in record.found]
-    return table(["cause", "evidence", "what mends it"], rows) if rows else None
+    return table(["cause", "evidence", "what mends it"], rows, class_="causes") if rows else None
 
 
 def incidents(record: Record) -> Html:
