@@ -120,7 +120,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     return Asked(recipe, load, job, split, rows, work, operators, program["loss"])
 
 
-def _parts(one: Asked) -> dict[str, Estimate]:
+def parts_of(one: Asked) -> dict[str, Estimate]:
     if one.split.data_parallel == 1:
         return step_parts(one.work, one.job.rate)
     return layout_parts(one.job, one.split, one.load, one.rows, work=one.work)
@@ -128,12 +128,12 @@ def _parts(one: Asked) -> dict[str, Estimate]:
 
 def planned_speed(row: dict[str, Any]) -> Estimate:
     one = asked(row)
-    return total(_parts(one)).inverse(one.rows * one.load.sequence_length)
+    return total(parts_of(one)).inverse(one.rows * one.load.sequence_length)
 
 
 def planned_gain(row: dict[str, Any]) -> Estimate:
     """Products and bytes of both sides move together; each may be fast or slow for itself."""
-    eager, compiled = (_parts(asked(row, compiled=way)) for way in (False, True))
+    eager, compiled = (parts_of(asked(row, compiled=way)) for way in (False, True))
     ends = [
         _mixed(eager, products, between) / _mixed(compiled, products, between)
         for products in ("low", "high")
