@@ -9,6 +9,10 @@ from words_of_docs import ROOT, check_command, check_key, quoted, words_of
 
 from bloomery.cli import cli
 from bloomery.errors import UserError
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.detect import detect
+from bloomery.hardware.profile import build_profile
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.refuse import refuse_unbuilt
 from bloomery.recipe.load import load_recipe
 
@@ -68,3 +72,11 @@ def check(text: str, recipe: str) -> None:
         check_key(text)
     else:
         assert re.match(r"(make \w+|--?\w+|[a-z_.]+)$", text), f"{text!r} is neither a command, a recipe key nor a test"
+
+
+def test_precisions_that_the_page_names_are_the_ones_chosen() -> None:
+    _, _, correction = rows_of("worldmodel-rocm-spec.md")[15]
+    assert "`auto` gives it float32" in correction
+    here = detect()
+    chosen = {gpu: build_profile(with_gpu(here, find_gpu(gpu))).dtype.value for gpu in ("MI50 32GB", "MI250X")}
+    assert chosen == {"MI50 32GB": "float32", "MI250X": "bfloat16"}
