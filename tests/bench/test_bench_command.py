@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
+from bloomery.errors import UserError
 
 TINY = """
 model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
@@ -74,10 +75,22 @@ def test_json_of_a_sweep(here):
     assert "as planned" in result.stderr
 
 
+def test_a_limit_leaves_out_what_there_is_no_time_for(here):
+    result = bench("--limit", "1s", "--sweep", "train.micro_batch=1,2")
+    assert result.return_value == 0
+    lines = result.stdout.splitlines()
+    assert any(line.startswith("as planned") for line in lines)
+    assert "left out  train.micro_batch=1; train.micro_batch=2: the time was up" in lines
+
+
+@pytest.mark.parametrize("limit", ["10", "3 epochs", "soon", "0s", "-1m"])
+def test_a_limit_is_a_time(here, limit):
+    with pytest.raises(UserError, match="is no time"):
+        bench(f"--limit={limit}")
+
+
 @pytest.mark.parametrize("giver", ["", "<b>x</b>", "a" * 61])
 def test_a_giver_is_a_name(here, giver):
-    from bloomery.errors import UserError
-
     with pytest.raises(UserError) as caught:
         bench("--giver", giver)
     assert caught.value.where == "--giver"

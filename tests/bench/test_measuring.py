@@ -124,6 +124,25 @@ def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
     assert [row.micro_batch for row in tried] == [1, 2, 4, 8]
 
 
+def test_the_search_ends_with_its_time(bench):
+    tried: list[Row] = []
+    found = search(trial_of(bench, 1000), most=256, on_row=tried.append, slowest=1e9, time_left=lambda: len(tried) < 3)
+    assert (found.rows, found.bound, [row.micro_batch for row in tried]) == (4, "time", [1, 2, 4])
+
+
+def test_a_round_that_took_far_too_long_is_the_only_one(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("bloomery.bench.rig.time.perf_counter", lambda: clock[0])
+
+    def step(number: int) -> float:
+        clock[0] += 10.0
+        return 10.0
+
+    assert len(list(rounds(step, 1, seconds=2.0))) == 1  # 10 s are more than four times 2 s
+    clock[0] = 0.0
+    assert len(list(rounds(step, 1, seconds=8.0))) == 2
+
+
 def test_a_step_of_many_micro_batches_is_made_of_two(monkeypatch):
     asked: list[int] = []
 

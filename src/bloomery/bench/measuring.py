@@ -157,9 +157,14 @@ class Largest:
 
 
 def search(
-    trial: Callable[[int], Row], *, most: int, on_row: Callable[[Row], None], slowest: float = SLOWEST_STEP
+    trial: Callable[[int], Row],
+    *,
+    most: int,
+    on_row: Callable[[Row], None],
+    slowest: float = SLOWEST_STEP,
+    time_left: Callable[[], bool] = lambda: True,
 ) -> Largest:
-    """Doubling until something gives way or a step is full, then bisection to an eighth."""
+    """Doubling until something gives way or a step is full, then bisection to an eighth; one trial at least."""
     fits, fails, because = 0, most + 1, f"a step of the recipe has {most} rows"
     bound: Literal["memory", "step", "time", "crash"] = "step"
     for rows in _candidates(most):
@@ -172,7 +177,10 @@ def search(
         if row.step_seconds is not None and rows < most and _too_slow(row, slowest):
             bound, because = "time", f"twice as many rows would take more than {slowest:.0f} s each time"
             break
-    while bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8):
+        if rows < most and not time_left():
+            bound, because = "time", "half of --limit was over"
+            break
+    while bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left():
         middle = (fits + fails) // 2
         row = trial(middle)
         on_row(row)

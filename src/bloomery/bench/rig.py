@@ -19,6 +19,7 @@ from bloomery.train.step import train_step
 from bloomery.units import GIB
 
 MOST_ROUNDS = 20
+MUCH_LONGER = 4.0  # than asked for: a round after which no second one is taken
 OVERFLOWS = 20  # float16 lowers its loss scale until gradients fit: so many steps may not be taken
 SHARE = 0.01  # of the learning rate: a step costs the same, and random text does not drive the weights away
 
@@ -81,10 +82,14 @@ class Rig:
 
 
 def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -> Iterator[float]:
-    """Seconds of whole optimizer steps. Of many micro-batches two are run: each more costs what the second one did."""
+    """Seconds of whole optimizer steps. Of many micro-batches two are run: each more costs what the second one did.
+
+    At least two rounds, or a single one that took several times as long as was asked for.
+    """
     begun = time.perf_counter()
     for number in range(MOST_ROUNDS):
-        if number >= 2 and time.perf_counter() - begun > seconds:
+        taken = time.perf_counter() - begun
+        if number and taken > (seconds if number >= 2 else MUCH_LONGER * max(1.0, seconds)):
             return
         if accumulation <= 2:
             yield step(accumulation)

@@ -1,6 +1,9 @@
 """`bloomery bench`: what this machine reaches with a recipe, beside what the plan said"""
 
+import math
 import sys
+import textwrap
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 import click
 
 from bloomery.cli.common import print_json, recipe_argument
+from bloomery.errors import UserError
+from bloomery.units import parse_duration
 
 if TYPE_CHECKING:
     from bloomery.bench.measuring import Bench, Largest, Row
@@ -19,9 +24,16 @@ if TYPE_CHECKING:
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Measure these values in all combinations.")
 @click.option("--card", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures for others to use.")
 @click.option("--giver", default="anonymous", metavar="NAME", help="Who gives the card.", show_default=True)
+@click.option("--limit", metavar="TIME", help="Begin no further setting after this long, such as 10m.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; the table goes to stderr.")
 def command(
-    recipe: str, overrides: tuple[str, ...], sweeps: tuple[str, ...], card: Path | None, giver: str, as_json: bool
+    recipe: str,
+    overrides: tuple[str, ...],
+    sweeps: tuple[str, ...],
+    card: Path | None,
+    giver: str,
+    limit: str | None,
+    as_json: bool,
 ) -> int:
     """Measure the largest micro-batch, speed and memory on this machine, beside the plan's figures.
 
@@ -40,7 +52,7 @@ def command(
     giver = giver_name(giver)
     asked = points(sweeps) if sweeps else None
     bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
-    table = Table(to_stderr=as_json)
+    table = Table(to_stderr=as_json, limit=seconds_of(limit))
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, asked)
     made = make_card([*rows, *trials], bench.machine, giver=giver)
@@ -59,10 +71,10 @@ def command(
 class Table:
     """Prints rows as they are measured, and on a terminal what is being measured now."""
 
-    def __init__(self, *, to_stderr: bool) -> None:
+    def __init__(self, *, to_stderr: bool, limit: float = math.inf) -> None:
         from rich.console import Console
 
-        self._to_stderr = to_stderr
+        self._to_stderr, self._limit, self._began = to_stderr, limit, time.monotonic()
         self._status = Console(stderr=True, highlight=False, markup=False).status("", spinner="line")
         self._live = sys.stderr.isatty()
 
@@ -99,15 +111,30 @@ class Table:
                     lambda rows: bench.trial(rows, on_phase=lambda phase: self._now(f"{rows} rows", phase)),
                     most=rows_per_step(plan),
                     on_row=seen,
+                    time_left=lambda: self._time_left(share=0.5),
                 )
                 self.say(*largest_lines(largest, plan))
             usable = largest.usable if largest else 0
             wanted = asked if asked is not None else usual_points(plan, bench.machine, largest=usable)
             self.say(*heading(plan, "settings"))
-            rows = [self._point(bench, words) for words in _once([(), *wanted])]
+            rows = self._points(bench, _once([(), *wanted]))
         finally:
             self._status.stop()
         return largest, trials, rows
+
+    def _time_left(self, *, share: float = 1.0) -> bool:
+        return time.monotonic() - self._began < share * self._limit
+
+    def _points(self, bench: "Bench", wanted: list[tuple[str, ...]]) -> list["Row"]:
+        """The first in any case, and what is begun within the limit."""
+        rows: list[Row] = []
+        for at, words in enumerate(wanted):
+            if rows and not self._time_left():
+                missing = "; ".join(", ".join(words) for words in wanted[at:])
+                self.say(*left_out(missing))
+                break
+            rows.append(self._point(bench, words))
+        return rows
 
     def _point(self, bench: "Bench", words: tuple[str, ...]) -> "Row":
         from bloomery.bench.page import line
@@ -121,6 +148,26 @@ class Table:
         if self._live:
             self._status.start()
             self._status.update(f"{name}: {phase}")
+
+
+def seconds_of(limit: str | None) -> float:
+    """Raises UserError for what is no wall time."""
+    if limit is None:
+        return math.inf
+    try:
+        duration = parse_duration(limit)
+        if duration.unit != "seconds" or duration.amount <= 0:
+            raise ValueError(limit)
+    except ValueError as error:
+        remedy = "write --limit 10m, or 90s, or 2h"
+        raise UserError(f"{limit!r} is no time", where="--limit", remedy=remedy, code=2) from error
+    return duration.amount
+
+
+def left_out(missing: str) -> list[str]:
+    """What was not measured, and why."""
+    head = f"{'left out':<10}"
+    return textwrap.wrap(f"{missing}: the time was up", 100, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _once(points: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
