@@ -13,9 +13,9 @@ from bloomery.errors import UserError
 from bloomery.launch import rehearse as rehearsing
 from bloomery.launch import supervise
 from bloomery.launch.rehearse import Outlook, Rehearsal, rehearse, shortened
-from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, read_events
+from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
-from bloomery.train.sealed import saved_steps
+from bloomery.train.sealed import NOT_SAVED, saved_steps
 from bloomery.units import GIB
 
 TITLES = ["rehearsal", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",
@@ -55,6 +55,42 @@ def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery)
     assert (bloomery.run_dir / "report.html").is_file()
     listed = json.loads(bloomery.run("runs", "--json").stdout)
     assert [run["state"] for run in listed["runs"]] == ["stopped"]
+
+
+def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evaluated(bloomery: Bloomery) -> None:
+    words = (*WORDS, "data.validation=0", "train.length=100000 steps", "--rehearse", "--run-dir", "runs/one")
+    done = bloomery.run(*words)
+    assert done.returncode == 0, done.stderr
+    said = {line[:11].strip(): line[11:].strip() for line in done.stdout.splitlines()}
+    assert said["evaluation"] == "none: the recipe holds out no text to validate on"
+    assert re.search(r"2 of the recipe's prompts continued +\d+ (ms|s)$", said["sampling"])
+    assert max(event.step for event in bloomery.events()) < 100
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(step=step, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
+                    samples_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0)  # fmt: skip
+
+
+def test_it_is_killed_after_the_look_whether_or_not_there_was_something_to_evaluate() -> None:
+    asked: list[int] = []
+    requests = type("Requests", (), {"ask_save": lambda self: asked.append(1)})()
+    seen = Rehearsal(plan_of(device="cpu"))
+    for event in (step_done(1), Saved(step=1, path="x", bytes=1, seconds=0.0), step_done(2)):
+        seen.events.append(event)
+        rehearsing._until_killed(seen, event, requests)
+    assert asked == [1]
+    seen.events.append(step_done(3))
+    with pytest.raises(rehearsing.KilledOnPurpose):
+        rehearsing._until_killed(seen, seen.events[-1], requests)
+    assert sorted(seen.before) == [2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk() -> None:
+    event = Warned(step=1, because=f"the checkpoint of step 1 {NOT_SAVED}: No space left on device (6 GiB are needed)")
+    with pytest.raises(UserError, match="could not be written: No space left on device") as caught:
+        rehearsing._until_killed(Rehearsal(plan_of(device="cpu")), event, None)
+    assert "--run-dir" in caught.value.remedy
 
 
 def test_what_would_fail_on_day_six_fails_now_and_is_kept(tmp_path: Path, monkeypatch) -> None:

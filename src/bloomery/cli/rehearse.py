@@ -37,7 +37,7 @@ def rehearse_run(loaded: "LoadedRecipe", *, words: str, run_dir: Path | None, de
     try:
         with waiting() as status:
             seen = rehearse(loaded, folder, devices=devices, told=lambda seen, event: tell(seen, event, status))
-            for line in _came_back(seen):
+            for line in _came_back(seen, folder):
                 say(*line)
         _take_away(folder)
     except UserError as error:
@@ -95,7 +95,12 @@ def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
             pass
 
 
-def _came_back(seen: "Rehearsal") -> Iterator[tuple[str, str, float | None]]:
+def _came_back(seen: "Rehearsal", folder: Path) -> Iterator[tuple[str, str, float | None]]:
+    from bloomery.launch.rehearse import validation_rows
+
+    if not seen.of(EvalDone):
+        rows = validation_rows(seen.plan, folder)
+        yield "evaluation", "left out: see below" if rows else "none: the recipe holds out no text to validate on", None
     peak = max(step.memory_gib for step in seen.of(StepDone))
     yield "step", f"the typical one, {peak:.1f} GiB at the peak", seen.step_seconds
     steps = sorted(seen.before)

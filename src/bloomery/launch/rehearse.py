@@ -25,6 +25,7 @@ from bloomery.monitor.events import (
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
+from bloomery.train.sealed import NOT_SAVED
 
 STEPS = 3
 EVALUATED_BATCHES = 4  # of the validation split: enough to show that it works, and what all of it takes
@@ -63,11 +64,6 @@ class Rehearsal:
         return self.of(RunStarted)[0].time - self.began
 
     @property
-    def first_step_seconds(self) -> float:
-        """It compiles, and draws its memory from the device."""
-        return self.of(StepDone)[0].step_seconds
-
-    @property
     def step_seconds(self) -> float:
         steps = self.of(StepDone)
         return statistics.median(step.step_seconds for step in (steps[1:] or steps))
@@ -81,8 +77,10 @@ class Rehearsal:
     def sample_seconds(self) -> float | None:
         """Of all prompts together, once; None without prompts."""
         drawn = self.of(Sampled)[: len(self.plan.eval.prompts)]
-        looked = self.of(EvalDone)
-        return drawn[-1].time - looked[0].time if drawn and looked else None
+        if not drawn:
+            return None
+        before = [e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == drawn[0].step]
+        return drawn[-1].time - max((time for time in before if time <= drawn[0].time), default=drawn[0].time)
 
     @property
     def exact(self) -> bool:
@@ -146,13 +144,23 @@ def shortened(plan: Plan) -> Plan:
 
 
 def _until_killed(seen: Rehearsal, event: Event, requests: StopRequests) -> None:
-    """After the first step a checkpoint is asked for; once it stands and a step was taken after it, all is killed."""
+    """After the first step a checkpoint is asked for; once it stands and a step was taken after it, all is killed.
+
+    Step STEPS comes after the evaluation, which a run without validation text leaves out.
+    """
     if isinstance(event, StepDone) and event.step == 1:
         requests.ask_save()
+    if isinstance(event, Warned) and NOT_SAVED in event.because:
+        why = event.because.partition(f"{NOT_SAVED}: ")[2]
+        raise UserError(
+            f"the checkpoint could not be written: {why}",
+            where="its first checkpoint",
+            remedy="make room on the disk or mend the folder's permissions; another place: --run-dir FOLDER",
+        )
     saves = seen.of(Saved)
     if saves:
         seen.before = {step.step: step.loss for step in seen.of(StepDone) if step.step > saves[0].step}
-    if len(seen.of(StepDone)) >= STEPS and seen.before and seen.of(EvalDone):
+    if seen.before and max(step.step for step in seen.of(StepDone)) >= STEPS:
         raise KilledOnPurpose
 
 
@@ -216,11 +224,11 @@ def outlook(seen: Rehearsal, folder: Path, *, free: int) -> Outlook:
     if steps is None:
         return Outlook(plan.train.seconds, checkpoints, None, free)
     looks = steps // plan.eval.every_steps + 1
-    evaluation = seen.of(EvalDone)[0]
     rows = validation_rows(plan, folder)
     share = max(1.0, rows / max(1, EVALUATED_BATCHES * plan.eval.micro_batch))
+    evaluation = sum(look.seconds for look in seen.of(EvalDone)[:1]) * share
     waits = 0.0 if plan.checkpoint.asynchronous else seen.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
-    seconds = steps * seen.step_seconds + looks * (evaluation.seconds * share + (seen.sample_seconds or 0.0)) + waits
+    seconds = steps * seen.step_seconds + looks * (evaluation + (seen.sample_seconds or 0.0)) + waits
     return Outlook(seconds, checkpoints, round(lines * steps), free)
 
 
