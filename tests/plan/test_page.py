@@ -66,6 +66,24 @@ def test_several_devices_are_laid_side_by_side():
     assert max(map(len, lines)) <= 100
 
 
+def test_a_step_of_few_rows_says_where_sharding_begins():
+    where = gpu_machine("MI250X")
+    plan = resolve(load_recipe("go-coder-125m"), where, gpus=8, nodes=4)
+    text = "\n".join(page(plan, where, source="x", verbs=[]))
+    assert {layout.name for layout in plan.mesh.layouts} == {"pipeline"}
+    assert "16 rows a step are too few for 32 devices" in text
+    assert "train.tokens_per_step=32768" in text
+    again = resolve(load_recipe("go-coder-125m", ["train.tokens_per_step=32768"]), where, gpus=8, nodes=4)
+    assert {"replicate", "shard"} <= {layout.name for layout in again.mesh.layouts}
+
+
+def test_commands_that_follow_are_about_the_same_recipe_and_card(tmp_path, monkeypatch):
+    words = ("go-coder-125m", "train.micro_batch=16", "--gpu", "RX 6600")
+    said = run(tmp_path, monkeypatch, *words).stdout
+    assert 'bloomery plan go-coder-125m train.micro_batch=16 train.length="10B tokens" --gpu "RX 6600"' in said
+    assert "bloomery train" not in said  # the card is not here
+
+
 def test_the_best_product_is_the_second_denominator():
     where = gpu_machine("MI300X")
     text = "\n".join(page(resolve(load_recipe("go-coder-125m"), where), where, source="x", verbs=[]))

@@ -53,6 +53,17 @@ def test_a_recipe_that_slows_itself_down_is_told():
     assert "train.activation_checkpointing=auto" in [remedy.edit for remedy in plan.remedies]
 
 
+def test_dropout_that_keeps_fused_kernels_away_is_named_with_its_price():
+    where = gpu_machine("H100")
+    plan = resolve(load_recipe("go-coder-125m"), where)
+    (remedy,) = plan.remedies
+    assert remedy.edit == "model.dropout=0"
+    assert "another training" in remedy.saves
+    quicker = resolve(load_recipe("go-coder-125m", ["model.dropout=0"]), where)
+    assert quicker.model.attention == "varlen"
+    assert quicker.step_seconds.value < 0.9 * plan.step_seconds.value
+
+
 def test_a_run_that_fits_and_is_quick_needs_nothing():
     plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
     assert plan.remedies == plan.later == ()

@@ -1,5 +1,6 @@
 """`bloomery plan`: what a run would do, need and take. Nothing is run, and no torch is needed."""
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,12 +35,13 @@ def command(
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
+    source = shlex.join([recipe, *overrides])
     if gpu == "all":
         if simulate:
             remedy = f"name it: `bloomery plan {recipe} --gpu MI300X --simulate`"
             raise UserError("--simulate is for one card, not for all of them", remedy=remedy, code=2)
-        return show_cards(loaded, gpus=gpus, nodes=nodes, as_json=as_json, source=recipe)
-    return show_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=recipe)
+        return show_cards(loaded, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
+    return show_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source)
 
 
 def show_cards(loaded: "LoadedRecipe", *, gpus: int, nodes: int, as_json: bool, source: str) -> int:
@@ -79,10 +81,18 @@ def show_plan(
         from bloomery.cli import cli
         from bloomery.plan.page import page
 
-        verbs = cli.list_commands(click.Context(cli))
-        told = found.lines() if found else []
-        click.echo("\n".join(page(plan, machine, source=source or loaded.name, verbs=verbs, simulated=told)))
+        elsewhere = {"train"} if gpu is not None else set()  # nobody trains on a card that is not here
+        verbs = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
+        told, source = found.lines() if found else [], source or loaded.name
+        words = _device_words(gpu, gpus, nodes)
+        click.echo("\n".join(page(plan, machine, source=source, verbs=verbs, devices=words, simulated=told)))
     return 0 if plan.fits and (found is None or found.fits) else 1
+
+
+def _device_words(gpu: str | None, gpus: int, nodes: int) -> str:
+    """What was typed to choose devices, for the commands that a plan suggests."""
+    words = "" if gpu is None else f' --gpu "{gpu}"'
+    return words + (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
 
 
 def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:

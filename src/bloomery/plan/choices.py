@@ -1,5 +1,7 @@
 """What a device and a recipe decide together: precision, attention, compiling, checkpointing."""
 
+from collections.abc import Callable
+
 from bloomery.choice import Choice
 from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
@@ -23,6 +25,19 @@ def choose_attention(
     windows = [window for window in config.sliding_window if window is not None]
     packed, kind = recipe.data.layout == "packed", "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
+
+    def unfit_for(backend: str) -> str | None:
+        return attention_facts.supports(
+            backend,
+            device_type=kind,
+            packed=packed,
+            window=any(window < recipe.data.sequence_length for window in windows),
+            softcap=config.attention_softcap is not None,
+            dropout=config.attention_dropout > 0,
+            float32=precision == "float32",
+            torch=torch,
+        )
+
     if asked == "auto":
         choice = attention_facts.choose(
             kind,
@@ -35,17 +50,9 @@ def choose_attention(
             float32=precision == "float32",
             torch=torch,
         )
-        return Choice(choice.value, _because_plain(profile, choice.because))
-    unfit = attention_facts.supports(
-        asked,
-        device_type=kind,
-        packed=packed,
-        window=any(window < recipe.data.sequence_length for window in windows),
-        softcap=config.attention_softcap is not None,
-        dropout=config.attention_dropout > 0,
-        float32=precision == "float32",
-        torch=torch,
-    )
+        because = choice.because if choice.value != "blockwise" else _because_unfused(unfit_for)
+        return Choice(choice.value, _because_plain(profile, because))
+    unfit = unfit_for(asked)
     if unfit is not None:
         raise UserError(
             f"train.attention {asked} cannot do what this recipe asks: {unfit}",
@@ -54,6 +61,12 @@ def choose_attention(
             code=2,
         )
     return Choice(asked, ASKED)
+
+
+def _because_unfused(unfit_for: Callable[[str], str | None]) -> str:
+    """Why none of PyTorch's fused kernels does what is asked."""
+    reasons = dict.fromkeys(reason for backend in ("varlen", "flex") if (reason := unfit_for(backend)))
+    return "; ".join((*reasons, "blockwise does all, in memory that grows with the length alone"))
 
 
 def _because_plain(profile: Profile, because: str) -> str:

@@ -27,10 +27,13 @@ REASON = 24  # where reasons begin
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
 
 
-def page(plan: Plan, machine: Machine, *, source: str, verbs: list[str], simulated: Sequence[str] = ()) -> list[str]:
+def page(
+    plan: Plan, machine: Machine, *, source: str, verbs: list[str], devices: str = "", simulated: Sequence[str] = ()
+) -> list[str]:
     """The lines of `bloomery plan`.
 
-    `source`: the recipe as it was named; `verbs`: those that may be suggested; `simulated`: lines below memory's.
+    `source`: the recipe and its overrides as they were typed; `devices`: the words that chose devices; `verbs`: those
+    that may be suggested; `simulated`: lines below memory's.
     """
     profile = build_profile(machine)
     lines = [f"{headline(plan):<{WIDTH - 15}}{'nothing was run':>15}"]
@@ -53,7 +56,7 @@ def page(plan: Plan, machine: Machine, *, source: str, verbs: list[str], simulat
     if plan.remedies:
         lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(plan))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
-    lines += [*_wrapped(confidence(plan, profile)), *_block("next", list(next_lines(plan, source, verbs)))]
+    lines += [*_wrapped(confidence(plan, profile)), *_block("next", list(next_lines(plan, source, verbs, devices)))]
     return [line.rstrip() for line in lines]
 
 
@@ -66,7 +69,8 @@ def headline(plan: Plan) -> str:
         else f"It does not fit: {plan.memory.total / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
     )
     seconds = plan.seconds
-    takes = "" if seconds is None else f" and {'takes' if plan.fits else 'would take'} about {about(seconds.value)}"
+    verb = " and takes" if plan.fits else "; it would take"
+    takes = "" if seconds is None else f"{verb} about {about(seconds.value)}"
     sentence = f"{fits}{takes}."
     if plan.total_tokens is not None and any(v.verdict == "wrong" and v.claim.endswith(" tokens") for v in plan.claims):
         claimed = next(v.claim for v in plan.claims if v.claim.endswith(" tokens")).removesuffix(" tokens")
@@ -237,9 +241,13 @@ def remedy_lines(plan: Plan) -> Iterator[str]:
         yield f"not in this version: {missing.edit} would save {missing.saves}"
 
 
+def _measured(plan: Plan) -> bool:
+    return plan.step_seconds is not None and plan.step_seconds.origin == "measured"
+
+
 def confidence(plan: Plan, profile: Profile) -> str:
     """Where the figures come from, said plainly."""
-    if plan.step_seconds is not None and plan.step_seconds.origin == "measured":
+    if plan.step_seconds is not None and _measured(plan):
         return f"Speed: {plan.step_seconds.by}. Memory: from the table."
     if profile.accelerator is None:
         return "From the table: the first ten steps of a run measure this machine."
@@ -248,20 +256,28 @@ def confidence(plan: Plan, profile: Profile) -> str:
     return "From the table: nobody has measured this card with Bloomery yet."
 
 
-def next_lines(plan: Plan, source: str, verbs: list[str]) -> Iterator[str]:
+def next_lines(plan: Plan, source: str, verbs: list[str], devices: str) -> Iterator[str]:
     """Commands that exist and make sense after this plan."""
-    if not plan.fits and plan.remedies:
-        enough = [remedy for remedy in plan.remedies if ", fits; " in remedy.saves] or list(plan.remedies)
-        yield f"bloomery plan {source} {enough[0].edit}"
+    if not plan.fits:
+        enough = [remedy for remedy in plan.remedies if ", fits; " in remedy.saves]
+        if enough:
+            yield f"bloomery plan {source} {enough[0].edit}{devices}"
+        yield _remarked(f"bloomery plan {source} --gpu all", "which cards of the table hold it")
         return
-    if plan.mesh is not None:
-        return
-    if "train" in verbs:
+    if plan.mesh is None and "train" in verbs:
         yield f"bloomery train {source}"
+    if plan.mesh is None and "bench" in verbs and not _measured(plan):
+        yield _remarked(f"bloomery bench {source}", "on the machine itself, minutes: ranges become figures")
     wrong = [v for v in plan.claims if v.verdict == "wrong" and v.claim.endswith(" tokens")]
     if wrong:
         amount = wrong[0].claim.removesuffix(" tokens").replace(" ", "")
-        yield f'bloomery plan {source} train.length="{amount} tokens"'
+        yield f'bloomery plan {source} train.length="{amount} tokens"{devices}'
+
+
+def _remarked(command: str, remark: str) -> str:
+    """The remark where the line has room for it."""
+    line = f"{command}      {remark}"
+    return line if len(line) <= WIDTH - LABEL else command
 
 
 def _block(label: str, lines: list[str]) -> list[str]:

@@ -12,6 +12,10 @@ def mesh_lines(mesh: MeshPlan, plan: Plan) -> Iterator[str]:
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _row(layout, plan)
     yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.because}"
+    rows, length = plan.train.tokens_per_step // plan.data.sequence_length, plan.data.sequence_length
+    if rows < mesh.devices:
+        yield f"{rows} rows a step are too few for {mesh.devices:,} devices to read their own:"
+        yield f"replicate and shard begin at train.tokens_per_step={mesh.devices * length}"
 
 
 def _row(layout: LayoutPlan, plan: Plan) -> str:

@@ -79,6 +79,7 @@ def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _faster(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
     """What the recipe asks for and pays with time, where the plan's own choice is quicker and fits."""
+    yield from _without_dropout(loaded, plan, plan_of)
     asked = loaded.recipe.train
     for key in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch"):
         if getattr(asked, key) == "auto" or plan.step_seconds is None:
@@ -88,6 +89,18 @@ def _faster(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remed
             continue
         if tried.step_seconds.value < WORTH * plan.step_seconds.value:
             yield Remedy(edit=f"train.{key}=auto", saves=_hurried(plan, tried))
+
+
+def _without_dropout(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+    """Fused attention has no dropout on packed rows: where that costs much it is said, with what dropping it means."""
+    if plan.model.config.attention_dropout == 0 or plan.step_seconds is None or loaded.recipe.train.attention != "auto":
+        return
+    tried = _planned(loaded, "model.dropout=0", plan_of)
+    if tried is None or not tried.fits or tried.step_seconds is None:
+        return
+    if tried.model.attention != plan.model.attention and tried.step_seconds.value < WORTH * plan.step_seconds.value:
+        price = "another training: it learns a text seen many times by heart sooner"
+        yield Remedy(edit="model.dropout=0", saves=f"{_hurried(plan, tried)}; {price}")
 
 
 def _planned(loaded: LoadedRecipe, edit: str, plan_of: PlanOf) -> Plan | None:

@@ -235,12 +235,11 @@ class _Resolution:
             weight=cut.load.weight,
         )
         watts = gpu.board_watts * self.gpus * self.nodes if gpu and gpu.board_watts else None
-        one = self.profile.accelerator is not None and plan.mesh is None
         judged = plan.model_copy(
             update={
                 "disk": disk,
                 "energy_kwh": speed.energy_kwh(watts, plan.seconds),
-                "longest": longest_rows(cut.load, self.measure) if one else None,
+                "longest": longest_rows(cut.load, cut.measure) if self.profile.accelerator else None,
                 "claims": claims.judge(recipe.expect, plan, corpus=self.corpus, need=self.need(cut)),
             }
         )

@@ -248,7 +248,7 @@ class Plan(Part):
     disk: dict[str, float] = {}  # bytes: shards, checkpoints
     energy_kwh: float | None = None  # None: the board's power is unknown
     step_parts: dict[str, Estimate] = {}  # seconds of a step by what takes them; empty: unknown
-    longest: Longest | None = None  # None: not a GPU
+    longest: Longest | None = None  # on one device, in the chosen layout; None: not a GPU
     later: tuple[Remedy, ...] = ()  # what would save memory and is not in this version
     mesh: MeshPlan | None = None  # None: one device
 
