@@ -12,6 +12,7 @@ from bloomery.errors import UserError
 from bloomery.hardware import tenants as gpu
 from bloomery.hardware.tenants import Tenant, tenants
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
+from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan, Remedy
 from bloomery.train import checkpoint, loop, memory
@@ -188,6 +189,22 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
         "the evaluation after step 3 was left out: memory ran out (2.50 GiB more were wanted) for a single row" in told
     )
     assert "not all samples were drawn after step 3: memory ran out (2.50 GiB more were wanted)" in told
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(prepared, tmp_path, rows):
+    sections = {
+        "train": {"steps": None, "seconds": 3.0, "micro_batch": 2, "accumulation": 2},
+        "eval": {"every_steps": 10_000, "micro_batch": 8, "prompts": ("def f",)},
+        "checkpoint": {"every_steps": 10_000},
+    }
+    plan = tiny_plan(prepared, config=CONFIG, **sections)
+    short = run_short_of_memory(plan, tmp_path / "run", Allocator("evaluation", rows=rows))
+    assert short.outcome == "done"
+    stored = read_plan(tmp_path / "run/plan.json")
+    assert stored.train.steps == short.steps_done() > MEASURED_STEPS
+    assert stored.eval.micro_batch == max(1, rows // 2)
+    assert any("not all samples were drawn" in event.because for event in short.of(Warned))
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):

@@ -40,7 +40,7 @@ WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
 
 @dataclass
 class Job:
-    """What the loop holds in its hands. `plan` is replaced once, when a wall-time length becomes a number of steps."""
+    """What the loop holds in its hands. `plan` is replaced when a wall-time length becomes steps, and by `replan`."""
 
     plan: Plan
     run_dir: Path
@@ -289,8 +289,9 @@ def fix_length(job: Job) -> None:
     """Turns a wall-time length into steps, in `plan.json` too: from here on nothing depends on the clock."""
     seconds = job.plan.train.seconds
     assert seconds is not None, "a plan without steps has a wall-time length"
+    costs = measure_costs(job)  # which may make evaluations smaller, in the plan, too
     left = seconds - (time.perf_counter() - job.began)
-    job.plan = fitted(job.plan, measure_costs(job), done=job.step, seconds=left)
+    job.plan = fitted(job.plan, costs, done=job.step, seconds=left)
     assert job.plan.train.steps is not None
     write_plan(job.plan, job.run_dir / "plan.json")
     job.emit(Phase(step=job.step, name="length", done=job.step, total=job.plan.train.steps))
@@ -298,16 +299,17 @@ def fix_length(job: Job) -> None:
 
 def measure_costs(job: Job) -> Costs:
     """What the run repeats, timed on small parts of it that leave no trace."""
-    plan = job.plan
+    plan, step = job.plan, typical_step(job.step_seconds)
     evaluate_rows(job, plan.eval.micro_batch)  # the first one compiles
     begun = time.perf_counter()
     evaluate_rows(job, plan.eval.micro_batch)
     looked = time.perf_counter()
-    token_seconds = sampling_seconds(job, tokens=16) / 16
+    sampled = attempt(partial(sampling_seconds, job, tokens=16), job.state)
+    token_seconds = 0.0 if isinstance(sampled, Full) else sampled / 16  # then none will be drawn, either
     rows = 0 if job.validation is None else min(plan.eval.rows or job.validation.rows, job.validation.rows)
     written = sum(tensor.nbytes for part in job.state.parts().values() for tensor in part.values())
     return Costs(
-        step=typical_step(job.step_seconds),
+        step=step,
         evaluation=-(-rows // plan.eval.micro_batch) * (looked - begun)
         + len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
         save=written / (COPIED_PER_SECOND if plan.checkpoint.asynchronous else WRITTEN_PER_SECOND),
