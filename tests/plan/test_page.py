@@ -112,6 +112,15 @@ def test_a_run_that_does_not_fit_says_so_first():
     assert headline(plan).startswith("It does not fit: ")
 
 
+def test_a_long_headline_takes_two_lines():
+    where = gpu_machine("RX 6600")
+    wide = ["model.hidden_size=1280", "model.num_heads=20", "model.num_layers=36"]
+    lines = page(resolve(load_recipe("go-coder-125m", wide), where), where, source="x", verbs=[])
+    assert lines[0].endswith("nothing was run")
+    assert lines[1] == "It trains on 3.19 billion tokens, not 10."
+    assert max(map(len, lines)) <= 100
+
+
 def test_bars_are_drawn_in_eighths():
     assert bar(1.0, 1.0) == "█" * 16
     assert bar(0.53, 1.0) == "█" * 8 + "▌"

@@ -284,18 +284,18 @@ def _last_norm(load: Occupancy) -> float:
 
 
 def backward_bytes(load: Occupancy) -> float:
-    """What passes through a layer in backward while all or most of what it kept is still there."""
+    """What passes through a layer in backward: its MLP, with all that it kept, and then its attention with the rest."""
     config, e = load.config, load.element
     stream = load.weight * config.hidden_size
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
-    largest = max(rows * columns for _, rows, columns, _ in matrices(config))
-    fresh = largest * (load.weight + (e if load.mixed else 0))  # a weight's gradient before it is where it belongs
-    if load.compiled:  # a graph hands all gradients of its layer out together
-        fresh += (_layer_numbers(config) - largest) * load.weight
+    sizes = {name: rows * columns for name, rows, columns, _ in matrices(config)}
+    fresh = max(sizes.values()) * (load.weight + (e if load.mixed else 0))  # a gradient before it is where it belongs
     mlp = load.rows * (stream + e * (config.hidden_size + inner)) + fresh
-    ahead = load.rows * (stream + e * 2 * (config.query_width + config.key_width))
-    attention = ahead + attention_scratch(load) - load.rows * _mlp_bytes(load)
-    return max(mlp, attention)
+    behind = 0 if load.accumulating else sum(size for name, size in sizes.items() if name.startswith("mlp."))
+    if load.compiled:  # a graph hands all gradients of its layer out together
+        behind = _layer_numbers(config)
+    ahead = load.rows * (stream + e * 2 * (config.query_width + config.key_width)) + behind * load.weight
+    return max(mlp, ahead + attention_scratch(load) - load.rows * _mlp_bytes(load))
 
 
 def attention_scratch(load: Occupancy) -> float:
@@ -372,7 +372,7 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
 
     Logits of one tile in the products' type. Uncompiled, a float32 copy lies beside them where they are half, and in
     forward their exponentials. Backward sums the gradient of the hidden states in float32, and adds that of the weight
-    to the gradient itself; in half precision the product lies beside it.
+    to the gradient itself; where that is wider the product lies beside it.
     """
     tile, h = _Tile(load), load.config.hidden_size
     wide = 4 * tile.numbers if load.element < 4 else 0
@@ -382,7 +382,7 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
     logits = load.element * tile.numbers + copy + capped
     before = load.element * tile.numbers if tile.several else 0
     forward = logits + max(before, wide + 4 * tile.numbers if eager else 0) + load.rows * h * load.element
-    product = load.element * tile.weights if load.element < 4 else 0
+    product = load.element * tile.weights if load.mixed else 0
     backward = logits + max(before, wide if eager else 0, product) + 4 * load.rows * h
     return float(forward), float(backward)
 

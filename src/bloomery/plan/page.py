@@ -36,7 +36,7 @@ def page(
     that may be suggested; `simulated`: lines below memory's.
     """
     profile = build_profile(machine)
-    lines = [f"{headline(plan):<{WIDTH - 15}}{'nothing was run':>15}"]
+    lines = _first_lines(headline(plan))
     lines += ["Planned only: this version trains on one device.", ""] if plan.mesh else [""]
     lines += _block("gpu" if profile.accelerator else "cpu", device_lines(plan, profile, machine))
     lines += _block("model", [model_line(plan)])
@@ -58,6 +58,15 @@ def page(
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
     lines += [*_wrapped(confidence(plan, profile)), *_block("next", list(next_lines(plan, source, verbs, devices)))]
     return [line.rstrip() for line in lines]
+
+
+def _first_lines(sentence: str) -> list[str]:
+    """The headline with what it is about; its second sentence on a line of its own where both are too long for one."""
+    remark = "nothing was run"
+    if len(sentence) + len(remark) >= WIDTH:
+        first, _, second = sentence.partition(". ")
+        return [f"{first + '.':<{WIDTH - len(remark)}}{remark}", second]
+    return [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
 
 
 def headline(plan: Plan) -> str:
@@ -248,6 +257,8 @@ def _measured(plan: Plan) -> bool:
 def confidence(plan: Plan, profile: Profile) -> str:
     """Where the figures come from, said plainly."""
     if plan.step_seconds is not None and _measured(plan):
+        if plan.memory.origin == "measured":
+            return f"Speed and memory: {plan.step_seconds.by}."
         return f"Speed: {plan.step_seconds.by}. Memory: from the table."
     if profile.accelerator is None:
         return "From the table: the first ten steps of a run measure this machine."

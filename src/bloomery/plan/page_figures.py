@@ -45,7 +45,8 @@ def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits
     above, large = unit_of(memory.limit)
     total = f"{memory.total / size:.{digits}f}" + ("" if above == unit else f" {unit}")
     total += f" of {memory.limit / large:,.{1 if large == GIB else 0}f} {above}: {verdict}"
-    band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f} until one step is measured"
+    until = ", as measured" if memory.origin == "measured" else " until one step is measured"
+    band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f}{until}"
     if profile.accelerator is None:
         return [total, "(limit: the memory that is free now)", band]
     return [

@@ -12,6 +12,7 @@ from bloomery.recipe.schema import Recipe
 from bloomery.units import format_bytes, format_seconds
 
 WORTH = 0.9  # of the time: an edit that saves less than a tenth is not offered
+LITTLE = 0.05  # of the memory: shorter rows that save less and are not enough are not offered
 SHORTEST = 256  # tokens of a row that a plan would still propose
 PlanOf = Callable[[LoadedRecipe], Plan]
 
@@ -41,7 +42,9 @@ def _to_fit(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remed
             continue
         held.append(edit)
         enough = enough or tried.fits
-        yield Remedy(edit=edit, saves=_saved(plan, tried, cost))
+        little = tried.memory.total > (1 - LITTLE) * plan.memory.total
+        if tried.fits or not (little and edit.startswith("data.sequence_length")):
+            yield Remedy(edit=edit, saves=_saved(plan, tried, cost))
     for count in range(2, len(held) + 1):
         if enough:
             return
