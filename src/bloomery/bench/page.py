@@ -71,9 +71,9 @@ def largest_lines(found: Largest, plan: Plan) -> Iterator[str]:
     if not found.rows:
         yield _line("largest", f"no micro-batch fits, not even one row: {found.because}")
         return
-    tokens = f"{found.rows:,} rows, {found.rows * plan.data.sequence_length:,} tokens"
+    tokens = f"{found.rows:,} row{'s' * (found.rows > 1)}, {found.rows * plan.data.sequence_length:,} tokens"
     usable = "" if found.usable == found.rows else f"; {found.usable:,} of them divide the step"
-    beyond = "" if found.bound == "step" else " beyond"
+    beyond = " beyond" if found.bound in ("memory", "crash") else ""
     yield _line("largest", f"{tokens}{usable} ({bounds[found.bound]}{beyond}: {found.because})")
 
 

@@ -1,6 +1,7 @@
 """`bloomery bench`: what this machine reaches with a recipe, beside what the plan said"""
 
 import math
+import shlex
 import sys
 import textwrap
 import time
@@ -57,7 +58,7 @@ def command(
     largest, trials, rows = table.measure(bench, plan, asked)
     made = make_card([*rows, *trials], bench.machine, giver=giver)
     kept = made is not None and remember(made)
-    source = " ".join((recipe, *overrides))
+    source = shlex.join((recipe, *overrides))
     table.say("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
     if made is not None and card is not None:
         write_card(made, card)

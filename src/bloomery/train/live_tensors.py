@@ -18,6 +18,7 @@ from bloomery.units import GIB, format_bytes
 
 KEPT, OTHERS = "kept for backward", "everything else"
 GROUPS = 40  # of equal tensors that are listed
+NAME = 56  # columns
 
 
 @final
@@ -93,18 +94,18 @@ def _saved(node: Any) -> Iterator[Tensor]:
 
 def page(found: list[Live], title: str, device: str) -> str:
     """For people: what the memory is for, then the largest groups of equal tensors."""
-    lines = [title, *_totals(device), "", f"{'what':<40}{'tensors':>9}{'memory':>13}"]
+    lines = [title, *_totals(device), "", f"{'what':<{NAME}}{'tensors':>9}{'memory':>13}"]
     purposes = list(dict.fromkeys(live.purpose for live in found))
     for purpose in sorted(purposes, key=lambda purpose: -_bytes(found, purpose)):
         count = sum(live.purpose == purpose for live in found)
-        lines.append(f"{purpose:<40}{count:>9,}{format_bytes(_bytes(found, purpose)):>13}")
-    lines.append(f"{'together':<40}{len(found):>9,}{format_bytes(sum(live.bytes for live in found)):>13}")
+        lines.append(f"{purpose:<{NAME}}{count:>9,}{format_bytes(_bytes(found, purpose)):>13}")
+    lines.append(f"{'together':<{NAME}}{len(found):>9,}{format_bytes(sum(live.bytes for live in found)):>13}")
     ordered = sorted(Counter(found).items(), key=lambda pair: -pair[0].bytes * pair[1])
-    lines += ["", f"{'largest groups of equal tensors':<40}{'tensors':>9}{'each':>13}{'memory':>13}"]
+    lines += ["", f"{'largest groups of equal tensors':<{NAME}}{'tensors':>9}{'each':>13}{'memory':>13}"]
     for live, count in ordered[:GROUPS]:
         name = f"{live.purpose}: {' x '.join(map(str, live.shape)) or 'scalar'} {live.dtype}"
         name += "" if live.device.startswith(device) else f", {live.device}"
-        lines.append(f"{name:<40}{count:>9,}{format_bytes(live.bytes):>13}{format_bytes(live.bytes * count):>13}")
+        lines.append(f"{name:<{NAME}}{count:>9,}{format_bytes(live.bytes):>13}{format_bytes(live.bytes * count):>13}")
     if len(ordered) > GROUPS:
         lines.append(f"and {len(ordered) - GROUPS:,} smaller groups")
     return "\n".join(lines) + "\n"
