@@ -1,10 +1,12 @@
 """Every statement of a guide that people come from has a command, a test or a correction here, and those exist."""
 
+import json
 import re
 import shlex
 
 import click
 import pytest
+from click.testing import CliRunner
 from words_of_docs import ROOT, check_command, check_key, quoted, words_of
 
 from bloomery.cli import cli
@@ -16,7 +18,11 @@ from bloomery.hardware.specs import find_gpu
 from bloomery.plan.refuse import refuse_unbuilt
 from bloomery.recipe.load import load_recipe
 
-GUIDES = {"go-coder-guide.md": (59, "go-coder-125m"), "worldmodel-rocm-spec.md": (64, "go-coder-125m")}
+GUIDES = {
+    "go-coder-guide.md": (59, "go-coder-125m"),
+    "worldmodel-rocm-spec.md": (64, "go-coder-125m"),
+    "frontier-workbook.md": (23, "go-coder-125m"),
+}
 
 
 def rows_of(page: str) -> dict[int, list[str]]:
@@ -80,3 +86,18 @@ def test_precisions_that_the_page_names_are_the_ones_chosen() -> None:
     here = detect()
     chosen = {gpu: build_profile(with_gpu(here, find_gpu(gpu))).dtype.value for gpu in ("MI50 32GB", "MI250X")}
     assert chosen == {"MI50 32GB": "float32", "MI250X": "bfloat16"}
+
+
+def test_the_plan_of_the_frontier_workbook_is_the_one_on_its_page(tmp_path):
+    page = (ROOT / "docs/coming-from/frontier-workbook.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "frontier.yaml").write_text(recipe)
+    words = ["plan", str(tmp_path / "frontier.yaml"), "--gpu", "MI250X", "--gpus", "8", "--nodes", "64", "--json"]
+    told = CliRunner().invoke(cli, words)
+    plan = json.loads(told.stdout)
+    assert told.exit_code == 0 and plan["fits"] and plan["steps"] == 59_605
+    assert plan["tokens"] == pytest.approx(1e12, rel=1e-4)
+    days = {name: plan["seconds"][name] / 86_400 for name in ("low", "value", "high")}
+    assert days["low"] < 65 < days["high"] and f"{days['value']:.1f} days" in page
+    assert f"{plan['memory']['total']['value']:.1f} of" in page
+    assert [claim["verdict"] for claim in plan["claims"]] == ["fits", "fits"]
