@@ -3,8 +3,9 @@
 import pytest
 from runs_for_tests import step_done
 
-from bloomery.monitor.events import EvalDone, GpuSampled, Resumed, RunStarted, Saved, Vitals, Warned
+from bloomery.monitor.events import EvalDone, GpuSampled, Recovered, Resumed, RunStarted, Saved, Vitals, Warned
 from bloomery.monitor.explain import Diagnosis, Facts, why_not_learning, why_slow
+from bloomery.monitor.explain_seen import seen_of
 
 GPU = Facts(
     device="cuda",
@@ -232,6 +233,24 @@ def test_a_cause_is_said_once_also_over_a_resume():
     again = Diagnosis(lambda: GPU, [*events, *told])
     more = [Resumed(step=100, path="x"), *steady(300, start=100, data_wait_seconds=0.2)]
     assert [warned for event in more for warned in again.look(event)] == []
+
+
+@pytest.mark.parametrize("back", [Recovered(step=4, because="nan", action="back"), Resumed(step=4, path="x")])
+def test_steps_that_were_given_up_are_forgotten_whether_by_a_recovery_or_a_resume(back):
+    """Steps 8 to 10 had no finite loss, so that steps and losses are not the same number."""
+    first = [step_done(step, None if step >= 8 else 3.0) for step in range(1, 11)]
+    ratios = {2: 0.1, 4: 0.1, 6: 5.0}
+    told = [e for step in first for e in (step, *(Vitals(step=s, update_ratio=ratios[s]) for s in ratios
+                                                  if s == step.step))]  # fmt: skip
+    told = [*told, EvalDone(step=8, loss=9.0, perplexity=None, bits_per_byte=None, tokens=1, seconds=1.0)]
+    seen = seen_of([*told, back])
+    assert (seen.step, list(seen.losses), seen.evaluations) == (4, [3.0] * 4, {})
+    assert (seen.largest_ratio, seen.path) == (0.1, pytest.approx(4 * 0.1))
+    seen = seen_of([*told, back, *(step_done(step, 2.0) for step in range(5, 11)), Vitals(step=6, update_ratio=0.1)])
+    assert list(seen.losses) == [3.0] * 4 + [2.0] * 6
+    assert [step.step for step in seen.recent] == list(range(1, 11))
+    assert seen.path == pytest.approx(6 * 0.1)
+    assert seen_of([*told, Recovered(step=0, because="oom", action="start")]).path == 0
 
 
 def test_facts_are_asked_for_when_they_are_needed():

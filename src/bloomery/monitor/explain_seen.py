@@ -1,12 +1,23 @@
 """What a diagnosis knows: plain facts of the plan and the text, and what a run's events have told so far."""
 
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from bloomery.monitor.events import EvalDone, Event, GpuSampled, Resumed, RunStarted, Saved, StepDone, Vitals
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    GpuSampled,
+    Recovered,
+    Resumed,
+    RunStarted,
+    Saved,
+    StepDone,
+    Vitals,
+)
 
 RECENT = 200  # steps and samples that count as "now"
 FEW = 20  # steps that a mean of the loss is taken over
@@ -54,13 +65,23 @@ class Finding:
         return f"{self.what} ({self.seen}): {self.mend}"
 
 
+@dataclass(frozen=True)
+class Moved:
+    """How far the weights have come until a step."""
+
+    step: int = 0
+    path: float = 0.0  # how many times their own size, at most
+    largest: float = 0.0  # of the update-to-weight ratios
+
+
 @dataclass
 class Seen:
-    """Mutable: what the events told. Bounded, but for four bytes a step."""
+    """Mutable: what the events told. Bounded, but for eight bytes a step."""
 
     first: StepDone | None = None  # step 1 itself
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: "array[float]" = field(default_factory=lambda: array("f"))  # finite ones, in order
+    told_at: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
     vitals: deque[Vitals] = field(default_factory=lambda: deque(maxlen=RECENT))
     gpus: deque[GpuSampled] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out loss
@@ -72,8 +93,7 @@ class Seen:
     first_norms: list[float] = field(default_factory=list)
     peak_rate: float = 0.0
     peak_gib: float = 0.0
-    largest_ratio: float = 0.0
-    path: float = 0.0  # how many times their own size the weights have moved at most
+    moved: deque[Moved] = field(default_factory=lambda: deque([Moved()], maxlen=RECENT))
     began_at: int = 0  # the step at which this process started
     began: StepDone | None = None  # its first step
     compiled_graphs: int | None = None  # early in this process
@@ -99,7 +119,7 @@ class Seen:
                     None,
                     None,
                 )
-            case Resumed():
+            case Resumed() | Recovered():
                 self._go_back(event.step)
 
     def _add_step(self, event: StepDone) -> None:
@@ -110,25 +130,38 @@ class Seen:
         self.peak_rate, self.peak_gib = max(self.peak_rate, event.learning_rate), max(self.peak_gib, event.memory_gib)
         if event.loss is not None:
             self.losses.append(event.loss)
+            self.told_at.append(event.step)
         if event.grad_norm is not None and len(self.first_norms) < FEW:
             self.first_norms.append(event.grad_norm)
 
     def _add_vitals(self, event: Vitals) -> None:
         """The path takes each ratio for all steps since the one before: they change slowly."""
         since = event.step - (self.vitals[-1].step if self.vitals else self.began_at)
-        self.largest_ratio = max(self.largest_ratio, event.update_ratio or 0.0)
-        self.path += (event.update_ratio or 0.0) * max(1, since)
+        ratio, before = event.update_ratio or 0.0, self.moved[-1]
+        self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
         if event.graphs is not None and self.compiled_graphs is None and event.step >= self.began_at + FEW:
             self.compiled_graphs = event.graphs
         self.vitals.append(event)
 
     def _go_back(self, step: int) -> None:
-        """What a resume gave up is forgotten; seconds that were spent stay spent."""
-        del self.losses[max(0, len(self.losses) - max(0, self.step - step)) :]
+        """What a resume or a recovery gave up is forgotten; seconds that were spent stay spent."""
+        kept = bisect_right(self.told_at, step)
+        del self.losses[kept:], self.told_at[kept:]
+        past = [told for told in self.moved if told.step <= step] or [Moved()]
+        self.moved = deque(past, maxlen=RECENT)
         self.recent = deque((told for told in self.recent if told.step <= step), maxlen=RECENT)
         self.vitals = deque((told for told in self.vitals if told.step <= step), maxlen=RECENT)
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
         self.first, self.step = self.first if step else None, step
+
+    @property
+    def path(self) -> float:
+        """How many times their own size the weights have moved at most."""
+        return self.moved[-1].path
+
+    @property
+    def largest_ratio(self) -> float:
+        return self.moved[-1].largest
 
     @property
     def begin(self) -> float | None:
