@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     given = list(sys.argv[1:] if arguments is None else arguments)
     _steady_streams()
+    _some_home()
     own = given[: given.index("--")] if "--" in given else given
     debug = "--debug" in own
     if debug:
@@ -105,6 +106,14 @@ def _steady_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="replace")
+
+
+def _some_home() -> None:
+    """As Docker does for a user's number that /etc/passwd does not have: `/`, so that whoever asks is answered."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = "/"
 
 
 def _run(arguments: list[str], debug: bool) -> int:

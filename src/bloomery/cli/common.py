@@ -47,12 +47,20 @@ def all_runs(root: Path | None = None) -> list[Path]:
     return sorted(found, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name))
 
 
+def expanded(name: str | Path) -> Path:
+    """A path with the home folder for `~`; as it is where `~name` is no user here."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def find_run(name: str) -> Path:
     """The run folder that a person means: a path, a name under `runs/`, or `last`. Raises UserError (code 2)."""
     runs = all_runs()
     if name == "last" and runs:
         return runs[-1]
-    for folder in (Path(name).expanduser(), Path("runs") / name):
+    for folder in (expanded(name), Path("runs") / name):
         if is_run(folder):
             return folder
     where = str(Path("runs").resolve())
@@ -66,7 +74,7 @@ def find_run(name: str) -> Path:
 
 def model_path(name: str) -> Path:
     """The folder that MODEL means: one in Hugging Face's layout, or a run. Raises UserError (code 2)."""
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (folder / "config.json").is_file():
         return folder
     known = is_run(Path("runs") / name) or name == "last"

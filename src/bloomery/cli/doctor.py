@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import print_json
+from bloomery.cli.common import expanded, print_json
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def read_record(file: Path) -> "Machine":
     from bloomery.hardware.machine import Machine
 
     try:
-        content = json.loads(file.expanduser().read_bytes())
+        content = json.loads(expanded(file).read_bytes())
         return Machine.model_validate(content.get("machine", content) if isinstance(content, dict) else content)
     except (OSError, ValueError, ValidationError) as error:
         remedy = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
@@ -147,7 +147,7 @@ def _told(text: str) -> str:
     """The text itself, that of the file it names, or what is piped in for "-"."""
     if text == "-":
         return sys.stdin.buffer.read().decode(errors="replace")
-    file = Path(text).expanduser()
+    file = expanded(text)
     try:
         named = len(text) < LONGEST_NAME and "\n" not in text and file.is_file()
         return file.read_text(errors="replace") if named else text

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import __version__
-from bloomery.cli.common import all_runs, plain
+from bloomery.cli.common import all_runs, expanded, plain
 from bloomery.errors import UserError
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.scrub import scrub
@@ -34,7 +34,7 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
     }
     text = private(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
     try:
-        file.expanduser().write_text(text, encoding="utf-8")
+        expanded(file).write_text(text, encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder of yours: bloomery doctor --bundle ~/report.json"
         raise UserError(f"the bundle cannot be written: {error.strerror}", where=str(file), remedy=remedy) from error

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlparse
 
 import click
 
+from bloomery.cli.common import expanded
 from bloomery.errors import UserError
 from bloomery.hardware.doctor_finding import Finding, Fix
 from bloomery.hardware.machine import Machine
@@ -90,7 +91,7 @@ def changes(fix: Fix, machine: Machine) -> dict[Path, str]:
 
 
 def _without_line(fix: Fix) -> dict[Path, str]:
-    file = Path(fix.file).expanduser()
+    file = expanded(fix.file)
     lines = file.read_text(errors="surrogateescape").splitlines(keepends=True) if file.is_file() else []
     if not 1 <= fix.line <= len(lines) or fix.name not in lines[fix.line - 1]:
         raise UserError(

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bloomery.hardware.ask import ask
-from bloomery.hardware.kfd import KfdNode, read_kfd
+from bloomery.hardware.kfd import KfdNode, number_of, read_kfd, text_of
 from bloomery.hardware.machine import Accelerator, Display, Opening
 
 NVIDIA_FIELDS = ("index", "name", "memory.total", "memory.used", "compute_cap", "pci.bus_id", "pci.device_id")
 NVIDIA_SECONDS = 5
 NVIDIA_TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvhost-gpu", "dev/dxg")  # of a loaded driver
 NAME_TABLES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
+LONGEST_NAME = 100
 DISPLAY_CLASSES = ("0x03", "0x1200")  # display controllers, processing accelerators
 
 
@@ -47,15 +48,13 @@ def _accelerator(
 
 def _product(root: Path, node: KfdNode) -> str:
     """What the card's own memory says it is: Instinct and PRO cards have such a chip."""
-    file = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"
-    return file.read_text(errors="replace").strip() if file.is_file() else ""
+    return text_of(root / f"sys/class/drm/renderD{node.render_minor}/device/product_name").strip()[:LONGEST_NAME]
 
 
 def _amdgpu_ids(root: Path) -> dict[tuple[int, int], str]:
     """(PCI device, revision) -> product, from libdrm's table where it is installed."""
     line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)
-    tables = (root / name for name in NAME_TABLES)
-    rows = (row for table in tables if table.is_file() for row in line.findall(table.read_text(errors="replace")))
+    rows = (row for name in NAME_TABLES for row in line.findall(text_of(root / name)))
     return {(int(device, 16), int(revision, 16)): name for device, revision, name in rows}
 
 
@@ -95,12 +94,9 @@ def display_devices(root: Path) -> tuple[Display, ...]:
 
 
 def _display(folder: Path) -> Display | None:
-    try:
-        kind, vendor, device = ((folder / name).read_text().strip() for name in ("class", "vendor", "device"))
-    except OSError:
-        return None
-    if not kind.startswith(DISPLAY_CLASSES):
+    kind, vendor, device = (text_of(folder / name).strip() for name in ("class", "vendor", "device"))
+    if not kind.startswith(DISPLAY_CLASSES) or not number_of(vendor):
         return None
     link = folder / "driver"
     driver = link.resolve().name if link.exists() else ""
-    return Display(address=folder.name, vendor=int(vendor, 16), device_id=int(device, 16), driver=driver)
+    return Display(address=folder.name, vendor=number_of(vendor), device_id=number_of(device), driver=driver)

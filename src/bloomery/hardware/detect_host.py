@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bloomery.hardware.detect_gpus import display_devices
 from bloomery.hardware.detect_system import read_driver, read_surroundings
+from bloomery.hardware.kfd import number_of, text_of
 from bloomery.hardware.machine import Access, Host
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "bf16", "sve")
@@ -44,7 +45,7 @@ def _existing(folder: Path) -> Path:
 
 def _cpu(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
     """Name of the processor and those of its flags that decide a precision."""
-    text = cpuinfo.read_text(errors="replace") if cpuinfo.is_file() else ""
+    text = text_of(cpuinfo)
     name = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
@@ -61,20 +62,17 @@ def _cores(root: Path) -> int:
 def _quotas(root: Path) -> Iterator[float]:
     for folder in _cgroups(root, "cpu"):
         v2, quota, period = folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
-        if v2.is_file():
-            words = v2.read_text().split()
-            if len(words) == 2 and words[0].isdigit():
-                yield int(words[0]) / int(words[1])
-        elif quota.is_file() and period.is_file() and int(quota.read_text()) > 0:
-            yield int(quota.read_text()) / int(period.read_text())
+        words = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
+        share, whole = (number_of(word) for word in (words if len(words) == 2 else ("", "")))
+        if share > 0 and whole > 0:  # "max" and -1: no limit
+            yield share / whole
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """This process's control groups for `controller`, each with its parents, of both versions of the interface."""
     base, table = root / "sys/fs/cgroup", root / "proc/self/cgroup"
-    lines = table.read_text().splitlines() if table.is_file() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    rows = (line.split(":", 2) for line in text_of(table).splitlines())
+    for _, controllers, path in (row for row in rows if len(row) == 3):
         if controllers and controller not in controllers.split(","):
             continue
         mount = base / controller if controllers else base
@@ -85,9 +83,8 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 def _memory(root: Path) -> tuple[int, int]:
     """(total, free) bytes: the machine's, or the smallest control group's around this process."""
-    meminfo = root / "proc/meminfo"
-    text = meminfo.read_text() if meminfo.is_file() else ""
-    kib = {key: int(value) * 1024 for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    found = re.findall(r"^(\w+):\s+(\d{1,20}) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
+    kib = {key: int(value) * 1024 for key, value in found}
     total, free = kib.get("MemTotal", 0), kib.get("MemAvailable", kib.get("MemFree", 0))
     for limit, used in _memory_limits(root):
         total, free = min(total, limit), min(free, max(0, limit - used))
@@ -104,15 +101,15 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that the kernel drops when memory is asked for: counted as used, but free."""
-    stat = folder / "memory.stat"
-    found = re.search(r"^(?:total_)?inactive_file (\d+)$", stat.read_text(), re.MULTILINE) if stat.is_file() else None
+    stat = text_of(folder / "memory.stat")
+    found = re.search(r"^(?:total_)?inactive_file (\d{1,20})$", stat, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _integer(path: Path) -> int | None:
     """None where the file is missing or says "max"."""
-    text = path.read_text().strip() if path.is_file() else ""
-    return int(text) if text.isdigit() else None
+    found = number_of(text_of(path), default=-1)
+    return found if found >= 0 else None
 
 
 def _compiler() -> str | None:
@@ -123,7 +120,5 @@ def _compiler() -> str | None:
 
 def _distribution(root: Path) -> str:
     """ "debian 12", "arch"; empty where no os-release says it."""
-    file = root / "etc/os-release"
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    values = dict(re.findall(r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text, re.MULTILINE))
+    values = dict(re.findall(r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text_of(root / "etc/os-release"), re.MULTILINE))
     return " ".join(filter(None, (values.get("ID"), values.get("VERSION_ID"))))

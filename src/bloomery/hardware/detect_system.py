@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bloomery.hardware.ask import ask
-from bloomery.hardware.kfd import masked_gpus
+from bloomery.hardware.kfd import masked_gpus, text_of
 from bloomery.hardware.machine import Access, Driver, Opening, Surroundings
 from bloomery.hardware.wheels import site_here
 
@@ -77,9 +77,8 @@ def _owner(path: Path) -> int | None:
 
 def _group_rows(root: Path) -> list[list[str]]:
     """Rows of /etc/group: name, password, number, members. The name service is not asked: it can hang."""
-    file = root / "etc/group"
-    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
-    return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdigit()]
+    lines = text_of(root / "etc/group").splitlines()
+    return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()]
 
 
 def _group_names(root: Path) -> dict[int, str]:
@@ -88,23 +87,22 @@ def _group_names(root: Path) -> dict[int, str]:
 
 def _listed_groups(root: Path, names: dict[int, str]) -> tuple[str, ...]:
     """The user's own group and those that list the user: what a fresh login would have."""
-    file = root / "etc/passwd"
-    rows = [line.split(":") for line in file.read_text(errors="replace").splitlines()] if file.is_file() else []
+    rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
     mine = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
     user = mine[0] if mine else os.environ.get("LOGNAME", os.environ.get("USER", ""))
-    own = [names.get(int(mine[3]), mine[3])] if mine else []
+    own = [names.get(int(mine[3]), mine[3])] if mine and mine[3].isdecimal() else []
     listing = [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
     return tuple(dict.fromkeys((*own, *listing)))
 
 
 def read_driver(root: Path) -> Driver:
     """The kernel's drivers and what decides whether they load."""
-    command_line = _text(root / "proc/cmdline")
-    balancing = _text(root / "proc/sys/kernel/numa_balancing").strip()
+    command_line = text_of(root / "proc/cmdline")
+    balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
     return Driver(
-        kernel=_text(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
+        kernel=text_of(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
         amdgpu=(root / "sys/module/amdgpu").is_dir(),
-        amdgpu_version=_text(root / "sys/module/amdgpu/version").strip(),
+        amdgpu_version=text_of(root / "sys/module/amdgpu/version").strip(),
         nvidia=_nvidia_driver(root),
         blacklisted=_blacklisted(root, command_line),
         boot=" ".join(BOOT_WORDS.findall(command_line)),
@@ -113,24 +111,17 @@ def read_driver(root: Path) -> Driver:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _nvidia_driver(root: Path) -> str:
     """580.82.07, from a line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release"."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _text(root / "proc/driver/nvidia/version"))
-    return found[1] if found else _text(root / "sys/module/nvidia/version").strip()
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    return found[1] if found else text_of(root / "sys/module/nvidia/version").strip()
 
 
 def _blacklisted(root: Path, command_line: str) -> str:
     """The file, or the boot parameter, that keeps amdgpu from loading."""
     for folder in MODPROBE_FOLDERS:
         for file in sorted((root / folder).glob("*.conf")):
-            if KEPT_OUT.search(_text(file)):
+            if KEPT_OUT.search(text_of(file)):
                 return "/" + str(file.relative_to(root))
     named = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
     return f"{named[0]} in /proc/cmdline" if named else ""
@@ -140,7 +131,7 @@ def system_rocm(root: Path) -> str:
     """The newest ROCm that any source names: leftovers of older ones are common, and 10.1 is newer than 7.2."""
     folders = [root / "opt/rocm", *(root / "opt").glob("rocm-*")]
     folders += [_below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
-    texts = [_text(folder / ".info/version") for folder in folders]
+    texts = [text_of(folder / ".info/version") for folder in folders]
     texts += [folder.name.removeprefix("rocm-") for folder in folders]
     texts += [name.removeprefix("rocm/") for name in _modules() if name.startswith("rocm/")]
     libraries = (file for folder in LIBRARY_FOLDERS for file in (root / folder).glob("libamdhip64.so.*"))
@@ -173,7 +164,7 @@ def read_surroundings(root: Path) -> Surroundings:
     shared = root / "dev/shm"
     space = os.statvfs(shared) if shared.is_dir() else None
     return Surroundings(
-        wsl="microsoft" in _text(root / "proc/version").lower(),
+        wsl="microsoft" in text_of(root / "proc/version").lower(),
         dxg=(root / "dev/dxg").exists(),
         container=_container(root),
         masked_gpus=masked_gpus(root / "sys"),
@@ -192,6 +183,6 @@ def _container(root: Path) -> str:
         return "kubernetes"
     marks = ((".dockerenv", "docker"), ("run/.containerenv", "podman"), (".singularity.d", "apptainer"))
     found = next((kind for mark, kind in marks if (root / mark).exists()), "")
-    first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", _text(root / "proc/1/cgroup"))
+    first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
     names = {"libpod": "podman", "kubepods": "kubernetes"}
-    return found or _text(root / "run/systemd/container").strip() or (names.get(first[1], first[1]) if first else "")
+    return found or text_of(root / "run/systemd/container").strip() or (names.get(first[1], first[1]) if first else "")

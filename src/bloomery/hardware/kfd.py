@@ -53,12 +53,26 @@ def masked_gpus(root: Path = Path("/sys")) -> int:
     count = 0
     for path in (root / TOPOLOGY).glob("[0-9]*/properties"):
         try:
-            path.read_text()
+            path.read_text(errors="replace")
         except PermissionError:
             count += 1
         except OSError:  # a node that goes away while it is read is not a masked one
             continue
     return count
+
+
+def text_of(path: Path) -> str:
+    """What a file of the system says, with what is no text replaced; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def number_of(text: str, default: int = 0) -> int:
+    """A number in decimal or 0x form; `default` for whatever is none. No register has more than 20 digits."""
+    found = re.fullmatch(r"\s*(0[xX][0-9a-fA-F]{1,16}|\d{1,20})\s*", text)
+    return int(found[1], 16 if found[1][:2].lower() == "0x" else 10) if found else default
 
 
 def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
@@ -92,11 +106,7 @@ INTEGRATED = frozenset((90012, 100303, 100305, 100306, 100307, 110003, 110500, 1
 
 def _properties(path: Path) -> dict[str, int]:
     """`key value` lines. A device that the control group hides answers EPERM: it is not ours to use."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return {}
-    return {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
+    return {key: int(value) for key, value in re.findall(r"^(\w+) (\d{1,20})$", text_of(path), re.MULTILINE)}
 
 
 def _local_memory(banks: Path) -> int:
@@ -114,8 +124,4 @@ def _pci_address(domain: int, location: int) -> str:
 
 
 def _integer(path: Path) -> int:
-    """A number in decimal or 0x form; 0 where the file cannot be read."""
-    try:
-        return int(path.read_text().strip() or "0", 0)
-    except (OSError, ValueError):
-        return 0
+    return number_of(text_of(path))
