@@ -8,6 +8,7 @@ from plan_help import loaded, machine
 
 from bloomery.data.loader import Batch
 from bloomery.plan.memory import Occupancy, tensor_bytes
+from bloomery.plan.mesh_memory import Split, mesh_memory
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.simulate.shards import ONE, Cut
@@ -47,16 +48,22 @@ def small_plan(
     )
 
 
-def counted(plan: Plan) -> float:
-    """Bytes from shapes alone."""
+def load_of(plan: Plan) -> Occupancy:
     train = plan.train
-    load = Occupancy(
+    return Occupancy(
         config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch=train.micro_batch,
         precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
         checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
         context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
     )  # fmt: skip
-    return sum(tensor_bytes(load).values())
+
+
+def counted(plan: Plan, *, cut: Cut = ONE) -> float:
+    """Bytes from shapes alone."""
+    if cut == ONE:
+        return sum(tensor_bytes(load_of(plan)).values())
+    split = Split(replicate=cut.replicate, shard=cut.shard)
+    return mesh_memory(load_of(plan), split, vendor="amd", limit=0.0).allocated
 
 
 def simulated(plan: Plan, *, fused: bool = True, cut: Cut = ONE) -> float:
@@ -69,7 +76,7 @@ def measured(plan: Plan) -> float:
     torch.set_num_threads(1)
     trainee = build_state(plan).trainee
     objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
-    batches = [_batch(plan) for _ in range(plan.train.accumulation)]
+    batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]  # a third holds what the second does
 
     def step() -> None:
         train_step(trainee, batches, objective, plan=plan.train, share=1.0)

@@ -7,7 +7,9 @@ from steps_for_tests import counted, measured, simulated, small_plan
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
+from bloomery.simulate.shards import Cut
 
+WIDE = {"hidden_size": 512}
 RECIPES = ["demo", "go-coder-tiny", "go-coder-125m", "go-coder-medium", "everything"]
 DEVICES = [
     "cpu",
@@ -38,6 +40,14 @@ def agree_on(recipe, device, *overrides):
 @pytest.mark.parametrize(("recipe", "device"), some([(r, d) for r in RECIPES for d in DEVICES], QUICK))
 def test_shapes_and_fake_tensors_agree_on_the_packaged_recipes(recipe, device):
     agree_on(recipe, device)
+
+
+@pytest.mark.parametrize("recipe", some(["demo", "go-coder-tiny", "go-coder-125m"], {"demo"}))
+def test_both_agree_with_what_a_packaged_recipe_holds_here(recipe):
+    plan = resolve(load_recipe(recipe), machine())
+    real = measured(plan)
+    assert plan.memory.allocated == pytest.approx(real, rel=0.10)
+    assert simulated(plan) == pytest.approx(real, rel=0.10)
 
 
 WAYS = [(device, how) for device in ("RX 6700 XT", "MI300X")
@@ -73,6 +83,24 @@ def all_agree(plan, *, apart):
     real = measured(plan)
     assert simulated(plan) == pytest.approx(real, rel=apart)
     assert counted(plan) == pytest.approx(real, rel=0.10)
+
+
+SHARDED = {
+    "bfloat16": (Cut(1, 8), {"precision": "bfloat16"}),
+    "compiled, small batches": (Cut(1, 8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}),
+    "accumulated": (Cut(1, 4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
+    "a large vocabulary": (Cut(1, 64), {"precision": "bfloat16", "activation_checkpointing": "full",
+                                        "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
+    "float32": (Cut(1, 2), {"rows": 2, "sizes": WIDE}),
+    "copies of shards": (Cut(2, 8), {"precision": "bfloat16-pure", "family": "gpt2"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some(SHARDED, {"accumulated", "a large vocabulary", "copies of shards"}))
+def test_shapes_and_fake_tensors_agree_on_shards(case):
+    cut, settings = SHARDED[case]
+    plan = small_plan(**({"attention": "varlen", "device": "cuda"} | settings))
+    assert counted(plan, cut=cut) == pytest.approx(simulated(plan, cut=cut), rel=0.08)
 
 
 OTHERS = {

@@ -85,13 +85,16 @@ class Moment:
 def estimate_memory(load: Occupancy, *, limit: float, origin: Origin = "table") -> MemoryEstimate:
     """What a step holds at its peak, by part, in bytes; the interval is 20% to each side."""
     parts = tensor_bytes(load)
-    if load.on_gpu:
-        parts["fragmentation"] = FRAGMENTATION[load.expandable] * sum(parts.values())
-        parts["context"] = load.context_bytes
-    else:
-        parts["runtime"] = CPU_RUNTIME
+    parts |= around(load, sum(parts.values()))
     total = sum(parts.values())
     return MemoryEstimate(parts=parts, low=total * (1 - SPREAD), high=total * (1 + SPREAD), limit=limit, origin=origin)
+
+
+def around(load: Occupancy, tensors: float) -> dict[str, float]:
+    """What the allocator and the runtime hold beside so many bytes of tensors."""
+    if not load.on_gpu:
+        return {"runtime": CPU_RUNTIME}
+    return {"fragmentation": FRAGMENTATION[load.expandable] * tensors, "context": load.context_bytes}
 
 
 def tensor_bytes(load: Occupancy) -> dict[str, float]:

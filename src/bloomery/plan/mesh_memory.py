@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass, replace
 
-from bloomery.model.counting import parameter_shapes
+from bloomery.model.counting import parameter_count, parameter_shapes
 from bloomery.plan.communication import context_bytes
-from bloomery.plan.memory import SPREAD, Occupancy, estimate_memory
+from bloomery.plan.memory import SPREAD, Moment, Occupancy, around, estimate_memory, moments, optimizer_bytes
 from bloomery.plan.types import NOT_TENSORS, MemoryEstimate
 
 BUCKET = 25 * 2**20  # bytes of gradients that are summed at once when weights are replicated
+REDUCED = 4  # of a number whose gradient is summed over shards: float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,7 @@ def mesh_memory(load: Occupancy, split: Split, *, vendor: str, limit: float) -> 
         stages = [_stage(load, split, index) for index in (0, split.pipeline - 1)]
         parts = max(stages, key=lambda stage: sum(stage.values()))
     else:
-        parts = estimate_memory(load, limit=limit).parts
-        parts = _sharded(load, parts, split) if split.shard > 1 else parts
+        parts = _sharded(load, split) if split.shard > 1 else estimate_memory(load, limit=limit).parts
     return _with_contexts(parts, split, vendor, limit)
 
 
@@ -51,17 +51,46 @@ def _with_contexts(parts: dict[str, float], split: Split, vendor: str, limit: fl
     return MemoryEstimate(parts=found, low=whole * (1 - SPREAD), high=whole * (1 + SPREAD), limit=limit, origin="table")
 
 
-def _sharded(load: Occupancy, parts: dict[str, float], split: Split) -> dict[str, float]:
-    """Full shards of weights, gradients and states; two layers and the embeddings whole while they are used."""
-    found = dict(parts)
-    for name in ("weights", "gradients", "optimizer"):
-        found[name] = parts[name] / split.shard
-    found.pop("half-precision copies", None)  # what is gathered is the copy
+def _sharded(load: Occupancy, split: Split) -> dict[str, float]:
+    """Full shards of weights, gradients and states, and what is whole at the fullest moment."""
+    peak = max(sharded_moments(load, split.shard), key=lambda moment: moment.total)
+    whole = parameter_count(load.config) * load.weight
+    parts = {
+        "weights": whole / split.shard,
+        "gradients": peak.gradients,
+        "optimizer": optimizer_bytes(load.config, load.optimizer, load.weight) / split.shard,
+        "activations": peak.activations,
+        "scores": peak.scores,
+        "unsharded layers": peak.copies,
+        "temporaries": peak.temporaries,
+    }
+    return parts | around(load, sum(parts.values()))
+
+
+def sharded_moments(load: Occupancy, shards: int) -> list[Moment]:
+    """The moments of a step under FSDP2, block by block; `copies` are weights and gradients that are whole meanwhile.
+
+    Weights are gathered in the type of the products, and so are the residual stream and gradients. The embeddings stay
+    whole from forward to the end of backward, and so does their gradient. A layer at work lies beside the one that is
+    gathered ahead, and beside the float32 gradients of the one before while the network sums them.
+    """
+    own = replace(load, precision="bfloat16-pure" if load.mixed else load.precision, accumulating=False)
+    forward, scores, *layers, embeddings, update = moments(own)
     layer, root = unsharded(load)
-    gathered = (2 * layer + root) * load.element  # the layer at work and the one ahead; the embeddings stay
-    reduced = layer * load.weight
-    found["unsharded layers"] = gathered + reduced
-    return _refragmented(found, parts)
+    head, e, shard = load.config.vocab_size * load.config.hidden_size, load.element, load.weight / shards
+    kept = (len(layers) * layer + root) * shard
+    before, blocks = kept if load.accumulating else 0.0, len(layers) * layer * shard
+    found = [
+        replace(forward, gradients=before, copies=(root + layer) * e),
+        replace(scores, gradients=before + head * e, copies=(root + layer) * e),
+    ]
+    for done, moment in enumerate(layers):
+        copies = (root + 2 * layer) * e + (REDUCED * layer if done else 0)
+        found.append(replace(moment, gradients=max(before, done * layer * shard) + head * e, copies=copies))
+    reached = max(before, blocks)
+    found.append(replace(embeddings, gradients=reached + root * e, copies=root * e + REDUCED * layer))
+    found.append(replace(embeddings, gradients=reached, copies=root * (e + REDUCED), temporaries=0.0))
+    return [*found, replace(update, gradients=kept)]
 
 
 def unsharded(load: Occupancy) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._now <= self._highest:
             return
         self._highest, self.peak = self._now, dict(self._totals)
-        for storage in storages_of(self._gradients()):
+        for storage in {id(storage): storage for storage in storages_of(self._gradients())}.values():
             kind, size = self._kinds.get(id(storage), ("gradients", 0))
             self.peak[kind] -= size
             self.peak["gradients"] = self.peak.get("gradients", 0.0) + size
