@@ -37,11 +37,15 @@ def raises(name, job):
     raise RuntimeError(f"HIP error: invalid device function in {Path.home()}\nCompile with TORCH_USE_HIP_DSA")
 
 
+def sees(name, job):
+    return {"outcome": "ok", "facts": {"mask": os.environ.get("HIP_VISIBLE_DEVICES", "none")}}
+
+
 def leaves(name, job):
     print("the driver printed this and left")
     os._exit(7)
 
 
 if __name__ == "__main__":
-    known = {each.__name__: each for each in (fine, segfault, hang, wrong, nan, raises, leaves)}
+    known = {each.__name__: each for each in (fine, segfault, hang, wrong, nan, raises, sees, leaves)}
     leave(main(known))

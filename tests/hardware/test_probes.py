@@ -139,6 +139,24 @@ def test_what_is_probed_depends_on_the_machine():
     assert {"p2p", "all-reduce", "device-1"} <= two
 
 
+def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatch):
+    small = CARD.model_copy(update={"index": 0, "memory_bytes": CARD.memory_bytes // 2})
+    two = machine(small, CARD.model_copy(update={"index": 1}), build="rocm", torch="2.13.0+rocm7.2")
+    profile = build_profile(two)
+    joint = {spec.name for spec in specs(two, profile) if spec.every_device}
+    assert joint == {"device-0", "all-reduce", "p2p"}  # "device" is the second
+    wanted = [Spec(name=f"sees-{joint}", module="faulty_probes", every_device=joint) for joint in (False, True)]
+
+    def masks(**own: str) -> list[str]:
+        environment = {**os.environ, "PYTHONPATH": str(HERE), **own}
+        found = probe(wanted, {"device": "cuda"}, environment=environment, ours=profile.environment.value)
+        return [each.facts["mask"] for each in found]
+
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    assert masks() == ["1", "none"]
+    assert masks(HIP_VISIBLE_DEVICES="0,1") == ["0,1", "0,1"]
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_every_backend_of_a_device_is_probed(kind):
     assert set(MODEL_BACKENDS[kind]) == {name for name, facts in BACKENDS.items() if kind in facts.devices}

@@ -6,7 +6,7 @@ import pytest
 
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile
-from bloomery.hardware.visible import hidden, visible_devices
+from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, only, visible_devices
 from bloomery.units import GIB
 
 RECORDED = Path(__file__).parent.parent / "machines"
@@ -30,8 +30,8 @@ def amd(arch, index=0, gib=16, integrated=False) -> Accelerator:
     return Accelerator(index=index, vendor="amd", name=arch, arch=arch, memory_bytes=gib * GIB, integrated=integrated)
 
 
-def nvidia(arch) -> Accelerator:
-    return Accelerator(index=0, vendor="nvidia", name=arch, arch=arch, memory_bytes=16 * GIB)
+def nvidia(arch, index=0, gib=16) -> Accelerator:
+    return Accelerator(index=index, vendor="nvidia", name=arch, arch=arch, memory_bytes=gib * GIB)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,64 @@ def test_every_machine_gets_a_reason_for_everything(path):
 def test_a_torch_for_both_vendors_cards_uses_its_own():
     both = machine(amd("gfx1100", 0, 24), nvidia("sm_86"), build="cuda")
     assert build_profile(both).accelerator.vendor == "nvidia"
+
+
+def masked(profile) -> dict[str, str]:
+    return {name: value for name, value in profile.environment.value.items() if name in (*MASKS, CUDA_ORDER)}
+
+
+def test_of_two_unlike_cards_the_better_one_trains_and_the_reason_says_so():
+    two = machine(amd("gfx1032", 0, 8), amd("gfx1031", 1, 12), build="rocm")
+    profile = build_profile(two)
+    assert profile.accelerator.index == 1
+    assert masked(profile) == {"HIP_VISIBLE_DEVICES": "1"}  # without it PyTorch would take device 0
+    assert profile.device.because == "gfx1031 (gfx1031), device 1: the most memory of 2"
+    assert "gfx1031 is the GPU to train on" in profile.environment.because
+    two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda")
+    assert masked(build_profile(two)) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_cuda_counts_its_own_cards_alone():
+    laptop = machine(amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1, 8), build="cuda")
+    assert masked(build_profile(laptop)) == {}  # CUDA sees one device
+    asked = build_profile(only(laptop, {1}))
+    assert asked.accelerator.vendor == "nvidia"
+    assert masked(asked) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}  # and no other number
+    three = machine(amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1), nvidia("sm_86", 2), build="cuda")
+    assert masked(build_profile(only(three, {2})))["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_the_order_in_which_the_user_lets_cuda_count_stays():
+    own = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda", environment=own)
+    profile = build_profile(two)
+    assert masked(profile) == {}  # the numbers of nvidia-smi would name other cards
+    assert profile.overridden["CUDA_DEVICE_ORDER"].ours == "PCI_BUS_ID"
+
+
+def test_devices_alike_are_not_masked():
+    profile = build_profile(machine(amd("gfx942", 0, 192), amd("gfx942", 1, 192), build="rocm"))
+    assert masked(profile) == {}
+    assert profile.device.because.endswith("the first of 2 alike")
+
+
+def test_the_plan_is_for_the_device_that_the_users_mask_shows_first():
+    cards = (amd("gfx1032", 0, 8), amd("gfx1031", 1, 12), amd("gfx1030", 2, 16))
+    own = {"ROCR_VISIBLE_DEVICES": "1,0"}
+    profile = build_profile(machine(*cards, build="rocm", environment=own))
+    assert profile.accelerator.index == 1
+    assert masked(profile) == {}
+    assert profile.overridden == {}
+    assert profile.device.because.endswith("the first that ROCR_VISIBLE_DEVICES=1,0 shows")
+    worse = build_profile(machine(*cards, build="rocm", environment={"ROCR_VISIBLE_DEVICES": "0,1"}))
+    assert worse.accelerator.index == 0
+    assert worse.overridden["ROCR_VISIBLE_DEVICES"].ours == "1"
+
+
+def test_a_mask_of_amds_alone_does_not_bind_cuda():
+    own = {"HIP_VISIBLE_DEVICES": "0"}
+    two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda", environment=own)
+    assert masked(build_profile(two))["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_the_users_mask_decides():

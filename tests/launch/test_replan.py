@@ -111,7 +111,7 @@ def test_devices_are_named_one_at_a_time() -> None:
     second = MI300X.model_copy(update={"index": 1})
     two = GPU.model_copy(update={"accelerators": (MI300X, second)})
     assert narrowed(two, None) == two
-    assert narrowed(two, "1").accelerators == (second,)
+    assert narrowed(two, "1").accelerators == (second.model_copy(update={"number": 1}),)
     assert narrowed(two, "cpu").accelerators == ()
     for words, said in (("0,1", "trains on one device, not on 2"), ("7", "there is no device '7'")):
         with pytest.raises(UserError, match=said):
@@ -121,6 +121,6 @@ def test_devices_are_named_one_at_a_time() -> None:
 def test_a_chosen_device_outlives_a_stop() -> None:
     second = MI300X.model_copy(update={"index": 1})
     two = GPU.model_copy(update={"accelerators": (MI300X, second)})
-    assert same_devices(two, narrowed(two, "1")).accelerators == (second,)
+    assert same_devices(two, narrowed(two, "1")) == narrowed(two, "1")
     assert same_devices(two, narrowed(two, "cpu")).accelerators == ()
     assert same_devices(CPU, two) == CPU

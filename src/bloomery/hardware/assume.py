@@ -3,7 +3,7 @@
 import re
 
 from bloomery.hardware.machine import Accelerator, Machine, Software
-from bloomery.hardware.visible import MASKS
+from bloomery.hardware.visible import CUDA_ORDER, MASKS
 from bloomery.hardware.wheels import TorchBuild, torch_builds
 
 
@@ -17,10 +17,11 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
     """This machine with `device` as its only accelerator and the PyTorch that fits it; masks of its own cards go."""
     wanted = fitting_build(device, machine.software.python).requirement
     version = re.search(r"==(.+)", wanted)
+    said = machine.software.environment.items()
     software = Software(
         python=machine.software.python,
         torch=version[1] if version else None,
         build="rocm" if device.vendor == "amd" else "cuda",
-        environment={name: value for name, value in machine.software.environment.items() if name not in MASKS},
+        environment={name: value for name, value in said if name not in (*MASKS, CUDA_ORDER)},
     )
     return machine.model_copy(update={"accelerators": (device,), "software": software, "probes": ()})

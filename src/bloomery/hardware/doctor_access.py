@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from bloomery.hardware.doctor_finding import AGAIN, PROBE, Finding, Fix, best_device, has_amd
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.visible import hidden
+from bloomery.hardware.visible import MASKS, hidden
 
 AMD, NVIDIA = 0x1002, 0x10DE
-MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 SELINUX = ("fedora", "rhel", "centos", "rocky", "almalinux")
 
 

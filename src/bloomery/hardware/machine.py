@@ -33,6 +33,7 @@ class Accelerator(Frozen):
     compute_units: int = 0
     gtt_bytes: int = 0  # system memory that the driver lends to the GPU: what processor graphics really have
     hive_id: str = ""  # devices with the same one are joined by xGMI
+    number: int | None = None  # among its vendor's, kept where others were left out; None: its place among them
 
     @property
     def usable_bytes(self) -> int:

@@ -5,10 +5,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from bloomery.hardware.children import LONGEST, Child
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.hardware.profile import Profile, build_profile
+from bloomery.hardware.visible import MASKS, visible_devices
 
 VERSION = 1  # of the probes: a changed probe makes older answers worthless
 START_SECONDS = 90.0  # importing torch and waking a driver, on a slow disk
@@ -33,12 +35,16 @@ MODEL_BACKENDS = {  # of model.attention, by device
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A probe: its name, the module whose child runs it, the seconds it may take, what its environment must say."""
+    """A probe: its name, the module whose child runs it, the seconds it may take, what its environment must say.
+
+    `every_device`: it sees all that the user lets it see; others see the one that training would.
+    """
 
     name: str
     module: str = TORCH_PROBES
     seconds: float = 40.0
     environment: dict[str, str] = field(default_factory=dict)
+    every_device: bool = False
 
 
 def run_probes(
@@ -54,8 +60,7 @@ def run_probes(
     wanted = [spec for spec in specs(machine, profile) if only is None or _named(spec.name, only)]
     arch = profile.accelerator.arch if profile.accelerator else ""
     job = {"device": profile.device.value, "dtype": profile.dtype.value, "arch": arch}
-    environment = profile.environment.value | dict(os.environ)
-    found = probe(wanted, job, environment=environment, on_progress=on_progress)
+    found = probe(wanted, job, environment=dict(os.environ), ours=profile.environment.value, on_progress=on_progress)
     _remember(machine, found)
     return found
 
@@ -77,9 +82,11 @@ def specs(machine: Machine, profile: Profile) -> tuple[Spec, ...]:
 
 def _specs(machine: Machine, profile: Profile) -> Iterator[Spec]:
     where, chosen = profile.device.value, profile.accelerator
-    peers = [device for device in machine.accelerators if chosen is not None and device.vendor == chosen.vendor]
+    peers = [device for device in visible_devices(machine) if chosen is not None and device.vendor == chosen.vendor]
     yield Spec(name="device")
-    yield from (Spec(name=f"device-{number}") for number in range(1, len(peers)) if not peers[number].integrated)
+    for number, peer in enumerate(peers):
+        if peer is not chosen and not peer.integrated:
+            yield Spec(name=f"device-{number}", every_device=True)
     yield from (Spec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16"))
     yield Spec(name="bandwidth")
     kernels = ["flash", "math"] if chosen is None else ["flash", "efficient", "math"]
@@ -93,9 +100,9 @@ def _specs(machine: Machine, profile: Profile) -> Iterator[Spec]:
         yield Spec(name="blas-hipblaslt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "1"})
         yield Spec(name="blas-rocblas", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"})
     if chosen is None or len(peers) > 1:
-        yield Spec(name="all-reduce", seconds=90)
+        yield Spec(name="all-reduce", seconds=90, every_device=chosen is not None)
     if len(peers) > 1:
-        yield Spec(name="p2p", seconds=90)
+        yield Spec(name="p2p", seconds=90, every_device=True)
     if chosen is not None or machine.host.compiler is not None:
         # A cached result would hide that the compiler is gone.
         yield Spec(name="compile", seconds=120, environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
@@ -110,22 +117,32 @@ def probe(
     job: dict[str, Any],
     *,
     environment: dict[str, str],
+    ours: Mapping[str, str] = MappingProxyType({}),
     on_progress: Progress | None = None,
 ) -> tuple[Probe, ...]:
-    """The probes in order. Those that share a module and an environment share a child for as long as all is well."""
+    """The probes in order. Those that share a module and an environment share a child for as long as all is well.
+
+    `environment` is the user's; `ours` is set where that has nothing.
+    """
     found: list[Probe] = []
 
     def begins(name: str) -> None:
         if on_progress is not None:
             on_progress(name, len(found), len(wanted))
 
-    for _, group in groupby(wanted, key=lambda spec: (spec.module, sorted(spec.environment.items()))):
+    everywhere = {name: value for name, value in ours.items() if name not in MASKS}
+    for _, group in groupby(wanted, key=_shared):
         left = list(group)
         while left:
             before = len(found)
-            _one_child(left, job, environment, found, begins)
+            below = everywhere if left[0].every_device else ours
+            _one_child(left, job, {**below, **environment}, found, begins)
             left = left[len(found) - before :]
     return tuple(found)
+
+
+def _shared(spec: Spec) -> tuple[object, ...]:
+    return spec.module, spec.every_device, sorted(spec.environment.items())
 
 
 def _one_child(

@@ -1,12 +1,13 @@
 """What a machine wants: the only place where knowledge of vendors turns into choices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bloomery.choice import Choice
 from bloomery.hardware.machine import Accelerator, Machine, Probe
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec, torch_series
-from bloomery.hardware.visible import hidden, visible_devices
+from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, mask_of, number_of, visible_devices
 
 MEMORY_SHARE = 0.92  # of a card: above it a ROCm driver can hang before PyTorch raises
 SHARED_MEMORY_SHARE = 0.85  # of processor graphics: what they take, the rest of the machine lacks
@@ -75,7 +76,10 @@ def build_profile(machine: Machine) -> Profile:
 
 
 def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
-    """The visible accelerator with the most memory that is no processor graphics and that torch was built for."""
+    """The visible accelerator with the most memory that is no processor graphics and that torch was built for.
+
+    Where the user has chosen with a mask it is the first that the mask shows, as PyTorch will take that one.
+    """
     build = machine.software.build
     if not machine.accelerators:
         return None, Choice("cpu", "no GPU was found")
@@ -83,7 +87,8 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
     if not seen:
         return None, Choice("cpu", f"{hidden(machine)} hides every GPU")
     usable = [device for device in seen if build in (None, _build_for(device))]
-    best = max(usable or seen, key=lambda device: (not device.integrated, device.usable_bytes, -device.index))
+    firsts = {device.vendor: device for device in reversed(usable) if mask_of(machine, device.vendor)}
+    best = _best([device for device in usable or seen if firsts.get(device.vendor, device) is device])
     if not usable:
         because = (
             f"{best.name} is here, but the installed PyTorch is a {build} build: it needs a {_build_for(best)} one"
@@ -92,7 +97,31 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
     barred = _barred(machine, best)
     if barred:
         return None, Choice("cpu", f"{best.name} is here, but {barred}")
-    return best, Choice("cuda", f"{best.name} ({best.arch})")
+    return best, Choice("cuda", f"{best.name} ({best.arch}){_among(machine, best, usable)}")
+
+
+def _best(devices: Sequence[Accelerator]) -> Accelerator:
+    return max(devices, key=lambda device: (not device.integrated, device.usable_bytes, -device.index))
+
+
+def _among(machine: Machine, device: Accelerator, usable: Sequence[Accelerator]) -> str:
+    """Which of several, and why that one."""
+    if len(usable) == 1:
+        return ""
+    mask = mask_of(machine, device.vendor)
+    if mask:
+        said = f", the first that {mask}={machine.software.environment[mask]} shows"
+        counted = device.vendor == "amd" or CUDA_ORDER in machine.software.environment or _alike(usable)
+        return said if counted else f"{said} if {CUDA_ORDER} is PCI_BUS_ID, which is not set"
+    if _alike(usable):
+        return f", the first of {len(usable)} alike"
+    best = max(usable, key=lambda each: each.usable_bytes)
+    why = "the most memory of" if best.usable_bytes == device.usable_bytes else "no processor graphics, of"
+    return f", device {device.index}: {why} {len(usable)}"
+
+
+def _alike(devices: Sequence[Accelerator]) -> bool:
+    return len({(device.name, device.arch, device.memory_bytes) for device in devices}) == 1
 
 
 def _build_for(device: Accelerator) -> str:
@@ -258,9 +287,25 @@ def _vendor_settings(machine: Machine, device: Accelerator, arch: ArchSpec | Non
     if device.arch == "gfx942":
         reason = "AMD's guide to training on MI300X"
         wanted += [_Wanted(name, "1", reason) for name in ("HIP_FORCE_DEV_KERNARG", "HSA_NO_SCRATCH_RECLAIM")]
-    if device.vendor == "amd" and _first_is_integrated(machine, device):
-        wanted.append(_Wanted("HIP_VISIBLE_DEVICES", str(device.index), "processor graphics would be device 0"))
-    return wanted
+    return [*wanted, *_mask(machine, device)]
+
+
+def _mask(machine: Machine, device: Accelerator) -> list[_Wanted]:
+    """PyTorch takes the device that its runtime counts first: the others are hidden where that could be another.
+
+    Of a mask of the user's own only what it should be, where it shows a better device later.
+    """
+    peers = [each for each in visible_devices(machine) if each.vendor == device.vendor]
+    best, theirs = _best(peers), mask_of(machine, device.vendor)
+    if best is device if theirs else device.number is None and _alike(peers):
+        return []
+    reason = f"{best.name} is the GPU to train on, and PyTorch takes the first that it sees"
+    name = "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+    mask = _Wanted(name, str(number_of(machine, best)), reason)
+    if device.vendor == "amd" or theirs:
+        return [mask]
+    order = _Wanted(CUDA_ORDER, "PCI_BUS_ID", "GPUs are counted as nvidia-smi counts them")
+    return [order, mask] if machine.software.environment.get(CUDA_ORDER, order.value) == order.value else [order]
 
 
 def _node_local(machine: Machine) -> list[_Wanted]:
@@ -275,8 +320,8 @@ def _node_local(machine: Machine) -> list[_Wanted]:
 def _set(machine: Machine, name: str) -> tuple[str, ...]:
     """The user's own variables that decide what `name` would."""
     said = machine.software.environment
-    masks = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-    same = ALLOCATORS if name in ALLOCATORS else masks if name in masks else (name,)
+    masks = MASKS if name == "HIP_VISIBLE_DEVICES" else (name,)  # a mask of AMD's alone does not bind CUDA
+    same = ALLOCATORS if name in ALLOCATORS else masks
     return tuple(other for other in same if other in said)
 
 
@@ -288,8 +333,3 @@ def _overridden(machine: Machine, wanted: list[_Wanted]) -> dict[str, Overridden
         for name in _set(machine, each.name)
         if said[name] != each.value
     }
-
-
-def _first_is_integrated(machine: Machine, device: Accelerator) -> bool:
-    amd = [other for other in machine.accelerators if other.vendor == "amd"]
-    return len(amd) > 1 and any(other.integrated for other in amd if other.index < device.index)

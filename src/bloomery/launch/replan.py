@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from bloomery.errors import UserError
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.probes import remembering
+from bloomery.hardware.visible import mask_of, only, visible_devices
 from bloomery.plan.types import Plan
 
 ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
@@ -49,20 +50,36 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
             f"this version trains on one device, not on {len(devices.split(','))}", where="--devices", code=2,
             remedy="name one of them, for example --devices " + devices.partition(",")[0],
         )  # fmt: skip
-    chosen = tuple(device for device in machine.accelerators if str(device.index) == devices)
-    if not chosen:
+    chosen = next((device for device in machine.accelerators if str(device.index) == devices), None)
+    if chosen is None:
         here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
         remedy = f"devices here: {here}; or cpu"
         raise UserError(f"there is no device {devices!r}", where="--devices", remedy=remedy, code=2)
-    return remembering(machine.model_copy(update={"accelerators": chosen}))
+    return _alone(machine, chosen)
+
+
+def _alone(machine: Machine, chosen: Accelerator) -> Machine:
+    """The machine with one device. Raises UserError where a mask of the user's own lets PyTorch take another."""
+    mask = mask_of(machine, chosen.vendor)
+    shown = [device for device in visible_devices(machine) if device.vendor == chosen.vendor]
+    if mask and chosen not in shown[:1]:
+        named = shown[0].name if shown else "no GPU"
+        value = machine.software.environment[mask]
+        raise UserError(
+            f"training cannot use device {chosen.index} ({chosen.name}) while {mask}={value} shows {named} first",
+            where="--devices", remedy=f"unset {mask}, and Bloomery shows PyTorch that device alone", code=2,
+        )  # fmt: skip
+    return remembering(only(machine, {chosen.index}))
 
 
 def same_devices(machine: Machine, before: Machine) -> Machine:
     """The machine with only those devices that the run knew, where they are still here: `--devices` outlives a stop."""
     known = {(device.index, device.arch) for device in before.accelerators}
-    kept = tuple(device for device in machine.accelerators if (device.index, device.arch) in known)
+    kept = [device for device in machine.accelerators if (device.index, device.arch) in known]
+    if len(kept) == 1 and len(machine.accelerators) > 1:
+        return _alone(machine, kept[0])
     narrow = kept or not before.accelerators
-    return remembering(machine.model_copy(update={"accelerators": kept})) if narrow else machine
+    return remembering(only(machine, {device.index for device in kept})) if narrow else machine
 
 
 def differences(before: Machine, now: Machine) -> list[str]:
