@@ -15,7 +15,7 @@ from bloomery.errors import UserError
 from bloomery.launch.ask import runner_of, save_run, stop_run
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.run_folder import RunFolder, holder_of
-from bloomery.monitor.events import EventLog, RunEnded, Saved, StepDone, Warned
+from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
 from bloomery.train.sealed import NOT_SAVED, damage, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.length=4000 steps", "checkpoint.every=4000 steps")
@@ -133,20 +133,43 @@ def test_without_a_holder_nothing_runs(tmp_path: Path, lock) -> None:
         runner_of(RunFolder(tmp_path))
 
 
-def test_a_save_that_fails_is_said(tmp_path: Path) -> None:
+@pytest.fixture
+def deaf():
+    """A process that hears the wish to save and does nothing."""
     code = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: None); print('up', flush=True); time.sleep(9)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as deaf:
-        assert deaf.stdout is not None
-        deaf.stdout.readline()
-        runner = runner_of(write_lock(tmp_path, deaf.pid))
-        with EventLog(tmp_path / "events.jsonl") as emit:
-            told = iter([Warned(because=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full")])
-            emit(StepDone(step=3, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
-                          samples_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0))  # fmt: skip
-            original = runner.send
-            object.__setattr__(runner, "send", lambda number: (original(number), emit(next(told))))
-            with pytest.raises(UserError, match="the disk is full"):
-                save_run(runner, on_event=lambda _: None)
-        deaf.kill()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def answered(folder: Path, deaf, *told) -> Saved:
+    """What `save` makes of a run that has taken three steps and then tells this."""
+    runner = runner_of(write_lock(folder, deaf.pid))
+    with EventLog(folder / "events.jsonl") as emit:
+        emit(StepDone(step=3, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
+                      samples_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0))  # fmt: skip
+        original = runner.send
+        object.__setattr__(runner, "send", lambda number: (original(number), *map(emit, told)))
+        return save_run(runner, on_event=lambda _: None)
+
+
+def test_a_save_that_fails_is_said(tmp_path: Path, deaf) -> None:
+    with pytest.raises(UserError, match="the disk is full"):
+        answered(tmp_path, deaf, Warned(step=3, because=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full"))
+    deaf.kill()
+    deaf.wait()
     with pytest.raises(UserError, match="no process is working"):
         save_run(runner_of(RunFolder(tmp_path)), on_event=lambda _: None)
+
+
+def test_an_older_checkpoint_that_was_still_being_written_is_no_answer(tmp_path: Path, deaf) -> None:
+    older, asked = (Saved(step=step, path=f"step-{step}", bytes=1, seconds=1.0) for step in (2, 4))
+    late = Warned(step=2, because=f"the checkpoint of step 2 {NOT_SAVED}: the disk is full")
+    assert answered(tmp_path, deaf, older, late, asked) == asked
+
+
+def test_a_run_that_goes_back_answers_with_an_earlier_step(tmp_path: Path, deaf) -> None:
+    back, asked = Recovered(step=0, because="nan", action="back"), Saved(step=1, path="x", bytes=1, seconds=1.0)
+    assert answered(tmp_path, deaf, back, asked) == asked

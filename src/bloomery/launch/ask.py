@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, final
 
 from bloomery.errors import UserError
+from bloomery.launch.journal import last_step
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.run_folder import DEAD_SECONDS, RunFolder, alive, holder_of, silence
 from bloomery.launch.signals import SAVE_SIGNAL
-from bloomery.monitor.events import Event, Phase, RunEnded, Saved, Warned, follow
+from bloomery.monitor.events import Event, Phase, Recovered, RunEnded, Saved, Warned, follow
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.train.sealed import NOT_SAVED, write_durably
 
@@ -106,13 +107,17 @@ def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded |
 def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
     """Asks for a checkpoint after the step that it is taking; returns when it stands.
 
-    Raises UserError when it could not be written, or the run ended before.
+    An older one, which was still being written when this was asked, is no answer. Raises UserError when it could not
+    be written, or the run ended before.
     """
+    step = last_step(runner.folder)
     for event in _heard(runner, partial(runner.send, SAVE_SIGNAL)):
         on_event(event)
-        if isinstance(event, Saved):
+        if isinstance(event, Recovered):  # it may have gone back
+            step = min(step, event.step)
+        if isinstance(event, Saved) and event.step >= step:
             return event
-        if isinstance(event, Warned) and NOT_SAVED in event.because:
+        if isinstance(event, Warned) and NOT_SAVED in event.because and event.step >= step:
             raise UserError(
                 event.because,
                 where=str(runner.folder.checkpoints),
