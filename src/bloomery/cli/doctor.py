@@ -1,10 +1,12 @@
 """`bloomery doctor`: why this machine does not train, what mends it, and what a message means."""
 
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from bloomery.hardware.doctor_finding import Finding
     from bloomery.hardware.machine import Machine
 
+LOOKS_LIKE_A_FILE = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
+MOST_BYTES = 8_000_000  # of a log: its end counts, and of that what `match` looks at
 LONGEST_NAME = 1_000  # of a file; a longer text after --explain is the message itself
 
 
@@ -43,6 +47,10 @@ def command(
 
     began = time.monotonic()
     _only_here(machine, probe=probe, fix=fix is not None)
+    _one_at_a_time(explain=explain is not None, fix=fix is not None, bundle=bundle is not None, docker=docker)
+    if as_json and (fix is not None or bundle is not None or docker):
+        remedy = "leave out --json; it goes with --explain, --probe and --machine"
+        raise UserError("--json is for findings", where="doctor", remedy=remedy, code=2)
     examined = examine(machine, probe=probe)
     if explain is not None:
         return _explain(explain, examined, as_json=as_json)
@@ -73,6 +81,13 @@ def _only_here(machine: Path | None, **flags: bool) -> None:
             )
 
 
+def _one_at_a_time(**flags: bool) -> None:
+    given = [f"--{name}" for name, there in flags.items() if there]
+    if len(given) > 1:
+        remedy = f"leave out {given[1]}, and call `bloomery doctor {given[1]} ...` afterwards"
+        raise UserError(f"{given[0]} and {given[1]} are two things", where="doctor", remedy=remedy, code=2)
+
+
 def examine(file: Path | None, *, probe: bool) -> "Machine":
     """The machine of `file`, or this one with what its probes found, now or earlier."""
     from bloomery.hardware.detect import detect
@@ -91,16 +106,27 @@ def read_record(file: Path) -> "Machine":
     """A machine.json of a run, or the machine in a bundle. Raises UserError (code 2)."""
     import json
 
-    from pydantic import ValidationError
-
     from bloomery.hardware.machine import Machine
 
     try:
         content = json.loads(expanded(file).read_bytes())
         return Machine.model_validate(content.get("machine", content) if isinstance(content, dict) else content)
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         remedy = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
-        raise UserError("this file is no record of a machine", where=str(file), remedy=remedy, code=2) from error
+        problem = "this file is no record of a machine: " + _why(error)
+        raise UserError(problem, where=str(file), remedy=remedy, code=2) from error
+
+
+def _why(error: Exception) -> str:
+    """The first thing that is wrong with a record, with the key it is at."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}"
+    if isinstance(error, OSError):
+        return (error.strerror or "it cannot be read").lower()
+    return "it is no JSON"
 
 
 def _progress(name: str, done: int, total: int) -> None:
@@ -124,6 +150,9 @@ def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
     from bloomery.hardware.symptoms import match
 
     told = _told(text)
+    if not told.strip() and not as_json:
+        remedy = 'bloomery doctor --explain "the last lines of the log"'
+        raise UserError("there is nothing to explain: it is empty", where="--explain", remedy=remedy, code=2)
     known = match(told, machine=machine) or match(told)
     findings = [
         Finding(
@@ -146,14 +175,35 @@ def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
 def _told(text: str) -> str:
     """The text itself, that of the file it names, or what is piped in for "-"."""
     if text == "-":
-        return sys.stdin.buffer.read().decode(errors="replace")
+        return _last_bytes(sys.stdin.buffer).decode(errors="replace")
     file = expanded(text)
     try:
-        named = len(text) < LONGEST_NAME and "\n" not in text and file.is_file()
-        return file.read_text(errors="replace") if named else text
+        named = len(text) < LONGEST_NAME and not re.search(r"[\n\0]", text)
+        if named and (file / "log.txt").is_file():  # the folder of a run
+            file = file / "log.txt"
+        if named and (file.is_file() or LOOKS_LIKE_A_FILE.fullmatch(text)):
+            return end_of(file)
+        return text
     except OSError as error:
-        remedy = "make it readable, or pipe it: `bloomery doctor --explain -` reads what is piped in"
-        raise UserError(f"{text} cannot be read: {error.strerror}", where="--explain", remedy=remedy, code=2) from error
+        remedy = "name a file that can be read, or pipe it: `bloomery doctor --explain -` reads what is piped in"
+        problem = f"{text} cannot be read: {(error.strerror or 'unknown').lower()}"
+        raise UserError(problem, where="--explain", remedy=remedy, code=2) from error
+
+
+def _last_bytes(stream: BinaryIO) -> bytes:
+    """The end of what is piped in, in little memory."""
+    kept = b""
+    while piece := stream.read(1 << 20):
+        kept = (kept + piece)[-MOST_BYTES:]
+    return kept
+
+
+def end_of(file: Path) -> str:
+    """As much of a log as is looked at, however long it is."""
+    with file.open("rb") as stream:
+        if stream.seekable():
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - MOST_BYTES))
+        return _last_bytes(stream).decode(errors="replace")
 
 
 def _docker(machine: "Machine") -> int:

@@ -33,12 +33,25 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
         "last_run_log": tail,
     }
     text = private(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
+    target = expanded(file)
+    if target.is_file() and not _bundle(target):
+        remedy = "name a new file: bloomery doctor --bundle report.json"
+        raise UserError("this file is no bundle: it is not overwritten", where=str(file), remedy=remedy, code=2)
     try:
-        expanded(file).write_text(text, encoding="utf-8")
+        target.write_text(text, encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder of yours: bloomery doctor --bundle ~/report.json"
         raise UserError(f"the bundle cannot be written: {error.strerror}", where=str(file), remedy=remedy) from error
     return len(text.encode())
+
+
+def _bundle(file: Path) -> bool:
+    """Whether an earlier call wrote it, or it is empty."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(20).lstrip().startswith((b'{\n "bloomery"',)) or not file.stat().st_size
+    except OSError:
+        return True  # writing says why
 
 
 def nameless(machine: Machine) -> Machine:

@@ -27,7 +27,7 @@ UNFIT = ("wrong-build", "wheel-unfit", "arch-not-in-wheel", "device-package-miss
 def mend(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]) -> None:
     """Mend the finding of that number after asking. Raises UserError where only the user can."""
     if not 1 <= number <= len(findings):
-        there = f"there are {len(findings)}" if findings else "there is none"
+        there = {0: "there is none", 1: "there is one"}.get(len(findings), f"there are {len(findings)}")
         raise UserError(f"there is no finding {number}: {there}", where="--fix", remedy="bloomery doctor", code=2)
     finding = findings[number - 1]
     by_hand = "\n       ".join(finding.mend)
