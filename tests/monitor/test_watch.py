@@ -51,7 +51,7 @@ def test_everything_that_a_person_looks_for_is_there():
     events = [*made_up_run(steps=40, kill_at=25), gpu]
     text = "\n".join(drawn([*events[:-2], gpu]))
     for part in (
-        "tiny-1 · running · step 40 of 40", "loss, nats a token", "exam", "bits/byte at step 40", "16,384 tokens/s",
+        "tiny-1 · running · step 40 of 40", "loss, nats a token", "exam", "bits/byte at 40", "16,384 tokens/s",
         "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "step 20: resumed from step-00000020",
         "step was skipped", "its update was skipped", "at 40", "step 40", "    rate  ", "tokens/s  ",
     ):  # fmt: skip
@@ -67,7 +67,7 @@ def test_it_can_be_drawn_with_ascii_alone():
 def test_a_run_that_says_nothing_yet_has_a_picture():
     assert drawn([])[0].startswith("tiny-1 · running · step 0 of 40")
     assert "tokenizer" in drawn([Phase(name="tokenizer", done=3, total=10, time=1.0)])[0]
-    assert " 30%" in drawn([Phase(name="tokenizer", done=3, total=10, time=1.0)])[1]
+    assert " 30%  " in drawn([Phase(name="tokenizer", done=3, total=10, time=1.0)])[1]
 
 
 def test_a_kill_is_told_although_nobody_wrote_it_down():
@@ -85,7 +85,7 @@ def test_the_curve_holds_nothing_of_a_future_that_a_resume_gave_up():
 
 def test_time_stands_still_for_a_run_that_has_ended():
     past = [*made_up_run()]
-    assert drawn(past, state="done", now=1e9)[0] == drawn(past, state="done", now=2e9)[0]
+    assert drawn(past, state="done", now=1e9)[:2] == drawn(past, state="done", now=2e9)[:2]
 
 
 def test_a_million_steps_stay_drawable():
@@ -161,7 +161,7 @@ def test_a_request_to_stop_is_seen_until_the_run_has_ended():
 def test_a_long_way_is_told_by_the_clock_too():
     events = [RunStarted(version="1", parameters=1, steps=10_000, attention="sdpa", device="cpu", time=0.0)]
     events += [step_done(step, time=60.0 * step) for step in range(1, 11)]
-    head = drawn(events, now=600.0)[0]
+    head = drawn(events, now=600.0)[1]
     assert "7 days left" in head or "6.9 days left" in head, head
     assert re.search(r"until \w{3} \d\d Jan \d\d:\d\d", head), head
 
@@ -180,3 +180,29 @@ def test_strips_begin_at_zero_and_lie_below_the_curve():
     rows = plot(line, [], {"rate": [(x, float(x)) for x in range(50)], "none": []}, width=60, height=3)
     assert rows[-1].startswith("    rate  ▁") and rows[-1].endswith("█") and len(rows) == 5
     assert plot(line, [], {"flat": line}, width=60, height=3)[-1].count("█") == 50
+
+
+def eight_gpus():
+    for number in range(8):
+        shared, why = number - 1 if number % 2 else None, "temperature" if number == 7 else ""
+        yield GpuSampled(
+            device=number, seconds=5.0, utilisation=98.0, temperature=71.0, power=None if number % 2 else 480.0,
+            shared_with=shared, clock_mhz=1650.0, memory_gib=41.0, memory_total_gib=64.0, throttled=why,
+            allocated_gib=36.0, reserved_gib=42.0, time=22.0,
+        )  # fmt: skip
+
+
+def test_eight_gpus_have_a_place_on_a_small_terminal_beside_the_curve_and_what_happened():
+    lines = drawn([*made_up_run(), *eight_gpus(), Warned(because="too hot", step=40)], 80, 24)
+    text = "\n".join(lines)
+    assert all(f"gpu {number}" in text for number in range(8)) and len(lines) <= 24
+    assert "gpu 1  98%  71 °C  with 0   41 GiB" in text and "41 GiB slow" in text
+    assert "too hot" in text and sum("│" in line for line in lines) >= 3
+    roomy = "\n".join(drawn([*made_up_run(), *eight_gpus()], 130, 60))
+    assert "with GPU 0" in roomy and "slowed: temperature" in roomy and "held 42.0" in roomy
+
+
+def test_a_narrow_screen_leaves_out_what_pytorch_holds_first_then_the_clock():
+    gpus = [*eight_gpus()]
+    assert "slowed: temperature" in "\n".join(drawn(gpus, 90)) and "held" not in "\n".join(drawn(gpus, 90))
+    assert "MHz" not in "\n".join(drawn(gpus, 80)) and "slowed: temperature" in "\n".join(drawn(gpus, 80))

@@ -1,6 +1,6 @@
 """What a run's devices did, summed up from their samples: load, heat, memory, energy; and each as a line of text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, final
 
@@ -92,17 +92,41 @@ class Devices:
         return max((device.power_seconds for device in self.by_number.values()), default=0.0)
 
 
+_SPARE = (7, 4)  # cells that a narrow screen does without: what PyTorch holds, then the clock
+
+
 def lines(devices: Iterable[DeviceTally], width: int = 100) -> list[str]:
-    """A line a device, as it is now; what is not known is left out. Figures stand under each other."""
+    """A line a device, as it is now; what is not known, or has no room, is left out. Figures stand under each other."""
     rows = [_cells(device) for device in devices]
-    shown = [any(row[column] for row in rows) for column in range(len(rows[0]))] if rows else []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(shown))]
-    told = []
-    for row in rows:
-        name, *cells = row
-        figures = [cell.rjust(widths[at]) for at, cell in enumerate(cells[:-1], 1) if shown[at]]
-        told.append("  ".join([f"{name:<9}", *figures, cells[-1]]).rstrip()[:width])
-    return told
+    shown = [at for at in range(len(rows[0])) if any(row[at] for row in rows)] if rows else []
+    told = _aligned(rows, shown)
+    for spare in _SPARE:
+        if max(map(len, told), default=0) > width and spare in shown:
+            shown.remove(spare)
+            told = _aligned(rows, shown)
+    return [line[:width] for line in told]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], shown: Sequence[int]) -> list[str]:
+    widths = {at: max(len(row[at]) for row in rows) for at in shown}
+    words = (6, 7)  # the rest are figures, whose last digits stand under each other
+    cells = (
+        [row[at].ljust(widths[at]) if at in words else row[at].rjust(widths[at]) for at in shown[1:]] for row in rows
+    )
+    return ["  ".join([f"{row[0]:<9}", *told]).rstrip() for row, told in zip(rows, cells, strict=True)]
+
+
+def short_lines(devices: Iterable[DeviceTally], width: int = 80) -> list[str]:
+    """Two devices a line: load, temperature, power and memory in use, and whether it is slowed."""
+    cells = []
+    for device in devices:
+        name, load, heat, power, _, _, slowed, _ = _cells(device)
+        memory = _figure(device.latest.memory_gib, ".0f", " GiB")
+        told = f"{name:<5}{load:>5}{heat:>7}{power.replace('GPU ', ''):>8}{memory:>9}"
+        cells.append(f"{told} slow" if slowed else told)
+    half = width // 2
+    pairs = zip(cells[::2], [*cells[1::2], ""], strict=False)
+    return [f"{left:<{half}}{right}".rstrip()[:width] for left, right in pairs]
 
 
 def _cells(device: DeviceTally) -> tuple[str, ...]:
@@ -115,7 +139,6 @@ def _cells(device: DeviceTally) -> tuple[str, ...]:
     held = ""
     if now.reserved_gib is not None and now.allocated_gib is not None:
         held = f"tensors {now.allocated_gib:.1f}, held {now.reserved_gib:.1f}"
-    slowed = f"slowed: {now.throttled}" if now.throttled else ""
     return (
         "cpu" if now.device == PROCESSOR else f"gpu {now.device}",
         _figure(now.utilisation, ".0f", "%"),
@@ -123,8 +146,8 @@ def _cells(device: DeviceTally) -> tuple[str, ...]:
         power,
         _figure(now.clock_mhz, ",.0f", " MHz"),
         memory,
+        f"slowed: {now.throttled}" if now.throttled else "",
         held,
-        slowed,
     )
 
 

@@ -10,7 +10,7 @@ from typing import final
 
 from rich.cells import cell_len, set_cell_size
 
-from bloomery.monitor.devices import format_joules, lines
+from bloomery.monitor.devices import format_joules, lines, short_lines
 from bloomery.monitor.events import (
     Event,
     Phase,
@@ -33,6 +33,8 @@ _TITLE = 11  # columns
 _KEPT = 200  # incidents
 _SAMPLES = 2
 _POINTS = 20_000  # of a curve that are kept: more than any screen shows
+_LEAST_ROOM = 11  # lines for the curve and what happened, below which other things are shortened
+_SHORT = 40  # columns of a device that shares its line
 _CLOCK_SECONDS = 600.0  # left, from which on the time of the end is told, too
 
 
@@ -136,28 +138,39 @@ class Screen:
 
 def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
     """The picture, no line wider than the screen. `state`: what the run does; `now`: seconds since 1970."""
-    head = [_headline(seen, facts, state, now), _bar(seen.tally, screen)]
-    figures = _figures(seen, facts, screen.width)
-    devices = lines(seen.tally.devices.all, screen.width)
-    room = None if screen.height is None else screen.height - len(head) - len(figures) - len(devices) - 4
-    chart = _chart(seen, screen, 10 if room is None else max(4, min(12, room // 2 - 3)))
-    left = None if room is None else max(room - len(chart), 0)
-    happened = _happened(seen, screen.width, 16 if left is None else min(12, max(left // 2, 2)))
-    samples = _samples(seen, screen.width, 8 if left is None else max(left - len(happened) - 2, 0))
+    head = [_headline(seen, facts, state), _bar(seen.tally, screen, _times(seen.tally, state, now))]
+    figures, all_devices = _figures(seen, facts, screen.width), seen.tally.devices.all
+    devices = lines(all_devices, screen.width)
+    if screen.height is None:
+        chart, happened, samples = _chart(seen, screen, 10), _happened(seen, screen.width, 16), _samples(seen, 8)
+    else:
+        room = screen.height - len(head) - len(figures) - len(devices) - 4  # one of them between blocks
+        if room < _LEAST_ROOM and len(all_devices) > 2 and screen.width >= 2 * _SHORT:
+            devices = short_lines(all_devices, screen.width)
+            room = screen.height - len(head) - len(figures) - len(devices) - 4
+        chart = _chart(seen, screen, max(3, min(12, room // 2 - 3)), strips=room >= _LEAST_ROOM)
+        left = max(room - len(chart), 0)
+        happened = _happened(seen, screen.width, min(12, max(left // 2, 2)))
+        samples = _samples(seen, max(left - len(happened) - 2, 0))
     blocks = [head, chart, figures, devices, samples, happened]
     told = [line for block in blocks if block for line in ("", *block)][1:]
-    shown = told if screen.height is None else told[: screen.height]
-    return [_cut(_ascii(line) if screen.plain else line, screen.width) for line in shown]
+    return [_cut(_ascii(line) if screen.plain else line, screen.width) for line in told[: screen.height]]
 
 
-def _headline(seen: Seen, facts: RunFacts, state: str, now: float) -> str:
+def _headline(seen: Seen, facts: RunFacts, state: str) -> str:
     tally = seen.tally
-    steps, lives = tally.steps or facts.steps, state in ("running", "stopping", "paused")
-    counts = f"step {tally.step:,}" + (f" of {steps:,}" if steps else "")
-    gone = format_seconds(tally.seconds + (max(now - (tally.latest or now), 0) if lives else 0))
+    steps = tally.steps or facts.steps
     phase = tally.phase
     doing = f" · {phase.name}" if phase is not None and state == "running" and phase.name != "length" else ""
-    return f"{facts.name} · {state}{doing} · {counts} · {gone}" + (_left(tally, now) if state == "running" else "")
+    return f"{facts.name} · {state}{doing} · step {tally.step:,}" + (f" of {steps:,}" if steps else "")
+
+
+def _times(tally: Tally, state: str, now: float) -> str:
+    """Gone and left."""
+    lives = state in ("running", "stopping", "paused")
+    end = now if lives or tally.latest is None else tally.latest
+    gone = max(end - (end if tally.began is None else tally.began), 0)
+    return format_seconds(gone) + (_left(tally, now) if state == "running" else "")
 
 
 def _left(tally: Tally, now: float) -> str:
@@ -170,21 +183,21 @@ def _left(tally: Tally, now: float) -> str:
     return f", {format_seconds(seconds)} left" + (f", until {clock}" if seconds > _CLOCK_SECONDS else "")
 
 
-def _bar(tally: Tally, screen: Screen) -> str:
+def _bar(tally: Tally, screen: Screen, times: str) -> str:
     phase = tally.phase
     done, total = float(tally.step), float(tally.steps or 0)
     if phase is not None and phase.total and not tally.last:
         done, total = phase.done, phase.total
     share = min(done / total, 1.0) if total else 0.0
-    room = screen.width - 6
+    room = max(screen.width - len(times) - 8, 4)
     full = int(share * room)
-    return f"{'█' * full}{'░' * (room - full)} {share:>4.0%}"
+    return f"{'█' * full}{'░' * (room - full)} {share:>4.0%}  {times}"
 
 
-def _chart(seen: Seen, screen: Screen, height: int) -> list[str]:
+def _chart(seen: Seen, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
     exams = [(float(step), told.loss) for step, told in sorted(seen.tally.evaluations.items()) if told.loss is not None]
-    top, strips = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds}
-    drawn = plot(seen.curve, exams, strips, width=screen.width, height=height, top=top, plain=screen.plain)
+    top, below = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds} if strips else {}
+    drawn = plot(seen.curve, exams, below, width=screen.width, height=height, top=top, plain=screen.plain)
     legend = "loss, nats a token"
     legend += "   o exam on held-out text" if exams else ""
     legend += f"   (it began at {seen.curve[0][1]:.4g})" if top is not None else ""
@@ -201,8 +214,8 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
     pairs = [
         ("loss", f"{loss}, smoothed {tally.smoothed or 0:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
-        ("exam", "none yet" if exam is None else f"{_score(exam.bits_per_byte, exam.loss)} at step {exam.step:,}"),
-        ("best", "" if best is None else f"{_score(best.bits_per_byte, best.loss)} at step {best.step:,}"),
+        ("exam", "none yet" if exam is None else f"{_score(exam.bits_per_byte, exam.loss)} at {exam.step:,}"),
+        ("best", "" if best in (None, exam) else f"{_score(best.bits_per_byte, best.loss)} at {best.step:,}"),
         ("tokens", in_millions(tally.tokens)),
         (
             "memory",
@@ -233,7 +246,7 @@ def _energy(tally: Tally) -> str:
     return format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
 
 
-def _samples(seen: Seen, width: int, room: int) -> list[str]:
+def _samples(seen: Seen, room: int) -> list[str]:
     found: list[str] = []
     for sample in seen.samples:
         text = (sample.prompt + sample.text).expandtabs(4).splitlines()
@@ -241,7 +254,7 @@ def _samples(seen: Seen, width: int, room: int) -> list[str]:
             f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
             for at, line in enumerate(text[: max(room // 2, 1)])
         ]
-    return [_cut(line, width) for line in found[:room]]
+    return found[:room]
 
 
 def _happened(seen: Seen, width: int, room: int) -> list[str]:
