@@ -6,8 +6,13 @@ from types import SimpleNamespace
 import pytest
 from plans_of_runs import plan_of
 
+from bloomery.bench import measuring
+from bloomery.errors import UserError
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.launch.local import MASKS, _environment
+from bloomery.hardware.profile import build_profile
+from bloomery.hardware.visible import MASKS
+from bloomery.launch.local import _environment
+from bloomery.launch.replan import narrowed, same_devices
 from bloomery.launch.run_folder import RunFolder
 
 MACHINES = Path(__file__).parents[1] / "machines"
@@ -24,9 +29,8 @@ def rx_6700_xt(monkeypatch) -> Machine:
 def given(machine: Machine, tmp_path: Path, **train) -> tuple[dict[str, str], list[str]]:
     """What is set, and what was warned of."""
     told: list[str] = []
-    flow = SimpleNamespace(
-        folder=RunFolder(tmp_path), book=SimpleNamespace(emit=lambda event: told.append(event.because))
-    )
+    book = SimpleNamespace(emit=lambda event: told.append(event.because), line=lambda text: None)
+    flow = SimpleNamespace(folder=RunFolder(tmp_path), book=book)
     return _environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]
 
 
@@ -40,16 +44,73 @@ def test_the_profile_is_set_where_the_user_has_said_nothing(rx_6700_xt: Machine,
     environment, told = given(rx_6700_xt, tmp_path, threads=3)
     assert "garbage_collection_threshold" in environment[NAME]
     assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["HIP_VISIBLE_DEVICES"] == "0"
     assert told == []
 
 
 def test_the_users_own_setting_stays_and_is_warned_of(rx_6700_xt: Machine, tmp_path: Path, monkeypatch) -> None:
     machine = with_setting(rx_6700_xt, monkeypatch, NAME, "expandable_segments:True")
     environment, told = given(machine, tmp_path)
-    assert NAME not in environment
+    assert environment[NAME] == "expandable_segments:True"
     (said,) = told
     assert said.startswith(f"your setting {NAME}=expandable_segments:True stays; this machine would get ")
+
+
+def two_unlike(machine: Machine) -> Machine:
+    """A smaller card before the RX 6700 XT."""
+    (card,) = machine.accelerators
+    small = card.model_copy(update={"name": "AMD Radeon RX 6600", "arch": "gfx1032", "memory_bytes": 8 * 2**30})
+    return machine.model_copy(update={"accelerators": (small, card.model_copy(update={"index": 1}))})
+
+
+def test_the_card_of_the_plan_is_the_one_that_training_sees(rx_6700_xt: Machine, tmp_path: Path) -> None:
+    machine = two_unlike(rx_6700_xt)
+    assert build_profile(machine).accelerator == machine.accelerators[1]
+    assert given(machine, tmp_path)[0]["HIP_VISIBLE_DEVICES"] == "1"
+    for index in "01":
+        asked = narrowed(machine, index)
+        assert given(asked, tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index
+        assert given(same_devices(machine, asked), tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index  # `resume`
+
+
+def test_a_device_that_the_users_mask_keeps_from_training_is_refused(rx_6700_xt: Machine, monkeypatch) -> None:
+    machine = with_setting(two_unlike(rx_6700_xt), monkeypatch, "HIP_VISIBLE_DEVICES", "0,1")
+    assert narrowed(machine, "0").accelerators[0].index == 0
+    with pytest.raises(UserError, match="cannot use device 1") as refusal:
+        narrowed(machine, "1")
+    assert "unset HIP_VISIBLE_DEVICES" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bench_measures_in_the_environment_in_which_training_runs(
+    rx_6700_xt: Machine, tmp_path: Path, monkeypatch, deterministic: bool
+) -> None:
+    machine, seen = two_unlike(rx_6700_xt), []
+
+    class Child:
+        code = 1
+
+        def __init__(self, module: str, job: object, *, environment: dict[str, str]) -> None:
+            seen.append(environment)
+
+        def __enter__(self) -> "Child":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def next(self, seconds: float) -> str:
+            return "ended"
+
+        def ending(self) -> str:
+            return ""
+
+    monkeypatch.setattr(measuring, "Child", Child)
+    plan = plan_of(device="cuda", deterministic=deterministic, threads=5)
+    plan = plan.model_copy(update={"environment": build_profile(machine).environment.value})
+    measuring.run(plan, (), seconds=1.0, on_phase=lambda phase: None)
+    assert seen == [given(machine, tmp_path, deterministic=deterministic, threads=5)[0]]
+    assert seen[0]["OMP_NUM_THREADS"] == "5"
+    assert ("CUBLAS_WORKSPACE_CONFIG" in seen[0]) == deterministic
 
 
 def test_a_mask_of_the_users_own_is_not_masked_again(rx_6700_xt: Machine, tmp_path: Path, monkeypatch) -> None:
@@ -65,5 +126,5 @@ def test_what_determinism_needs_is_said_when_it_is_set_otherwise(
     assert told == []
     machine = with_setting(rx_6700_xt, monkeypatch, "CUBLAS_WORKSPACE_CONFIG", ":0:0")
     environment, told = given(machine, tmp_path, deterministic=True)
-    assert "CUBLAS_WORKSPACE_CONFIG" not in environment
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
     assert any("train.deterministic needs it" in said for said in told)

@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 from bloomery.errors import UserError
 from bloomery.hardware.children import LONGEST, Child
 from bloomery.hardware.machine import Machine
+from bloomery.plan.environment import child_environment
 from bloomery.plan.here import plan_here
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
@@ -104,7 +105,7 @@ def run(plan: Plan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase
         "seconds": seconds,
         "text": "prepared" if prepared else "random",
     }
-    environment = plan.environment | dict(os.environ)
+    environment = child_environment(plan, os.environ)
     on_phase("starting")
     with Child(CHILD, job, environment=environment) as child:
         while True:

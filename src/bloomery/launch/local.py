@@ -39,6 +39,7 @@ from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_eve
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.tracking import require
 from bloomery.plan.corpus import corpus_of, counted
+from bloomery.plan.environment import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import Plan
@@ -90,7 +91,7 @@ class _Flow:
                     stage,
                     self.folder,
                     words=words,
-                    environment=os.environ | environment,
+                    environment=environment,
                     inherited=(self.lock,),
                     requests=self.requests,
                     on_event=told,
@@ -220,7 +221,7 @@ def _workshop(folder: RunFolder) -> Path:
 
 
 def _prepare(flow: _Flow, data: Path) -> None:
-    ending = flow.stage("prepare", ("--data", str(data)), {}, None)
+    ending = flow.stage("prepare", ("--data", str(data)), dict(os.environ), None)
     flow.check()
     if ending.code != DONE:
         raise failure(ending, flow.folder, step=0)
@@ -331,27 +332,21 @@ def _with_way_out(flow: _Flow, died: UserError, descent: Descent, restarts: int)
     return UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
 
 
-MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-
-
 def _environment(flow: _Flow, plan: Plan, machine: Machine) -> dict[str, str]:
     """What must be set before torch is imported. What the user has set stays, and another value is warned of."""
     profile = build_profile(machine)
-    wanted = profile.environment.value | {"OMP_NUM_THREADS": str(plan.train.threads)}
+    plan = plan.model_copy(update={"environment": profile.environment.value})  # of what the user has set today
+    environment = child_environment(plan, os.environ)
     conflicts = {name: (ours, because) for name, (_, ours, because) in profile.overridden.items()}
-    if plan.train.deterministic and plan.train.device == "cuda":
-        fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
-        conflicts |= {name: (value, "train.deterministic needs it") for name, value in fixed.items()}
-        wanted |= fixed
-    if plan.train.device == "cuda" and len(machine.accelerators) == 1 and not set(MASKS) & set(os.environ):
-        vendor = machine.accelerators[0].vendor
-        name = "HIP_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-        wanted[name] = str(machine.accelerators[0].index)
+    fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
+    conflicts |= {name: (value, "train.deterministic needs it") for name, value in fixed.items()}
+    place = "GPU" if profile.accelerator else "processor"
+    flow.book.line(f"training runs on the {place}: {profile.device.because}")
     for name, (ours, because) in conflicts.items():
         if os.environ.get(name, ours) != ours:
             said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {because}"
             flow.book.emit(Warned(step=last_step(flow.folder), because=said))
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    return environment
 
 
 def _is_done(folder: RunFolder) -> bool:
