@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import os
 import platform
 import re
 from collections.abc import Sequence
@@ -17,6 +18,11 @@ from bloomery.monitor.scrub import scrub
 
 LOG_LINES = 200
 COMMON_GROUPS = frozenset(("root", "video", "render", "sudo", "wheel", "docker", "users", "adm", "dialout", "nogroup"))
+COMMON_NAMES = frozenset(("root", "localhost", "user", "host", "127"))
+ADDRESS = re.compile(
+    r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)\b"
+    r"|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}\b|\bfe80::[\w:%]+"
+)
 PRIVATE_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PARTITION")
 
 
@@ -30,7 +36,7 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": plain(nameless(machine).model_dump(mode="json", exclude_defaults=True)),
         "findings": plain(list(findings)),
-        "last_run_log": tail,
+        "last_run_log": [placeless(line) for line in tail],
     }
     text = private(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
     target = expanded(file)
@@ -78,11 +84,18 @@ def nameless(machine: Machine) -> Machine:
         for device in machine.accelerators
     )
     host = host.model_copy(update={"access": access, "around": around})
-    return machine.model_copy(update={"accelerators": devices, "host": host})
+    environment = {name: placeless(value) for name, value in machine.software.environment.items()}
+    software = machine.software.model_copy(update={"environment": environment})
+    return machine.model_copy(update={"accelerators": devices, "host": host, "software": software})
 
 
 def _group(name: str, seen: dict[str, str]) -> str:
     return name if name in COMMON_GROUPS else seen.setdefault(name, f"group{len(seen) + 1}")
+
+
+def placeless(text: str) -> str:
+    """Without addresses of the network; this machine's own, 127.0.0.1, stays."""
+    return ADDRESS.sub("[address]", text)
 
 
 def private(text: str) -> str:
@@ -90,14 +103,24 @@ def private(text: str) -> str:
     home = str(Path.home())
     text = text.replace(home, "~") if home != "/" else text
     text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", text)
-    for name, instead in ((_user(), "user"), (platform.node(), "host")):
-        if len(name) > 2 and name not in ("root", "localhost"):
-            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
+    for names, instead in ((_users(), "user"), (_hosts(), "host")):
+        for name in sorted(names, key=len, reverse=True):
+            if len(name) > 2 and name not in COMMON_NAMES:
+                text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
     return scrub(text)
 
 
-def _user() -> str:
+def _users() -> set[str]:
+    told = {
+        os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
+    }
     try:
-        return getpass.getuser()
+        return told | {getpass.getuser()}
     except (KeyError, OSError):  # a number without a name, as in containers
-        return ""
+        return told
+
+
+def _hosts() -> set[str]:
+    names = ("HOSTNAME", "SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_NODELIST", "MASTER_ADDR")
+    told = {platform.node(), *(os.environ.get(name, "") for name in names)}
+    return told | {name.partition(".")[0] for name in told}
