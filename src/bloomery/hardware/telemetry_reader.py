@@ -66,7 +66,7 @@ class Reader:
     def _started(self) -> "subprocess.Popen[bytes]":
         self._unread = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
+            [sys.executable, "-P", "-m", MODULE],  # -P: what lies in the working folder is no library
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
