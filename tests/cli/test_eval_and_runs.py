@@ -125,7 +125,7 @@ def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
     make_run(tmp_path, "a-done", STARTED, STEP, EXAM, RunEnded(why="done"))
     make_run(tmp_path, "b-killed", STARTED, STEP)
     make_run(tmp_path, "c-stopped", STARTED, STEP, RunEnded(why="stopped"))
-    make_run(tmp_path, "d-failed", RunEnded(why="failed: the disk is full"))
+    make_run(tmp_path, "d failed", RunEnded(why="failed: the disk is full"))
     lock = make_run(tmp_path, "e-running", STARTED) / "lock"
     holder = os.open(lock, os.O_RDWR | os.O_CREAT)
     flock(holder, LOCK_EX)
@@ -138,12 +138,13 @@ def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
         "a-done": "done",
         "b-killed": "killed",
         "c-stopped": "stopped",
-        "d-failed": "failed",
+        "d failed": "failed",
         "e-running": "running",
     }
     done, killed = told[0], told[1]
     assert (done["step"], done["steps"], done["loss"], done["bits_per_byte"], done["command"]) == (4, 9, 2.5, 1.9, None)
     assert killed["command"] == "bloomery resume b-killed" and done["bytes"] > 100
+    assert told[3]["command"] == "bloomery resume 'd failed'"
     assert "4/9" in text and "bloomery resume c-stopped" in text and "resume a-done" not in text
 
 

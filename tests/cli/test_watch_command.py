@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,6 +52,18 @@ def test_in_a_pipe_it_prints_one_picture_and_leaves(held):
     assert done.returncode == 0 and done.stdout.startswith("one · running · step 40 of 40")
     assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
     assert max(map(len, watched(held, "--once", COLUMNS="80").stdout.splitlines())) <= 80
+
+
+def test_what_it_says_to_type_works_for_a_run_elsewhere_and_for_a_name_with_blanks(run):
+    for place in ("elsewhere/one", "runs/my run"):
+        folder = run.parents[1] / place
+        folder.parent.mkdir(exist_ok=True)
+        run.rename(folder)
+        words = [sys.executable, "-m", "bloomery", "watch", place]
+        told = subprocess.run(words, cwd=run.parents[1], capture_output=True, text=True, timeout=60).stdout
+        typed = shlex.split(told.rstrip().rpartition("bloomery resume ")[2])
+        assert typed == [str(folder) if place.startswith("elsewhere") else "my run"]
+        folder.rename(run)
 
 
 def test_a_run_that_nobody_works_on_was_killed_and_goes_on_with_resume(run):

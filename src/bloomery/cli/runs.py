@@ -52,6 +52,8 @@ def command(as_json: bool) -> None:
 
 def describe(folder: Path) -> RunLine:
     """From the run's events and its lock."""
+    from bloomery.train.run import name_of
+
     tally = tally_of(read_events(folder / "events.jsonl"))
     state = "running" if in_use(folder / "lock") else "killed"
     if state != "running" and tally.ended is not None:
@@ -65,7 +67,7 @@ def describe(folder: Path) -> RunLine:
         loss=tally.smoothed,
         bits_per_byte=exam.bits_per_byte if exam else None,
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-        command=None if state in ("running", "done") else f"bloomery resume {folder.name}",
+        command=None if state in ("running", "done") else f"bloomery resume {name_of(folder.absolute())}",
     )
 
 

@@ -45,7 +45,7 @@ def command(run: str, once: bool, as_json: bool) -> None:
     try:
         _follow(folder, picture)
     except KeyboardInterrupt:
-        click.echo(f"The run goes on; this only looked. `bloomery stop {folder.name}` would stop it.")
+        click.echo(f"The run goes on; this only looked. `bloomery stop {_typed(folder)}` would stop it.")
     else:
         _print(picture)
 
@@ -126,7 +126,7 @@ class _Picture:
         ]
 
     def _next(self, state: str) -> list[str]:
-        name = self._folder.name
+        name = _typed(self._folder)
         commands = {
             "done": f"bloomery report {name}",
             "running": f"bloomery watch {name}     in a terminal it follows the run",
@@ -134,6 +134,13 @@ class _Picture:
             "stopping": f"bloomery resume {name}   once it has stopped",
         }
         return [f"{'next':<11}{commands.get(state, f'bloomery resume {name}')}"]
+
+
+def _typed(folder: Path) -> str:
+    """The run as it is named to a verb."""
+    from bloomery.train.run import name_of
+
+    return name_of(folder.absolute())
 
 
 def _print(picture: _Picture) -> None:
