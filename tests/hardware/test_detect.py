@@ -10,8 +10,12 @@ import pytest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.detect_gpus import parse_nvidia_smi
 from bloomery.hardware.detect_software import parse_torch_version
+from bloomery.hardware.doctor import diagnose
 from bloomery.hardware.kfd import gfx_name, read_kfd
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Machine, Software
+from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
+from bloomery.plan.here import plan_here
+from bloomery.recipe.load import load_recipe
 from kfd_trees import CPU, GFX942, GFX1031, GFX1036, GFX1100, drm_device, pci_device, topology_node, write
 
 
@@ -66,6 +70,23 @@ def test_processor_graphics_use_what_the_driver_lends(root):
     big, small = detect(root=root).accelerators
     assert (small.gtt_bytes, small.usable_bytes) == (16_000_000_000, 16_000_000_000)
     assert big.usable_bytes == big.memory_bytes
+
+
+def test_an_integrated_nvidia_gpu_shares_the_machines_memory(root, monkeypatch):
+    row = "0, NVIDIA GB10, [N/A], [N/A], 12.1, 0000000F:01:00.0, 0x2E1210DE\n"
+    monkeypatch.setattr(
+        "bloomery.hardware.detect.nvidia_accelerators", lambda root, start: tuple(parse_nvidia_smi(row, start=start))
+    )
+    found = detect(root=root)
+    shared = found.accelerators[-1]
+    assert shared.usable_bytes == found.host.memory_bytes > 0
+    machine = found.model_copy(
+        update={"accelerators": (shared,), "software": Software(python="3.12", torch="2.13.0", build="cuda")}
+    )
+    assert build_profile(machine).accelerator == shared
+    assert not [finding for finding in diagnose(machine) if "carved out" in finding.evidence]
+    plan, _ = plan_here(load_recipe("go-coder-tiny"), machine=machine)
+    assert plan.memory.limit == pytest.approx(SHARED_MEMORY_SHARE * found.host.memory_bytes)
 
 
 def test_a_real_node_of_an_rx_7900_xtx(tmp_path):

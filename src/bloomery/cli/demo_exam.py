@@ -35,7 +35,7 @@ def describe(machine: Machine) -> str:
     host = machine.host
     bf16 = {"avx512_bf16", "amx_bf16"} & set(host.cpu_flags)
     cpu = f"{host.cpu_cores} CPU cores ({host.cpu_name}{', bf16 in hardware' if bf16 else ''})"
-    gpus = [f"{gpu.name} · {gpu.memory_bytes / GIB:.0f} GiB" for gpu in machine.accelerators]
+    gpus = [f"{gpu.name} · {gpu.usable_bytes / GIB:.0f} GiB" for gpu in machine.accelerators]
     return " · ".join([*gpus, cpu, f"{host.memory_bytes / GIB:.0f} GiB memory"])
 
 

@@ -85,7 +85,9 @@ def used_by_others(machine: Machine) -> Iterator[Finding]:
 def lent_memory(machine: Machine) -> Iterator[Finding]:
     """Processor graphics: PyTorch shows the carve-out, training may use what the driver lends."""
     device = best_device(machine)
-    if device is None or not device.integrated or device.memory_bytes > CARVED_OUT * device.gtt_bytes:
+    if device is None or not device.integrated or device.vendor != "amd":
+        return
+    if device.memory_bytes > CARVED_OUT * device.gtt_bytes:
         return
     yield Finding(
         id="shared-memory-gpu",

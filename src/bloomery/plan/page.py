@@ -128,7 +128,7 @@ def device_line(profile: Profile, machine: Machine) -> str:
         kind = profile.cpu.name if profile.cpu else "no vector instructions that the table knows"
         memory = f"{format_bytes(machine.host.memory_free_bytes)} of {format_bytes(machine.host.memory_bytes)} free"
         return f"{machine.host.cpu_cores} cores · {machine.host.cpu_name} · {kind} · {memory}"
-    facts = [device.name, device.arch, f"{device.memory_bytes / GIB:.2f} GiB".replace(".00 ", " ")]
+    facts = [device.name, device.arch, f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")]
     if gpu is not None:
         dtype = profile.dtype.value
         peak = gpu.peak_flops(dtype)

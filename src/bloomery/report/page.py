@@ -279,7 +279,7 @@ def machine(record: Record) -> Html | None:
     rows: list[list[str | Html]] = [
         ["processor", f"{host.cpu_name}, {cores}"],
         ["memory", f"{format_bytes(host.memory_bytes)}, {format_bytes(host.memory_free_bytes)} free at the start"],
-        *([f"GPU {i}", f"{gpu.name} · {gpu.arch} · {format_bytes(gpu.memory_bytes)}"] for i, gpu in gpus),
+        *([f"GPU {i}", f"{gpu.name} · {gpu.arch} · {format_bytes(gpu.usable_bytes)}"] for i, gpu in gpus),
         ["system", f"{host.system}, Python {software.python}"],
         ["PyTorch", " ".join(filter(None, [software.torch or "none", software.build]))],
         *([name, value] for name, value in software.environment.items()),
