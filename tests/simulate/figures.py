@@ -6,12 +6,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "plan"), str(ROOT / "benchmarks")]
 
-from plan_help import gpu_machine, machine  # noqa: E402
+from plan_help import gpu_machine, loaded, machine  # noqa: E402
 from steps_for_tests import counted, measured, simulated, small_plan  # noqa: E402
 
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.plan.resolve import resolve  # noqa: E402
+from bloomery.plan.types import LayoutPlan, Plan  # noqa: E402
 from bloomery.recipe.load import load_recipe  # noqa: E402
+from bloomery.simulate.shards import Cut  # noqa: E402
 from bloomery.units import MIB  # noqa: E402
 
 STEPS = {
@@ -50,5 +52,39 @@ def steps() -> None:
         print(f"| {name} | " + " | ".join(f"{figure / MIB:.1f}" for figure in figures) + " |", flush=True)
 
 
+LLAMA = {
+    "family": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32,
+    "num_kv_heads": 8, "max_positions": 8192, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def shards() -> None:
+    large = loaded(
+        model=LLAMA, data={"sequence_length": 8192}, train={"tokens_per_step": 2**24, "precision": "bfloat16"}
+    )
+    jobs = [
+        ("go-coder-125m", load_recipe("go-coder-125m"), "MI250X", 8, 1),
+        ("go-coder-medium", load_recipe("go-coder-medium"), "MI300X", 8, 2),
+        ("Llama 3.1 8B's shape", large, "MI300X", 8, 64),
+    ]
+    print("| recipe | devices | counted MiB | simulated MiB | difference |\n|---|---|--:|--:|--:|")
+    for name, recipe, gpu, gpus, nodes in jobs:
+        plan = resolve(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
+        for layout in plan.mesh.layouts:
+            if layout.shard > 1:
+                told = layout.memory.allocated
+                fake = simulated(laid(plan, layout), cut=Cut(layout.replicate, layout.shard))
+                devices = f"{nodes * gpus} x {gpu}: {layout.replicate} x {layout.shard} shards"
+                row = f"| {name} | {devices} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
+                print(row, flush=True)
+
+
+def laid(plan: Plan, layout: LayoutPlan) -> Plan:
+    """The plan as if this layout had been chosen."""
+    names = ("micro_batch", "accumulation", "activation_checkpointing")
+    changed = {name: getattr(layout, name) for name in names}
+    return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
+
+
 if __name__ == "__main__":
-    {"recipes": recipes, "steps": steps}[sys.argv[1]]()
+    {"recipes": recipes, "steps": steps, "shards": shards}[sys.argv[1]]()
