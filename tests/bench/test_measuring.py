@@ -11,31 +11,11 @@ import torch
 
 from bloomery.bench import measuring
 from bloomery.bench.child import is_out_of_memory
-from bloomery.bench.measuring import Bench, Row, search
+from bloomery.bench.measuring import Row, search
 from bloomery.bench.rig import longest_batches, rounds
-from bloomery.hardware.detect import detect
 
 HERE = Path(__file__).parent
-TINY = """
-model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
-tokenizer: {train: {vocab_size: 512}}
-data: {builtin: stdlib-code, sequence_length: 128}
-train: {length: 100 steps, tokens_per_step: 2048, compile: false}
-"""
 WIDE = ("model.hidden_size=256", "model.num_layers=4", "train.tokens_per_step=16384")
-
-
-@pytest.fixture
-def bench(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-
-    def made(*overrides: str, limit: float | None = None) -> Bench:
-        return Bench(recipe="tiny.yaml", overrides=overrides, machine=detect(), memory_limit=limit)
-
-    return made
 
 
 def silent(phase: str) -> None:

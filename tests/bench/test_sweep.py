@@ -2,7 +2,7 @@
 
 import pytest
 
-from bloomery.bench.sweep import MOST_POINTS, points, split
+from bloomery.bench.sweep import MOST_POINTS, other_attention, points, split, usual_points
 from bloomery.errors import UserError
 
 
@@ -44,3 +44,34 @@ def test_a_key_is_swept_once_and_the_whole_stays_payable():
     values = ",".join(map(str, range(MOST_POINTS + 1)))
     with pytest.raises(UserError, match=str(MOST_POINTS + 1)):
         points([f"train.seed={values}"])
+
+
+def test_without_a_sweep_one_thing_at_a_time_is_measured(bench):
+    plan, machine = bench().plan(), bench().machine
+    found = usual_points(plan, machine, largest=4 * plan.train.micro_batch)
+    assert found[0] == ()
+    assert found[1] == (f"train.micro_batch={4 * plan.train.micro_batch}",)
+    assert all(len(words) == 1 for words in found[1:])
+    assert ("train.attention=per_document",) in found
+    assert usual_points(plan, machine, largest=plan.train.micro_batch)[1] == ("train.activation_checkpointing=full",)
+
+
+@pytest.mark.parametrize(
+    ("device", "attention", "length", "precision", "other"),
+    [
+        ("cpu", "mask", 256, "bfloat16", "per_document"),
+        ("cpu", "per_document", 256, "bfloat16", "mask"),
+        ("cpu", "per_document", 4096, "bfloat16", "blockwise"),
+        ("cuda", "varlen", 1024, "bfloat16", "flex"),
+        ("cuda", "flex", 1024, "bfloat16", "varlen"),
+        ("cuda", "flex", 1024, "float32", "mask"),
+        ("cuda", "blockwise", 1024, "bfloat16", None),
+    ],
+)
+def test_the_other_attention_computes_the_same_here(bench, device, attention, length, precision, other):
+    plan = bench().plan()
+    train = plan.train.model_copy(update={"device": device, "precision": precision})
+    data = plan.data.model_copy(update={"sequence_length": length})
+    model = plan.model.model_copy(update={"attention": attention})
+    changed = plan.model_copy(update={"train": train, "data": data, "model": model, "torch": "2.13.0"})
+    assert other_attention(changed) == other

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from bloomery.errors import UserError
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
+from bloomery.model.attention_facts import SHORT, supports
 from bloomery.plan.types import Plan
 
 MOST_POINTS = 64
@@ -66,4 +67,31 @@ def usual_points(plan: Plan, machine: Machine, *, largest: int) -> list[tuple[st
         found.append(("train.compile=false",))
     elif build_profile(machine).compile.value:
         found.append(("train.compile=true",))
+    attention = other_attention(plan)
+    if attention is not None:
+        found.append((f"train.attention={attention}",))
     return found
+
+
+def other_attention(plan: Plan) -> str | None:
+    """The next best backend that computes the same here; None: there is no other worth a trial."""
+    config, length = plan.model.config, plan.data.sequence_length
+    if plan.train.device == "cuda" and plan.model.attention == "blockwise":
+        return None  # no fused kernel is made for it: one that was built for another chip may hang the driver
+    for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):
+        too_wide = backend == "mask" and length > 4 * SHORT  # a mask of length x length
+        if backend == plan.model.attention or too_wide:
+            continue
+        unfit = supports(
+            backend,
+            device_type=plan.train.device,
+            packed=plan.data.layout == "packed",
+            window=any(window is not None and window < length for window in config.sliding_window),
+            softcap=config.attention_softcap is not None,
+            dropout=config.attention_dropout > 0,
+            float32=plan.train.precision == "float32",
+            torch=plan.torch or None,
+        )
+        if unfit is None:
+            return backend
+    return None
