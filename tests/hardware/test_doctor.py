@@ -2,25 +2,15 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from bloomery.hardware import probes
-from bloomery.hardware.assume import with_gpu
-from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor import diagnose, ready
 from bloomery.hardware.doctor_torch import claimed
-from bloomery.hardware.machine import Accelerator, Machine, Package, Probe, Setting, read_machine
-from bloomery.hardware.profile import build_profile
-from bloomery.launch.replan import narrowed
+from bloomery.hardware.machine import Accelerator, Package, Setting
 from bloomery.units import GIB, MIB
+from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
-MACHINES = Path(__file__).parent.parent / "machines"
-AMD_WHEEL = (
-    "pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ "
-    "'torch[device-gfx1031]==2.13.0+rocm10.0.0'"
-)
 PIN = "bloomery doctor --fix {}  # pins torch in this environment's pip constraints"
 # machine -> (finding, the first line that mends it), in their order
 EXPECTED = {
@@ -108,28 +98,6 @@ READY = {
     "h200", "laptop-without-a-gpu", "mi100-two-without-iommu-pt", "mi250x-frontier-slurm", "mi300x-node", "rx-6700-xt",
     "rx-7900-xtx-behind-an-igpu", "rx-9060-xt-math-attention", "strix-halo", "two-zen-4-cores",
 }  # fmt: skip
-
-
-def machine(name: str = "rx-6700-xt", **changed) -> Machine:
-    """A recorded machine, changed: `software__torch="2.13.0"`, `host__driver__boot=""`, `accelerators=()`."""
-    found = read_machine(MACHINES / f"{name}.json")
-    for path, value in changed.items():
-        found = _changed(found, path.split("__"), value)
-    return found
-
-
-def _changed(part, path, value):
-    name, *rest = path
-    return part.model_copy(update={name: _changed(getattr(part, name), rest, value) if rest else value})
-
-
-def ids(one: Machine) -> list[str]:
-    return [finding.id for finding in diagnose(one)]
-
-
-def only(one: Machine, id: str):
-    (found,) = [finding for finding in diagnose(one) if finding.id == id]
-    return found
 
 
 def test_every_recorded_machine_has_a_diagnosis():
@@ -277,15 +245,16 @@ def test_slurm_jobs_and_login_nodes():
     login = machine("mi250x-frontier-slurm", accelerators=(), host__around__slurm={}, host__displays=())
     assert "login-node" in ids(login)
     one_each = machine("mi250x-frontier-slurm")
-    one_each = _changed(one_each, ["accelerators"], one_each.accelerators[:1])
+    one_each = changed_part(one_each, ["accelerators"], one_each.accelerators[:1])
     assert only(one_each, "slurm-shows-fewer").level == "note"
 
 
 def test_the_machine_around_the_gpu():
-    assert only(machine(host__compiler=None), "no-compiler").mend == ("sudo apt install g++",)
-    assert (
-        only(machine(host__compiler=None, host__distribution="fedora 42"), "no-compiler").mend[0].startswith("sudo dnf")
+    debian, fedora = (
+        machine("h200", host__compiler=None, host__distribution=name) for name in ("debian 12", "fedora 42")
     )
+    assert only(debian, "no-compiler").mend == ("sudo apt install g++",)
+    assert only(fedora, "no-compiler").mend[0].startswith("sudo dnf")
     assert only(machine(host__disk_free_bytes=5 * GIB), "little-disk").level == "note"
     assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "stops"
     assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))  # one card, no container
@@ -295,7 +264,7 @@ def test_the_machine_around_the_gpu():
 def test_memory_that_others_hold():
     one = machine()
     busy = one.accelerators[0].model_copy(update={"memory_used_bytes": 5 * GIB})
-    found = only(_changed(one, ["accelerators"], (busy,)), "gpu-memory-used")
+    found = only(changed_part(one, ["accelerators"], (busy,)), "gpu-memory-used")
     assert found.what.startswith("others hold 5.0 of the card's 12.0 GiB")
     assert found.mend[0].startswith("fuser -v /dev/kfd /dev/dri/renderD128")
 
@@ -307,7 +276,7 @@ def test_memory_that_others_hold():
 def test_bitsandbytes(name, version, found):
     one = machine(name)
     packages = (*one.software.packages, Package(name="bitsandbytes", version=version))
-    assert ids(_changed(one, ["software", "packages"], packages)) == ([found] if found else [])
+    assert ids(changed_part(one, ["software", "packages"], packages)) == ([found] if found else [])
 
 
 def test_bitsandbytes_has_to_be_built_for_an_old_chip():
@@ -331,54 +300,9 @@ def test_companions_of_another_index():
 def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, stops):
     one = machine("h200", host__driver__nvidia=driver)
     card = one.accelerators[0].model_copy(update={"arch": arch})
-    found = [f for f in diagnose(_changed(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"]
+    found = [f for f in diagnose(changed_part(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"]
     assert bool(found) == stops
     assert all("whl/cu126" in finding.mend[0] for finding in found)
-
-
-TRAIN = "bloomery train RECIPE"
-
-
-@pytest.mark.parametrize(
-    ("name", "outcome", "said", "level", "mend"),
-    [
-        ("device", "crashed", "SIGSEGV", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
-        ("device", "hung", "no answer within 40 s", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
-        ("matmul-float16", "wrong", "", "slows", f"{TRAIN} train.precision=float32"),
-        ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float16"),
-        ("matmul-float32", "crashed", "SIGSEGV", "stops", "bloomery doctor --bundle"),
-        ("attention-flash", "wrong", "", "note", f"{TRAIN} train.attention=blockwise"),
-        ("compile", "failed", "error: unsupported target: 'gfx1031'", "note", f"{TRAIN} train.compile=false"),
-        ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),
-    ],
-)
-def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, mend):
-    probe = Probe(name=name, outcome=outcome, said=said, error=0.4 if outcome == "wrong" else None)
-    found = only(machine(probes=(probe, Probe(name="bandwidth", outcome="ok"))), f"probe-{name}")
-    assert found.level == level
-    assert found.mend[0].startswith(mend)
-    assert found.evidence.startswith(f"{name}: {said or outcome}")
-    assert found.evidence.endswith("(off by 0.4)") == (outcome == "wrong")
-
-
-def test_what_a_probe_said_is_looked_up_among_the_symptoms():
-    said = "rocBLAS error: Cannot read /x/TensileLibrary.dat: No such file or directory for GPU arch : gfx1031"
-    found = only(machine(probes=(Probe(name="matmul-float16", outcome="crashed", said=said),)), "probe-matmul-float16")
-    assert "rocBLAS ships without this chip's kernels" in found.what
-
-
-def test_probes_of_one_cause_are_told_once():
-    said = "HIP error: invalid device function"
-    probes = [Probe(name=f"attention-{name}", outcome="failed", said=said) for name in ("flash", "efficient", "math")]
-    assert len(diagnose(machine(probes=tuple(probes)))) == 1
-
-
-def test_the_build_line_of_flash_attn_is_given_where_it_is_of_use():
-    line = "GPU_ARCHS=gfx1200 pip install --no-build-isolation --no-deps flash-attn"
-    probe = Probe(name="flash-attn", outcome="absent", facts={"build": line})
-    one = machine("rx-9060-xt-math-attention", probes=(probe,))
-    assert only(one, "flash-attn-absent").mend[0].startswith(line)
-    assert "flash-attn-absent" not in ids(machine("mi300x-node", probes=(probe,)))  # torch has its own there
 
 
 def test_a_line_in_a_shell_file_counts_though_this_shell_is_older():
@@ -388,7 +312,7 @@ def test_a_line_in_a_shell_file_counts_though_this_shell_is_older():
 
 def test_an_unknown_chip_gets_no_made_up_advice():
     card = Accelerator(index=0, vendor="amd", name="new", arch="gfx1399", memory_bytes=16 * GIB)
-    one = _changed(machine("mi300x-node"), ["accelerators"], (card,))
+    one = changed_part(machine("mi300x-node"), ["accelerators"], (card,))
     found = only(one, "arch-not-in-wheel")
     assert "no wheel knows the chip" in found.mend[0]
     assert not any("OVERRIDE" in step for step in found.mend)
@@ -398,13 +322,6 @@ def test_ids_are_words():
     assert all(re.fullmatch(r"[a-z0-9-]+", id) for table in EXPECTED.values() for id, _ in table)
 
 
-def test_a_plan_follows_what_was_probed_on_these_very_devices(tmp_path, monkeypatch):
-    """`doctor --probe` finds that compiling fails; from then on the machine says so, and plans go without it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = detect()
-    assert before.probes == ()
-    probes._remember(before, [Probe(name="compile", outcome="crashed", said="SIGSEGV")])
-    for now in (detect(), narrowed(detect(), "cpu")):
-        assert [probe.name for probe in now.probes] == ["compile"]
-        assert "probed here: compile crashed" in build_profile(now).compile.because
-    assert with_gpu(detect(), machine("rx-6700-xt").accelerators[0]).probes == ()  # another device was not probed
+def test_no_compiler_is_said_where_one_would_be_used():
+    assert only(machine("h200", host__compiler=None), "no-compiler").level == "slows"
+    assert "no-compiler" not in ids(machine("rx-6700-xt", host__compiler=None))  # never compiled there

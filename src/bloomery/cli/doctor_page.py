@@ -39,7 +39,8 @@ def headline(findings: Sequence[Finding]) -> str:
     if stops:
         first = stops[0].what.partition(": ")
         reason = first[2].replace("it was", "this PyTorch was") if stops[0].id == "wrong-build" else first[0]
-        commands = sum(not step.startswith("#") for finding in stops for step in finding.mend)
+        steps = [step for finding in stops for step in finding.mend]
+        commands = sum(not step.startswith("#") and "  # or, " not in step for step in steps)
         return f"Not ready: {reason}. {_counted(commands, 'command')} {'mends' if commands == 1 else 'mend'} it."
     if any(finding.id == "no-gpu" for finding in findings):
         return "Ready, without a GPU: small models train on this machine's CPU."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlparse
 
+from bloomery.hardware.kfd import text_of
 from bloomery.hardware.machine import Package, Setting, Software
 
 Build = Literal["cpu", "cuda", "rocm"]
@@ -55,7 +56,7 @@ def read_software(root: Path) -> Software:
     packages = tuple(sorted(_packages(), key=lambda package: package.name))
     versions = {package.name: package.version for package in packages}
     table = _torch_table()
-    values = _assignments(table.read_text()) if table and table.is_file() else {}
+    values = _assignments(text_of(table)) if table else {}
     return Software(
         python=platform.python_version(),
         torch=values.get("__version__") or versions.get("torch"),

@@ -65,9 +65,17 @@ def _finding(probe: Probe, kind: str, machine: Machine) -> Finding:
         level=_level(probe, kind, machine),
         what=f"{subject} {SAID[probe.outcome]} on this machine" + (f": {known[0].cause}" if known else ""),
         evidence=f"{probe.name}: {probe.said or probe.outcome}{off}",
-        mend=tuple(mend or ["bloomery doctor --bundle report.json  # what a maintainer needs"]),
+        mend=_without_repeats(mend or ["bloomery doctor --bundle report.json  # what a maintainer needs"]),
         prove=PROBE,
     )
+
+
+def _without_repeats(steps: list[str]) -> tuple[str, ...]:
+    """Each command once, with the remark that it has first."""
+    first: dict[str, str] = {}
+    for step in steps:
+        first.setdefault(step.partition("  # ")[0], step)
+    return tuple(first.values())
 
 
 def _around(probe: Probe, kind: str, machine: Machine) -> list[str]:

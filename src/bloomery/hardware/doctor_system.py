@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from bloomery.hardware.doctor_finding import PROBE, Finding, best_device
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import build_profile
 from bloomery.units import GIB, format_bytes
 
 SMALL_SHM = GIB
@@ -102,6 +103,9 @@ def compiler(machine: Machine) -> Iterator[Finding]:
     if machine.host.compiler is not None or machine.host.system != "Linux":
         return
     device = best_device(machine)
+    with_one = machine.host.model_copy(update={"compiler": "/usr/bin/g++"})
+    if not build_profile(machine.model_copy(update={"host": with_one})).compile.value:
+        return  # it would not be used
     yield Finding(
         id="no-compiler",
         level="slows",

@@ -1,0 +1,76 @@
+"""The doctor's findings from probes: how bad each is, what mends it, and that plans follow them."""
+
+import pytest
+
+from bloomery.hardware import probes
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.detect import detect
+from bloomery.hardware.doctor import diagnose
+from bloomery.hardware.machine import Probe
+from bloomery.hardware.profile import build_profile
+from bloomery.launch.replan import narrowed
+from changed_machines import AMD_WHEEL, ids, machine, only
+
+TRAIN = "bloomery train RECIPE"
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "said", "level", "mend"),
+    [
+        ("device", "crashed", "SIGSEGV", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        ("device", "hung", "no answer within 40 s", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        ("matmul-float16", "wrong", "", "slows", f"{TRAIN} train.precision=float32"),
+        ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float16"),
+        ("matmul-float32", "crashed", "SIGSEGV", "stops", "bloomery doctor --bundle"),
+        ("attention-flash", "wrong", "", "note", f"{TRAIN} train.attention=blockwise"),
+        ("compile", "failed", "error: unsupported target: 'gfx1031'", "note", f"{TRAIN} train.compile=false"),
+        ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),
+    ],
+)
+def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, mend):
+    probe = Probe(name=name, outcome=outcome, said=said, error=0.4 if outcome == "wrong" else None)
+    found = only(machine(probes=(probe, Probe(name="bandwidth", outcome="ok"))), f"probe-{name}")
+    assert found.level == level
+    assert found.mend[0].startswith(mend)
+    assert found.evidence.startswith(f"{name}: {said or outcome}")
+    assert found.evidence.endswith("(off by 0.4)") == (outcome == "wrong")
+
+
+def test_what_a_probe_said_is_looked_up_among_the_symptoms():
+    said = "rocBLAS error: Cannot read /x/TensileLibrary.dat: No such file or directory for GPU arch : gfx1031"
+    found = only(machine(probes=(Probe(name="matmul-float16", outcome="crashed", said=said),)), "probe-matmul-float16")
+    assert "rocBLAS ships without this chip's kernels" in found.what
+
+
+def test_probes_of_one_cause_are_told_once():
+    said = "HIP error: invalid device function"
+    probes = [Probe(name=f"attention-{name}", outcome="failed", said=said) for name in ("flash", "efficient", "math")]
+    assert len(diagnose(machine(probes=tuple(probes)))) == 1
+
+
+def test_the_build_line_of_flash_attn_is_given_where_it_is_of_use():
+    line = "GPU_ARCHS=gfx1200 pip install --no-build-isolation --no-deps flash-attn"
+    probe = Probe(name="flash-attn", outcome="absent", facts={"build": line})
+    one = machine("rx-9060-xt-math-attention", probes=(probe,))
+    assert only(one, "flash-attn-absent").mend[0].startswith(line)
+    assert "flash-attn-absent" not in ids(machine("mi300x-node", probes=(probe,)))  # torch has its own there
+
+
+def test_a_plan_follows_what_was_probed_on_these_very_devices(tmp_path, monkeypatch):
+    """`doctor --probe` finds that compiling fails; from then on the machine says so, and plans go without it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = detect()
+    assert before.probes == ()
+    probes._remember(before, [Probe(name="compile", outcome="crashed", said="SIGSEGV")])
+    for now in (detect(), narrowed(detect(), "cpu")):
+        assert [probe.name for probe in now.probes] == ["compile"]
+        assert "probed here: compile crashed" in build_profile(now).compile.because
+    assert with_gpu(detect(), machine("rx-6700-xt").accelerators[0]).probes == ()  # another device was not probed
+
+
+def test_a_command_that_the_probe_and_the_symptom_name_is_said_once():
+    said = "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+    found = only(machine("h200", probes=(Probe(name="compile", outcome="failed", said=said),)), "probe-compile")
+    commands = [step.partition("  # ")[0] for step in found.mend]
+    assert len(commands) == len(set(commands)) > 2
+    assert found.mend[0] == "bloomery train RECIPE train.compile=false  # `auto` chooses it here"
