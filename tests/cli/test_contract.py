@@ -41,6 +41,7 @@ FLAGS = {
         "--repetition-penalty", "--stop", "--seed", "--step", "--json",
     },
     "export": {"--to", "--out", "--step", "--no-verify"},
+    "watch": {"--once", "--json"},
     "report": set(),
     "runs": {"--json"},
 }  # fmt: skip
@@ -73,6 +74,7 @@ LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "monito
 EVENTS = {
     "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "GpuSampled", "Warned", "Recovered", "Resumed",
     "RunEnded",
+    "Vitals",  # came later: what a diagnosis of a run reads
 }  # fmt: skip
 STEP = {
     "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "samples_per_second", "step_seconds",
