@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile
+from bloomery.hardware.specs import find_gpu
 from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, only, visible_devices
 from bloomery.units import GIB
 
@@ -151,6 +153,36 @@ def test_a_card_that_may_not_be_opened_is_not_used(name):
     profile = build_profile(read_machine(RECORDED / f"{name}.json"))
     assert profile.device.value == "cpu"
     assert "/dev/kfd" in profile.device.because
+
+
+def reached(name: str, *, node: str = "open", container: str = "", **access: str) -> Machine:
+    """A recorded machine whose devices answer so."""
+    here = read_machine(RECORDED / f"{name}.json")
+    cards = tuple(device.model_copy(update={"access": node}) for device in here.accelerators)
+    around = here.host.around.model_copy(update={"container": container})
+    told = {"access": here.host.access.model_copy(update=access), "around": around}
+    return here.model_copy(update={"accelerators": cards, "host": here.host.model_copy(update=told)})
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (reached("rx-6700-xt", kfd="hung"), "/dev/kfd does not answer: the driver has hung"),
+        (reached("rx-6700-xt", node="hung"), "/dev/dri/renderD128 does not answer: the driver has hung"),
+        (reached("rx-6700-xt", kfd="absent", container="docker"), "/dev/kfd is not in this docker container"),
+        (reached("rx-6700-xt", node="absent"), "/dev/dri/renderD128 is not there"),
+    ],
+)
+def test_a_card_that_cannot_be_reached_is_not_used(machine, said):
+    profile = build_profile(machine)
+    assert profile.device.value == "cpu"
+    assert profile.device.because.endswith(f"is here, but {said}")
+
+
+def test_what_this_machine_may_open_says_nothing_of_a_gpu_that_is_only_named():
+    closed = reached("rx-6700-xt", kfd="denied")
+    named = with_gpu(closed, find_gpu("RX 7900 XTX"))
+    assert build_profile(named).accelerator.arch == "gfx1100"
 
 
 def test_the_card_is_taken_and_not_the_processor_graphics_before_it():

@@ -2,7 +2,7 @@
 
 import re
 
-from bloomery.hardware.machine import Accelerator, Machine, Software
+from bloomery.hardware.machine import Accelerator, Access, Machine, Software
 from bloomery.hardware.visible import CUDA_ORDER, MASKS
 from bloomery.hardware.wheels import TorchBuild, torch_builds
 
@@ -24,4 +24,5 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
         build="rocm" if device.vendor == "amd" else "cuda",
         environment={name: value for name, value in said if name not in (*MASKS, CUDA_ORDER)},
     )
-    return machine.model_copy(update={"accelerators": (device,), "software": software, "probes": ()})
+    host = machine.host.model_copy(update={"access": Access()})  # what may be opened here says nothing of that GPU
+    return machine.model_copy(update={"accelerators": (device,), "host": host, "software": software, "probes": ()})

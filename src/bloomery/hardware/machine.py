@@ -53,7 +53,7 @@ class Display(Frozen):
 class Access(Frozen):
     """What this process may open, and whose right it would be."""
 
-    kfd: Opening = "absent"  # /dev/kfd, AMD's compute device
+    kfd: Opening | None = None  # /dev/kfd, AMD's compute device; None: nobody looked
     kfd_group: str = ""  # the group that owns it: its name, or its number where it has none here
     kfd_gid: int | None = None
     render_gid: int | None = None

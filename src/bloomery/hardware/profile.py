@@ -130,8 +130,13 @@ def _build_for(device: Accelerator) -> str:
 
 def _barred(machine: Machine, device: Accelerator) -> str:
     """Why this process may not use a device that is there; empty when nothing says so."""
-    words = {"denied": "may not be opened by you", "hung": "does not answer: the driver has hung"}
-    kfd = machine.host.access.kfd if device.vendor == "amd" else "open"
+    around = machine.host.around
+    words = {
+        "denied": "may not be opened by you",
+        "hung": "does not answer: the driver has hung",
+        "absent": f"is not in this {around.container} container" if around.container else "is not there",
+    }
+    kfd = machine.host.access.kfd if device.vendor == "amd" and not around.wsl else None  # WSL has /dev/dxg instead
     refused = [(name, words[said]) for name, said in (("/dev/kfd", kfd), (device.node, device.access)) if said in words]
     return " ".join(refused[0]) if refused else ""
 
