@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import print_json, recipe_argument
+from bloomery.cli.common import literal, print_json, recipe_argument
 from bloomery.errors import UserError
 from bloomery.units import parse_duration
 
@@ -76,7 +76,7 @@ class Table:
         from rich.console import Console
 
         self._to_stderr, self._limit, self._began = to_stderr, limit, time.monotonic()
-        self._status = Console(stderr=True, highlight=False, markup=False).status("", spinner="line")
+        self._status = Console(stderr=True).status("", spinner="line")
         self._live = sys.stderr.isatty()
 
     def say(self, *lines: str) -> None:
@@ -148,7 +148,7 @@ class Table:
     def _now(self, name: str, phase: str) -> None:
         if self._live:
             self._status.start()
-            self._status.update(f"{name}: {phase}")
+            self._status.update(literal(f"{name}: {phase}"))
 
 
 def seconds_of(limit: str | None) -> float:

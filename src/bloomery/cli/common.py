@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from bloomery.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +36,13 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
             remedy = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
             raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", remedy=remedy, code=2)
     return tuple(value)
+
+
+def literal(text: str) -> "Text":
+    """For a status line of rich, whose spinner reads [brackets] in a str as markup whatever its console is told."""
+    from rich.text import Text
+
+    return Text(text)
 
 
 def is_run(folder: Path) -> bool:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bloomery.cli.common import literal
+
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
     from bloomery.plan.types import Plan
@@ -30,5 +32,5 @@ def progress() -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
 
-    with Console(stderr=True, highlight=False, markup=False).status("simulating", spinner="line") as status:
-        yield status.update
+    with Console(stderr=True).status("simulating", spinner="line") as status:
+        yield lambda text: status.update(literal(text))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bloomery.cli.common import literal
 from bloomery.errors import UserError
 from bloomery.monitor.events import EvalDone, Event, Phase, RunStarted, Sampled, Saved, StepDone
 from bloomery.units import format_bytes, format_seconds
@@ -77,7 +78,7 @@ def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
     train = seen.plan.train
     match event:
         case Phase():
-            status.update(event.name + (f", {event.done / event.total:.0%}" if event.total else ""))
+            status.update(literal(event.name + (f", {event.done / event.total:.0%}" if event.total else "")))
         case RunStarted():
             say("ready", "text prepared, planned, model and optimizer built", seen.prepare_seconds)
         case StepDone(step=1):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import find_run
+from bloomery.cli.common import find_run, literal
 from bloomery.errors import UserError
 from bloomery.monitor.events import Event, Phase, Saved, StepDone
 
@@ -44,14 +44,14 @@ def waiting(folder: Path) -> Iterator[Callable[[Event], None]]:
     """On a terminal, a line that says what the run does meanwhile; what is given to it are the run's events."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"waiting for {folder.name}") as status:
+    with Console(stderr=True).status(literal(f"waiting for {folder.name}")) as status:
 
         def told(event: Event) -> None:
             if isinstance(event, StepDone):
-                status.update(f"waiting for {folder.name}: step {event.step:,} is done")
+                status.update(literal(f"waiting for {folder.name}: step {event.step:,} is done"))
             elif isinstance(event, Saved):
-                status.update(f"waiting for {folder.name}: step {event.step:,} is saved")
+                status.update(literal(f"waiting for {folder.name}: step {event.step:,} is saved"))
             elif isinstance(event, Phase):
-                status.update(f"waiting for {folder.name}: {event.name}")
+                status.update(literal(f"waiting for {folder.name}: {event.name}"))
 
         yield told

@@ -1,0 +1,54 @@
+"""Folders, recipes and prompts with [brackets] are shown as they are while something is waited for."""
+
+import io
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli import plan_simulate
+from bloomery.cli.bench import Table
+from bloomery.cli.rehearse import tell
+from bloomery.cli.rehearse import waiting as rehearsing
+from bloomery.cli.stop import waiting
+from bloomery.monitor.events import Phase
+
+STRANGE = "[red]a [/x]"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def colours(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_waiting_for_a_run():
+    with redirect_stderr(Terminal()) as shown, waiting(Path("runs/[red]a")) as told:
+        told(Phase(name=STRANGE))
+    assert "waiting for [red]a" in shown.getvalue()
+
+
+def test_phases_of_a_rehearsal():
+    seen = type("Seen", (), {"plan": type("Plan", (), {"train": None})})
+    with redirect_stderr(Terminal()), rehearsing() as status:
+        tell(seen, Phase(name=STRANGE, done=1, total=2), status)
+        assert f"{STRANGE}, 50%" in str(status.renderable.text)
+
+
+def test_settings_of_a_bench():
+    with redirect_stderr(Terminal()):
+        assert sys.stderr.isatty()
+        table = Table(to_stderr=True)
+        table._now(f"eval.prompts={STRANGE}", "forward")
+        assert f"{STRANGE}: forward" in str(table._status.renderable.text)
+        table.say("done")
+
+
+def test_phases_of_a_simulation():
+    with redirect_stderr(Terminal()), plan_simulate.progress() as say:
+        say(STRANGE)
