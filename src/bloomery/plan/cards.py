@@ -125,5 +125,5 @@ def _line(card: Card) -> str:
     value, low, high = (f"{float(f'{rate:.2g}'):,.0f}" for rate in card.rate)
     seconds, energy = card.plan.seconds, card.plan.energy_kwh
     takes = format_seconds(seconds.value) if seconds else "?"
-    kwh = f"{float(f'{energy:.2g}'):,g}" if energy is not None else "?"
+    kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else f"{float(f'{energy:.2g}'):,.0f}"
     return f"{head}{needs}{dtype:<5}{value:>11}  {f'{low} to {high}':<22}{takes:>10}{kwh:>8}"

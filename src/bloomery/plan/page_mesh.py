@@ -8,7 +8,7 @@ from bloomery.units import GIB
 
 def mesh_lines(mesh: MeshPlan, plan: Plan) -> Iterator[str]:
     """One line a layout: what it splits, memory of a device, speed of all, what waits; then the choice's reason."""
-    yield f"{'':<37}{'micro-batch':>11}{'GiB each':>9}{'tokens/s':>12}{'exposed':>9}{'bubble':>7}"
+    yield f"{'':<41}{'micro-batch':>11}{'GiB each':>9}{'tokens/s':>12}{'exposed':>9}{'bubble':>7}"
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _row(layout, plan)
     yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.because}"
@@ -24,7 +24,7 @@ def _row(layout: LayoutPlan, plan: Plan) -> str:
         for count, word in ((layout.replicate, "copies"), (layout.shard, "shards"), (layout.pipeline, "stages"))
         if count > 1
     )
-    head = f"{f'{layout.name} ({split})':<35}{f'{layout.micro_batch} x {layout.accumulation}':>11}"
+    head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch} x {layout.accumulation}':>11}"
     head += f"{layout.memory.total / GIB:>9.1f}"
     step = layout.step_seconds
     if not layout.memory.fits:

@@ -1,6 +1,7 @@
 """Recipe edits that make a run fit or make it faster, cheapest first; each is planned again before it is offered."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from bloomery.errors import UserError
 from bloomery.model.counting import matrices
@@ -33,26 +34,59 @@ def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
 
 
 def _to_fit(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
-    """Each rung alone; where no rung is enough, the fewest of them together, from the top."""
-    held: list[str] = []
-    enough = False
-    for edit, cost in _ladder(loaded.recipe, plan):
-        tried = _planned(loaded, edit, plan_of)
-        if tried is None or tried.memory.total >= plan.memory.total:
-            continue
-        held.append(edit)
-        enough = enough or tried.fits
-        little = tried.memory.total > (1 - LITTLE) * plan.memory.total
-        if tried.fits or not (little and edit.startswith("data.sequence_length")):
-            yield Remedy(edit=edit, saves=_saved(plan, tried, cost))
-    for count in range(2, len(held) + 1):
-        if enough:
-            return
-        together = " ".join(held[:count])
+    """What is enough alone, shorter rows only where nothing else is; or each rung, and the fewest that are together."""
+    rungs = _best_of_each_key([rung for rung in _tried(loaded, plan, plan_of) if not rung.idle])
+    enough = [rung for rung in rungs if rung.after.fits]
+    others = [rung for rung in enough if not rung.shortens]
+    for rung in others or enough or rungs:
+        yield Remedy(edit=rung.edit, saves=_saved(plan, rung.after, rung.cost))
+    for count in range(2, 0 if enough else len(rungs) + 1):
+        together = " ".join(rung.edit for rung in rungs[:count])
         tried = _planned(loaded, together, plan_of)
-        enough = tried is not None and tried.fits
-        if tried is not None and enough:
+        if tried is not None and tried.fits:
             yield Remedy(edit=together, saves=_saved(plan, tried, "all of these"))
+            return
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """An edit, what it costs in words, and the plan without and with it."""
+
+    edit: str
+    cost: str
+    before: Plan
+    after: Plan
+
+    @property
+    def key(self) -> str:
+        return self.edit.partition("=")[0]
+
+    @property
+    def shortens(self) -> bool:
+        return self.key == "data.sequence_length"
+
+    @property
+    def idle(self) -> bool:
+        """It saves nothing, or for another training next to nothing."""
+        left = self.after.memory.total / self.before.memory.total
+        return left >= 1 or (self.shortens and left > 1 - LITTLE and not self.after.fits)
+
+
+def _tried(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[_Rung]:
+    for edit, cost in _ladder(loaded.recipe, plan):
+        after = _planned(loaded, edit, plan_of)
+        if after is not None:
+            yield _Rung(edit, cost, plan, after)
+
+
+def _best_of_each_key(rungs: list[_Rung]) -> list[_Rung]:
+    """The first that is enough, else the one that saves most: half a micro-batch need not be followed by a quarter."""
+    found: dict[str, _Rung] = {}
+    for rung in rungs:
+        held = found.get(rung.key)
+        if held is None or (not held.after.fits and rung.after.memory.total < held.after.memory.total):
+            found[rung.key] = rung
+    return list(found.values())
 
 
 def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,78 @@
+"""Rewrites what `bloomery plan` says in the docs: `python scripts/plan_pages.py`.
+
+A fenced block that begins with `$ bloomery plan ... --gpu ...` holds what the command prints on a computer with
+PyTorch 2.13 and no text prepared. A recipe that the page shows, "`NAME.yaml` is ..." above a block of YAML, lies there.
+Where a block's last line is `...`, the output ends after memory, time and layouts.
+"""
+
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from click.testing import CliRunner
+
+from bloomery.cli.plan import command
+from bloomery.hardware.machine import Host, Machine, Software
+from bloomery.units import GIB
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"```\n\$ (bloomery plan [^\n]* --gpu [^\n]*)\n(.*?)```", re.DOTALL)
+RECIPE = re.compile(r"`(\w+\.yaml)`[^\n]*\n```yaml\n(.*?)```", re.DOTALL)
+LATER = ("claims", "beware", "faster", "to fit", "chosen")  # what `...` leaves out begins with one of these
+
+
+def pages() -> list[Path]:
+    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
+def refreshed(text: str) -> str:
+    """The page with today's output in each of its blocks."""
+    recipes = dict(RECIPE.findall(text))
+    return BLOCK.sub(lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text)
+
+
+def _block(words: str, recipes: Mapping[str, str], *, cut: bool) -> str:
+    lines = printed(words, recipes)
+    if cut:
+        lines = [*lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))], "..."]
+    return "\n".join(["```", f"$ {words}", *lines, "```"])
+
+
+def printed(words: str, recipes: Mapping[str, str]) -> list[str]:
+    """What the command says on a computer that is the same everywhere, in a folder with these recipes."""
+    with tempfile.TemporaryDirectory() as folder, _away(folder), patch("bloomery.hardware.detect.detect", computer):
+        for name, recipe in recipes.items():
+            Path(name).write_text(recipe, encoding="utf-8")
+        result = CliRunner().invoke(command, shlex.split(words)[2:], standalone_mode=False, catch_exceptions=False)
+    return result.stdout.rstrip().split("\n")
+
+
+@contextmanager
+def _away(folder: str) -> Iterator[None]:
+    """In an empty folder, with no measurements of one's own."""
+    before = Path.cwd()
+    os.chdir(folder)
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": folder}):
+        yield
+    os.chdir(before)
+
+
+def computer() -> Machine:
+    host = Host(
+        system="Linux", cpu_name="a CPU", cpu_cores=8, cpu_flags=("avx2",), memory_bytes=64 * GIB,
+        memory_free_bytes=60 * GIB, disk_free_bytes=500 * GIB, compiler="/usr/bin/g++",
+    )  # fmt: skip
+    return Machine(accelerators=(), host=host, software=Software(python="3.12.4", torch="2.13.0", build="cpu"))
+
+
+if __name__ == "__main__":
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        page.write_text(refreshed(before), encoding="utf-8")
+        sys.stdout.write(f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n")

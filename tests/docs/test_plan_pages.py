@@ -1,0 +1,32 @@
+"""What the pages show of `bloomery plan` is what it prints today."""
+
+import sys
+
+import pytest
+from words_of_docs import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import plan_pages
+
+PAGES = [path.relative_to(ROOT).as_posix() for path in plan_pages.pages()]
+
+
+def test_the_pages_that_people_buy_by_show_real_output() -> None:
+    assert {"docs/plan.md", "docs/which-gpu.md", "docs/i-have-an-rx-6700-xt.md", "docs/i-have-an-mi50.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_is_printed_today(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert plan_pages.refreshed(text) == text, "run scripts/plan_pages.py"
+
+
+def test_three_dots_leave_out_what_follows_the_figures() -> None:
+    words = 'bloomery plan go-coder-125m --gpu "RX 6700 XT"'
+    text = f"```\n$ {words}\nold\n...\n```"
+    short, whole = plan_pages.refreshed(text), plan_pages.refreshed(f"```\n$ {words}\nold\n```")
+    assert "claims " in whole
+    assert "claims " not in short
+    assert "disk " in short
+    assert plan_pages.refreshed(short) == short
