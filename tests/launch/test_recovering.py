@@ -59,9 +59,9 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(wor
     told = of(workshop, Recovered)
     assert [event.step for event in told] == [4, 7, 10]
     assert [event.action for event in told] == [
-        "restarted blockwise attention instead of mask",
-        "restarted matrix products in float32",
-        "restarted micro-batch 1 instead of 2, accumulated 4 times: the same tokens a step",
+        "restarted: blockwise attention instead of mask",
+        "restarted: matrix products in float32",
+        "restarted: micro-batch 1 instead of 2, accumulated 4 times: the same tokens a step",
     ]
     assert "SIGSEGV" in told[0].because
     assert HIP in told[1].because
@@ -96,7 +96,7 @@ def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the
 
     assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
     (told,) = of(workshop, Recovered)
-    assert told.action == "restarted blockwise attention instead of mask"
+    assert told.action == "restarted: blockwise attention instead of mask"
     assert read_plan(workshop / "runs/one/plan.json").model.attention == "blockwise"
 
 

@@ -319,7 +319,7 @@ def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
 def _descend(flow: _Flow, descent: Descent) -> Plan:
     write_plan(descent.rung.plan, flow.folder.plan)
     step = last_step(flow.folder)
-    flow.book.emit(Recovered(step=step, because=descent.because, action=f"restarted {descent.rung.action}"))
+    flow.book.emit(Recovered(step=step, because=descent.because, action=f"restarted: {descent.rung.action}"))
     return descent.rung.plan
 
 
