@@ -6,7 +6,8 @@ import pytest
 
 from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
-from bloomery.hardware.profile import MEMORY_SHARE, build_profile
+from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, build_profile
+from bloomery.hardware.settings import idle_settings
 from bloomery.hardware.specs import find_gpu
 from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, only, visible_devices
 from bloomery.units import GIB
@@ -323,8 +324,15 @@ def test_an_older_torch_is_told_by_the_older_name():
 
 def test_a_clusters_caches_stay_on_the_node():
     environment = build_profile(read_machine(RECORDED / "mi250x-frontier-slurm.json")).environment.value
-    assert all(environment[name].startswith("/tmp/") for name in ("TRITON_CACHE_DIR", "MIOPEN_USER_DB_PATH"))
+    assert all(environment[name].startswith("/tmp/") for name in NODE_LOCAL)
     assert len(set(environment.values())) == len(environment)
+
+
+def test_nothing_is_wanted_that_does_nothing_here():
+    here = read_machine(RECORDED / "mi250x-frontier-slurm.json")
+    own = here.software.model_copy(update={"environment": build_profile(here).environment.value})
+    told = idle_settings(here.model_copy(update={"software": own}), build_profile(here))
+    assert [effect.name for effect in told if effect.does == "nothing"] == []
 
 
 def test_cuda_gets_expandable_segments_where_they_exist():

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from bloomery.hardware.children import LONGEST, Child
 from bloomery.hardware.machine import Machine, Probe
+from bloomery.hardware.private import private_caches
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hardware.visible import MASKS, visible_devices
 
@@ -60,7 +61,8 @@ def run_probes(
     wanted = [spec for spec in specs(machine, profile) if only is None or _named(spec.name, only)]
     arch = profile.accelerator.arch if profile.accelerator else ""
     job = {"device": profile.device.value, "dtype": profile.dtype.value, "arch": arch}
-    found = probe(wanted, job, environment=dict(os.environ), ours=profile.environment.value, on_progress=on_progress)
+    ours = private_caches(profile.environment.value)
+    found = probe(wanted, job, environment=dict(os.environ), ours=ours, on_progress=on_progress)
     _remember(machine, found)
     return found
 

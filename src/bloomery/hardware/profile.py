@@ -14,7 +14,7 @@ SHARED_MEMORY_SHARE = 0.85  # of processor graphics: what they take, the rest of
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 CUDA_ALLOCATOR = "expandable_segments:True"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MIOPEN_USER_DB_PATH")
+NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # not MIOpen's: a language model has no convolutions
 
 
 class Overridden(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from bloomery.hardware.private import private_caches
 from bloomery.plan.types import Plan
 
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
@@ -15,4 +16,4 @@ def wanted(plan: Plan) -> dict[str, str]:
 
 def child_environment(plan: Plan, own: Mapping[str, str]) -> dict[str, str]:
     """`own` with what is wanted, where `own` has nothing."""
-    return wanted(plan) | dict(own)
+    return private_caches(wanted(plan)) | dict(own)

@@ -1,0 +1,53 @@
+"""Folders that hold code which will be run belong to this user alone, whoever was there first."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from bloomery.hardware.private import private_caches
+from bloomery.hardware.profile import NODE_LOCAL
+
+OTHER = {"OMP_NUM_THREADS": "4"}
+
+
+def named(root: Path) -> dict[str, str]:
+    return {**OTHER, **{name: str(root / name.split("_")[0].lower()) for name in NODE_LOCAL}}
+
+
+def parent(environment: dict[str, str]) -> Path:
+    (found,) = {Path(environment[name]).parent for name in NODE_LOCAL}
+    return found
+
+
+def test_the_folder_is_made_for_this_user_alone_and_used_again(tmp_path: Path) -> None:
+    wanted = named(tmp_path / "bloomery-7")
+    assert private_caches(wanted) == private_caches(wanted) == wanted
+    assert stat.S_IMODE((tmp_path / "bloomery-7").stat().st_mode) == 0o700
+    assert private_caches(OTHER) == OTHER
+
+
+@pytest.mark.parametrize("trap", ["open", "link", "file", "owner"])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch, trap: str) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    theirs, root = tmp_path / "theirs", tmp_path / "bloomery-7"
+    theirs.mkdir(mode=0o700)
+    if trap == "open":
+        root.mkdir()
+        root.chmod(0o777)
+    elif trap == "link":
+        root.symlink_to(theirs)
+    elif trap == "file":
+        root.touch(mode=0o600)
+    else:
+        root.mkdir(mode=0o700)
+        monkeypatch.setattr("os.getuid", lambda: root.stat().st_uid + 1)
+    found = parent(private_caches(named(root)))
+    assert found != root
+    assert found.parent == tmp_path
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert list(theirs.iterdir()) == []
+
+
+def test_without_any_folder_the_libraries_keep_their_own_defaults(tmp_path: Path) -> None:
+    assert private_caches(named(tmp_path / "missing" / "bloomery-7")) == OTHER
