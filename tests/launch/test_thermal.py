@@ -55,7 +55,7 @@ def test_a_sensor_that_goes_silent_does_not_hold_a_run_for_ever():
     blind = [None] * (int(BLIND_SECONDS / 5) + 1)
     said = looks(Guard("auto"), 106, 106, *blind)
     assert [text for text in said if text.startswith("go on")] == [
-        "go on: training goes on after 65 s: for 60 s no sensor has told a temperature"
+        "go on: training goes on after 65 s: GPU 0 has told no temperature for 60 s"
     ]
 
 
@@ -65,6 +65,21 @@ def test_the_hottest_of_several_decides():
     assert guard.judge(hot, 0) is None and guard.judge(hot, 5).paused
     assert guard.judge([Reading(device=0, temperature=75.0), Reading(device=1, temperature=60.0)], 10) is None
     assert not guard.judge([Reading(device=0, temperature=60.0), Reading(device=1, temperature=69.0)], 15).paused
+
+
+def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
+    guard = Guard(80.0)
+    both = [Reading(device=0, temperature=50.0), Reading(device=1, temperature=90.0)]
+    assert guard.judge(both, 0) is None and guard.judge(both, 5).paused
+    cool, hot = Reading(device=0, temperature=50.0), Reading(device=0, temperature=75.0)
+    silent = Reading(device=1, temperature=None)
+    assert guard.judge([cool, silent], 10) is None and guard.judge([cool], 5 + BLIND_SECONDS) is None
+    assert guard.judge([hot], 10 + BLIND_SECONDS) is None  # nor does the silence of one free another
+    change = guard.judge([cool], 15 + BLIND_SECONDS)
+    assert not change.paused and "GPU 1 has told no temperature for 60 s" in change.because
+    assert guard.judge(both, 100) is None and guard.judge(both, 105).paused
+    told = guard.judge([cool, Reading(device=1, temperature=69.0)], 110)
+    assert not told.paused and "after 5 s: GPU 1 is at 69 °C" in told.because
 
 
 def test_training_waits_between_two_steps_and_says_so(tmp_path):

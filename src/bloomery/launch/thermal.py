@@ -13,7 +13,7 @@ PAUSE = "pause"  # the file in the run's folder that makes training wait between
 MARGIN_DEGREES = 5.0  # below the temperature at which the hardware saves itself
 COOLER_DEGREES = 10.0  # below the limit, before training goes on
 HOT_LOOKS = 2  # in a row: one look may be a spike
-BLIND_SECONDS = 60.0  # a paused run whose sensor has gone silent goes on
+BLIND_SECONDS = 60.0  # a run whose hot device has gone silent goes on after that
 
 Limit = float | Literal["auto"] | None
 
@@ -36,36 +36,34 @@ class Guard:
     processor: bool = False  # whether training runs on the processor; auto leaves that to the processor itself
     since: float | None = None  # when it paused
     _hot: dict[int, int] = field(default_factory=dict)  # looks in a row
-    _seen: float = 0.0
+    _held_by: Reading | None = None  # the device for which it paused: the others cannot vouch for it
+    _seen: float = 0.0  # when that one told its temperature last
 
     def judge(self, readings: Sequence[Reading], now: float) -> Change | None:
         """`now`: seconds of any clock."""
         known = [(r, r.temperature, limit) for r in readings if r.temperature and (limit := self._limit(r)) is not None]
-        if known:
-            self._seen = now
-        if self.since is not None:
-            return self._paused([(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known], now)
+        if self._held_by is not None:
+            return self._paused(self._held_by, [(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known], now)
         for reading, heat, limit in known:
             looks = self._hot.get(reading.device, 0) + 1 if heat > limit else 0
             self._hot[reading.device] = looks
             at_once = reading.critical is not None and heat >= reading.critical
             if looks >= HOT_LOOKS or (at_once and looks):
-                self.since = now
+                self.since, self._held_by, self._seen = now, reading, now
                 cooler = f"training goes on below {limit - COOLER_DEGREES:.0f} °C"
                 return Change(True, f"{_name(reading)} is at {heat:.0f} °C, above {limit:.0f}: paused; {cooler}")
         return None
 
-    def _paused(self, known: Sequence[tuple[Reading, float, float]], now: float) -> Change | None:
+    def _paused(self, hot: Reading, known: Sequence[tuple[Reading, float, float]], now: float) -> Change | None:
         assert self.since is not None
-        waited = f"after {now - self.since:.0f} s"
-        if not known and now - self._seen > BLIND_SECONDS:
-            said = f"training goes on {waited}: for {BLIND_SECONDS:.0f} s no sensor has told a temperature"
-        elif known and all(heat < below for _, heat, below in known):
-            hottest, heat, _ = max(known, key=lambda one: one[1])
-            said = f"training goes on {waited}: {_name(hottest)} is at {heat:.0f} °C"
-        else:
+        told = [heat for reading, heat, _ in known if reading.device == hot.device]
+        self._seen = now if told else self._seen
+        silent = now - self._seen > BLIND_SECONDS
+        if not (told or silent) or any(heat >= below for _, heat, below in known):
             return None
-        self.since = None
+        now_is = f"is at {told[0]:.0f} °C" if told else f"has told no temperature for {BLIND_SECONDS:.0f} s"
+        said = f"training goes on after {now - self.since:.0f} s: {_name(hot)} {now_is}"
+        self.since = self._held_by = None
         self._hot.clear()
         return Change(False, said)
 
