@@ -62,6 +62,60 @@ def test_a_line_of_a_shell_file_is_silenced_and_a_copy_kept(tmp_path, monkeypatc
     assert (tmp_path / f".bashrc{BACKUP}").read_text() == before
 
 
+NAME = "HSA_OVERRIDE_GFX_VERSION"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"if [ -d /opt/rocm ]; then\n  export {NAME}=10.3.0\nfi\n",
+        f"if true; then\nexport {NAME}=10.3.0\nfi\n",
+        f"setting() {{\n\n{NAME}='10.3.0'  # once\n}}\nsetting\n",
+        f"case x in\n  x)\n    export {NAME}=10.3.0\n    ;;\nesac\n",
+        f"export {NAME}=10.3.0;\n",
+    ],
+)
+def test_a_shell_still_reads_what_was_changed(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".bashrc").write_text(text)
+    line = next(number for number, one in enumerate(text.splitlines(), 1) if NAME in one)
+    fix = Fix(kind="unset", name=NAME, file="~/.bashrc", line=line)
+    (changed,) = changes(fix, read_machine(MACHINES / "wsl.json")).values()
+    script = changed + f'echo "${{{NAME}:-unset}}"\n'
+    done = subprocess.run(
+        ["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert (done.stdout, done.stderr) == ("unset\n", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ("", f"cd /opt && export {NAME}=10.3.0; export OTHER=1"),
+        ("", f"export OTHER=1 {NAME}=10.3.0"),
+        ("export OTHER=1 \\", f"  {NAME}=10.3.0"),
+        ("", f"export {NAME}=10.3.0 OTHER=1"),
+        ("", f"export {NAME}=$(rocminfo | head -1)"),
+        ("", f'{{"env_vars": {{"{NAME}": "10.3.0"}}}}'),
+    ],
+)
+def test_a_line_that_does_more_is_left_to_the_user(tmp_path, monkeypatch, before, line):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".bashrc").write_text(f"{before}\n{line}\n")
+    with pytest.raises(UserError, match="does more than set") as caught:
+        changes(Fix(kind="unset", name=NAME, file="~/.bashrc", line=2), read_machine(MACHINES / "wsl.json"))
+    assert "+2 ~/.bashrc" in caught.value.remedy
+
+
+def test_condas_own_file_is_condas_to_change(tmp_path):
+    file = tmp_path / "conda-meta/state"
+    file.parent.mkdir()
+    file.write_text(f'{{"env_vars": {{"{NAME}": "10.3.0"}}}}')
+    with pytest.raises(UserError) as caught:
+        changes(Fix(kind="unset", name=NAME, file=str(file), line=1), read_machine(MACHINES / "wsl.json"))
+    assert caught.value.remedy == f"conda env config vars unset {NAME}"
+
+
 def test_no_leaves_everything_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     on_a_terminal(monkeypatch)

@@ -97,8 +97,31 @@ def _without_line(fix: Fix) -> dict[Path, str]:
         raise UserError(
             f"line {fix.line} no longer sets {fix.name}", where=str(file), remedy=f"grep -n {fix.name} {fix.file}"
         )
-    lines[fix.line - 1] = "# " + lines[fix.line - 1]
+    if not _simple(fix, lines):
+        remedy = f"change it in an editor: {os.environ.get('EDITOR', 'nano')} +{fix.line} {fix.file}"
+        if file.parent.name == "conda-meta":
+            remedy = f"conda env config vars unset {fix.name}"
+        raise UserError(f"line {fix.line} does more than set {fix.name}", where=fix.file, remedy=remedy)
+    lines[fix.line - 1] = _silencer(fix, lines) + lines[fix.line - 1]
     return {file: "".join(lines)}
+
+
+def _simple(fix: Fix, lines: Sequence[str]) -> bool:
+    """Whether the line sets the variable and does nothing else: other commands would be silenced, too."""
+    before = lines[fix.line - 2] if fix.line > 1 else ""
+    statement = (
+        rf"\s*(?:export\s+|setenv\s+|set\s+-\S*x\S*\s+)?{re.escape(fix.name)}(?:=|\s+)"
+        r"""(?:"[^"`$]*"|'[^']*'|[^\s;&|`"'$\\]*)\s*;?\s*(?:#.*)?"""
+    )
+    return not before.rstrip("\n").endswith("\\") and bool(re.fullmatch(statement, lines[fix.line - 1].rstrip("\n")))
+
+
+def _silencer(fix: Fix, lines: Sequence[str]) -> str:
+    """What makes a comment of the line. Within a block `:` goes before it: a shell refuses a block without commands."""
+    line = lines[fix.line - 1]
+    before = next((one.strip() for one in reversed(lines[: fix.line - 1]) if one.strip()), "")
+    block = line[:1] in " \t" or re.search(r"(?:\bthen|\bdo|\belse|[{)(])$", before)
+    return ": # " if block else "# "
 
 
 def _pinned(prefix: Path, machine: Machine | None) -> dict[Path, str]:
@@ -145,7 +168,9 @@ def _difference(file: Path, text: str) -> list[str]:
 def _typed(fix: Fix, files: dict[Path, str]) -> str:
     """What a person types instead."""
     if fix.kind == "unset":
-        return f"sed -i.bak '{fix.line}s/^/# /' {fix.file}"
+        file = expanded(fix.file)
+        silencer = _silencer(fix, file.read_text(errors="surrogateescape").splitlines(keepends=True))
+        return f"sed -i.bak '{fix.line}s/^/{silencer}/' {fix.file}"
     constraints = next(iter(files))
     pins = " ".join(f"'{line}'" for line in files[constraints].splitlines() if line)
     lines = [f"printf '%s\\n' {pins} > {constraints}"]

@@ -136,7 +136,7 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
     known = _recognised(ending, folder)
     if known is not None:
         how = f"died{after} of {_signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
-        steps = [_step(step, folder) for step in known.remedy if step != "bloomery resume last"]
+        steps = [_step(step, folder) for step in known.remedy if step.partition("  # ")[0] != "bloomery resume last"]
         return UserError(
             f"{name} {how}: {known.what}\nwhy:   {known.cause}",
             where=f"{known.line[:LONGEST_LINE]}\n       (the rest is in {folder.log})",
