@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery, losses
 
+from bloomery.errors import UserError
 from bloomery.hardware.telemetry import Device, Reading
 from bloomery.hardware.telemetry_reader import Reader
 from bloomery.launch import telemetry
@@ -71,6 +72,24 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
     until(pause.exists)
     watcher.end()
     assert not pause.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("an event could not be written", where="", remedy=""), OSError(28, "No space left on device")]
+)
+def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch, error):
+    """The disk is full at the very moment in which the run was paused."""
+    monkeypatch.setattr(telemetry, "LOOK_SECONDS", 0.05)
+    pause, seen = tmp_path / "pause", []
+
+    def emit(event):
+        seen.append(pause.exists())
+        raise error
+
+    watcher = Watcher(Script([Reading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), emit, pause)
+    watcher.begin()
+    until(lambda: bool(seen) and not watcher._thread.is_alive())
+    assert seen == [True] and not pause.exists()
 
 
 def test_a_sensor_that_never_answers_does_not_hold_up_the_end_of_a_run(tmp_path):

@@ -6,7 +6,7 @@ It lives in the parent process. What reads the sensors is a child of its own, so
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -128,9 +128,11 @@ class Watcher:
                 if ending:
                     return
                 self._ending.wait(LOOK_SECONDS if looks > 1 else LOOK_SECONDS / 2)
-        except UserError:
-            return  # the disk is full: training says so itself
+        except (UserError, OSError):
+            return  # the disk is full, or the folder is gone: training says so itself
         finally:
+            with suppress(OSError):
+                self._pause.unlink(missing_ok=True)  # nobody would take it away any more
             self._reader.close()
 
     def _look(self) -> None:
