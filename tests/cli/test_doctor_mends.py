@@ -176,6 +176,31 @@ def test_the_pin_is_what_the_doctor_looks_for(tmp_path, monkeypatch, config):
         assert "timeout = 60" in (tmp_path / "pip.conf").read_text()
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("constraint = x\n", "pip itself cannot read"),
+        ("[install\n", "pip itself cannot read"),
+        ("[install]\nconstraint = https://example.org/pins.txt\n", "lie on a server"),
+    ],
+)
+def test_pip_settings_that_cannot_be_changed_are_said(tmp_path, monkeypatch, config, said):
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    (tmp_path / "pip.conf").write_text(config)
+    with pytest.raises(UserError, match=said):
+        changes(Fix(kind="pin"), read_machine(MACHINES / "mi300x-node.json"))
+
+
+def test_of_several_constraints_the_one_that_names_torch_is_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("numpy<3\n")
+    second.write_text("torch==1.0\n")
+    (tmp_path / "pip.conf").write_text(f"[install]\nconstraint = https://example.org/x {first} {second.as_uri()}\n")
+    machine = read_machine(MACHINES / "mi300x-node.json")
+    assert list(changes(Fix(kind="pin"), machine)) == [second]
+
+
 def test_a_wrong_build_is_never_pinned():
     with pytest.raises(UserError, match="not the one to pin") as caught:
         mend(*finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True)

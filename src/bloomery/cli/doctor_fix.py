@@ -127,21 +127,44 @@ def _silencer(fix: Fix, lines: Sequence[str]) -> str:
 def _pinned(prefix: Path, machine: Machine | None) -> dict[Path, str]:
     """As `make setup` pins: the environment's pip.conf names a file of constraints, and that names the versions."""
     config = prefix / "pip.conf"
-    text = config.read_text() if config.is_file() else ""
-    parser = configparser.RawConfigParser(strict=False)
-    parser.read_string(text or "[install]\n")
-    named = parser.get("install", "constraint", fallback="").split()
+    text = config.read_text(errors="surrogateescape") if config.is_file() else ""
+    named = _named_constraints(config, text)
     if named:
-        constraints, changed = Path(unquote(urlparse(named[0]).path or named[0])), {}
+        constraints, changed = _one_with_torch(named, config), {}
     else:
         constraints = prefix / "torch-pin.txt"
         changed = {config: _with_constraint(text, constraints)}
-    old = constraints.read_text().splitlines() if constraints.is_file() else []
+    old = constraints.read_text(errors="surrogateescape").splitlines() if constraints.is_file() else []
     versions = {name: version for name in PINNED if (version := _version(name))}
     if machine is not None and machine.software.torch and "+" in machine.software.torch:
         versions["torch"] = machine.software.torch  # as torch itself says it: with the build
     kept = [line for line in old if re.split(r"[=<>~! @]", line.strip())[0].lower() not in versions]
     return {constraints: "\n".join([*kept, *(f"{n}=={v}" for n, v in versions.items())]) + "\n", **changed}
+
+
+def _named_constraints(config: Path, text: str) -> list[str]:
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read_string(text or "[install]\n")
+    except configparser.Error as error:
+        remedy = "python -m pip config debug says which line; `python -m pip config edit` opens it"
+        raise UserError("pip itself cannot read this file", where=str(config), remedy=remedy) from error
+    return parser.get("install", "constraint", fallback="").split()
+
+
+def _one_with_torch(named: Sequence[str], config: Path) -> Path:
+    """Of the files that pip is told of, the one that names torch, else the first. Raises UserError: all are remote."""
+    local = [one for one in named if not one.startswith(("http:", "https:"))]
+    files = [Path(unquote(urlparse(one).path) if one.startswith("file:") else one) for one in local]
+    if not files:
+        remedy = f"whoever keeps {named[0]} must pin torch in it, or take that line out of {config}"
+        raise UserError("pip's constraints of this environment lie on a server", where=str(config), remedy=remedy)
+    naming = (file for file in files if file.is_file() and re.search(r"^torch\s*(==|@)", _text(file), re.MULTILINE))
+    return next(naming, files[0])
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="surrogateescape")
 
 
 def _with_constraint(text: str, constraints: Path) -> str:
