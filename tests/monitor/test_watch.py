@@ -206,3 +206,11 @@ def test_a_narrow_screen_leaves_out_what_pytorch_holds_first_then_the_clock():
     gpus = [*eight_gpus()]
     assert "slowed: temperature" in "\n".join(drawn(gpus, 90)) and "held" not in "\n".join(drawn(gpus, 90))
     assert "MHz" not in "\n".join(drawn(gpus, 80)) and "slowed: temperature" in "\n".join(drawn(gpus, 80))
+
+
+def test_a_small_screen_shows_more_of_the_newest_sample_instead_of_two_beginnings():
+    samples = [Sampled(step=step, prompt="def f():\n", text="a\nb\nc\nd\ne") for step in (10, 20)]
+    low = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 26))
+    assert "at 20" in low and "at 10" not in low and " b" in low
+    high = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 50))
+    assert "at 20" in high and "at 10" in high

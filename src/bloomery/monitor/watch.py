@@ -248,11 +248,12 @@ def _energy(tally: Tally) -> str:
 
 def _samples(seen: Seen, room: int) -> list[str]:
     found: list[str] = []
-    for sample in seen.samples:
+    told = [*seen.samples] if room >= _SAMPLES * 3 else [*seen.samples][-1:]
+    for sample in told:
         text = (sample.prompt + sample.text).expandtabs(4).splitlines()
         found += [
             f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
-            for at, line in enumerate(text[: max(room // 2, 1)])
+            for at, line in enumerate(text[: max(room // len(told), 1)])
         ]
     return found[:room]
 
