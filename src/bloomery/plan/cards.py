@@ -63,13 +63,14 @@ def cards(loaded: LoadedRecipe, machine: Machine, *, gpus: int = 1, nodes: int =
 
     Raises UserError when the recipe itself is wrong: no card could be planned then.
     """
-    found = [_planned(loaded, machine, device, gpus, nodes) for device in _devices()]
+    found = [_planned(loaded, machine, device, gpus, nodes) for device in devices()]
     if all(card.plan is None for card in found):
-        resolve(loaded, with_gpu(machine, next(_devices())), gpus=gpus, nodes=nodes)
+        resolve(loaded, with_gpu(machine, next(devices())), gpus=gpus, nodes=nodes)
     return sorted(found, key=_order)
 
 
-def _devices() -> Iterator[Accelerator]:
+def devices() -> Iterator[Accelerator]:
+    """Every card of the table, once for each size of memory that it exists with."""
     for spec in table().gpu:
         facts = arch_spec(spec.arch)
         assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"

@@ -1,4 +1,4 @@
-"""What was measured of a device corrects what the table says of it: by how much the table missed the measured steps"""
+"""What was measured of a device corrects what the table says of it: by how much the table missed the measured steps."""
 
 import json
 import math

@@ -1,12 +1,22 @@
 """Bytes of one of several devices: states divided by shards, layers by stages, and what collectives need."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.model.counting import parameter_count, parameter_shapes
 from bloomery.plan.communication import context_bytes
-from bloomery.plan.memory import SPREAD, Moment, Occupancy, around, estimate_memory, moments, optimizer_bytes
-from bloomery.plan.types import NOT_TENSORS, MemoryEstimate
+from bloomery.plan.memory import (
+    SPREAD,
+    Moment,
+    Occupancy,
+    activation_bytes,
+    around,
+    estimate_memory,
+    moments,
+    optimizer_bytes,
+)
+from bloomery.plan.types import MemoryEstimate
 
 BUCKET = 25 * 2**20  # bytes of gradients that are summed at once when weights are replicated
 REDUCED = 4  # of a number whose gradient is summed over shards: float32
@@ -101,31 +111,37 @@ def unsharded(load: Occupancy) -> tuple[int, int]:
     return inside // load.config.num_layers, whole - inside
 
 
-def _refragmented(found: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Fragmentation is a share of what is allocated: the same share of less."""
-    if "fragmentation" not in before:
-        return found
-    share = before["fragmentation"] / sum(size for name, size in before.items() if name not in NOT_TENSORS)
-    found["fragmentation"] = share * sum(size for name, size in found.items() if name not in NOT_TENSORS)
-    return found
-
-
 def _stage(load: Occupancy, split: Split, index: int) -> dict[str, float]:
-    """A stage of 1F1B: its layers, and the activations of as many micro-batches as are under way on it."""
+    """A stage of 1F1B: its layers, and what as many micro-batches keep as are under way on it.
+
+    The first stage embeds, the last one scores; each holds its part of what is outside the layers.
+    """
     stages, layers = split.pipeline, math.ceil(load.config.num_layers / split.pipeline)
-    windows = load.config.sliding_window[:layers]
-    part = replace(
-        load.config, num_layers=layers, sliding_window=windows, rotary_layers=load.config.rotary_layers[:layers]
-    )
-    parts = dict(estimate_memory(replace(load, config=part), limit=0.0).parts)
-    before = dict(parts)
-    parts["activations"] *= stages - index
+    windows, rotary = load.config.sliding_window[:layers], load.config.rotary_layers[:layers]
+    part = replace(load.config, num_layers=layers, sliding_window=windows, rotary_layers=rotary)
+    own = replace(load, config=part, accumulating=True)
     layer, root = unsharded(load)
-    ends = root if load.config.tie_embeddings else root / 2  # the first stage embeds, the last one scores
-    own = layer * layers + (ends if index in (0, stages - 1) else 0)
-    for name in ("weights", "gradients", "optimizer", "half-precision copies"):
-        if name in parts:
-            parts[name] *= own / (layer * layers + root)
-    if index != stages - 1:
-        parts["scores"] = 0.0
-    return _refragmented(parts, before)
+    ends = root if load.config.tie_embeddings else root / 2
+    numbers = layer * layers + (ends if index in (0, stages - 1) else 0)
+    peak = max(_stage_moments(own, index, stages), key=lambda moment: moment.total)
+    parts = {
+        "weights": numbers * load.weight,
+        "gradients": numbers * load.weight,
+        "optimizer": optimizer_bytes(part, load.optimizer, load.weight) * numbers / (layer * layers + root),
+        "activations": peak.activations,
+        "scores": peak.scores,
+        "half-precision copies": peak.copies,
+        "temporaries": peak.temporaries,
+    }
+    return parts | around(load, sum(parts.values()))
+
+
+def _stage_moments(own: Occupancy, index: int, stages: int) -> Iterator[Moment]:
+    """Those of one device that the stage has, beside the micro-batches that wait for their backward."""
+    forward, scores, *layers, embeddings, update = (replace(moment, gradients=0.0) for moment in moments(own))
+    waiting = (stages - index - 1) * activation_bytes(own)
+    last = index == stages - 1
+    here = [forward, scores, *layers] if last else [replace(forward, scores=0.0), *layers]
+    for moment in [*here, *([embeddings] if index == 0 else [])]:
+        yield replace(moment, activations=moment.activations + waiting)
+    yield update

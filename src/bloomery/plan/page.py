@@ -44,7 +44,7 @@ def page(
     lines += _block("memory", list(memory_lines(plan, profile)))
     lines += _block("simulated", list(simulated))
     if plan.longest is not None:
-        lines += _block("longest", [longest_line(plan)])
+        lines += _block("longest", joined([longest_line(plan)]))
     lines += _block("time", [*time_lines(plan, profile), *part_lines(plan, profile)])
     lines += [*_block("disk", list(disk_lines(plan))), ""]
     if plan.mesh is not None:

@@ -1,0 +1,128 @@
+"""Every packaged recipe on every card of the table: a plan that is sound, or a sentence that says why there is none."""
+
+import math
+from itertools import product
+
+import pytest
+from plan_help import machine
+
+from bloomery.errors import UserError
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.profile import build_profile
+from bloomery.plan.cards import devices
+from bloomery.plan.page import page
+from bloomery.plan.page_figures import dtype_of, reached_flops
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.load import load_recipe, packaged
+
+CARDS = list(devices())
+RECIPES = [
+    name for name in packaged() if name != "everything"
+]  # it names what is not built: refused before a card is asked
+HUGE = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=80", "train.length=10 steps")
+
+
+def ordered(estimate) -> bool:
+    return 0 < estimate.low <= estimate.value <= estimate.high < math.inf
+
+
+def sound(plan, where) -> None:
+    memory = plan.memory
+    assert all(part >= 0 and math.isfinite(part) for part in memory.parts.values()), memory.parts
+    assert memory.low <= memory.total <= memory.high
+    assert memory.limit > 0
+    assert plan.fits == (memory.total <= memory.limit)
+    assert plan.train.micro_batch * plan.train.accumulation * plan.data.sequence_length * replicas(plan) == (
+        plan.train.tokens_per_step
+    )
+    if plan.longest is not None:
+        assert 0 <= plan.longest.as_planned <= plan.longest.checkpointed
+        if plan.fits and plan.train.activation_checkpointing == "none":
+            assert plan.longest.as_planned >= plan.data.sequence_length - 256
+    gpu = build_profile(where).gpu
+    if plan.step_seconds is not None:
+        assert ordered(plan.step_seconds)
+        assert all(0 <= part.low <= part.value <= part.high for part in plan.step_parts.values())
+        assert sum(part.value for part in plan.step_parts.values()) == pytest.approx(plan.step_seconds.value)
+    if plan.step_seconds is not None and gpu is not None and gpu.peak_flops(dtype_of(plan)):
+        best = reached_flops(plan) * plan.step_seconds.value / plan.step_seconds.low
+        assert 0 < best < gpu.peak_flops(dtype_of(plan)), "nobody reaches the peak"
+    assert plan.energy_kwh is None or plan.energy_kwh > 0
+    for verdict in plan.claims:
+        assert verdict.because
+
+
+def replicas(plan) -> int:
+    """Ranks that read rows of their own."""
+    if plan.mesh is None:
+        return 1
+    layout = plan.mesh.layouts[plan.mesh.chosen]
+    return layout.replicate * layout.shard
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_of_every_card(recipe):
+    loaded = load_recipe(recipe)
+    for device in CARDS:
+        where = with_gpu(machine(), device)
+        plan = resolve(loaded, where)
+        sound(plan, where)
+        lines = page(plan, where, source=recipe, verbs=["train", "bench"])
+        assert max(map(len, lines)) <= 100, device.name
+
+
+@pytest.mark.parametrize("device", CARDS[::3], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
+def test_several_of_a_card_in_several_nodes(device):
+    where, loaded = with_gpu(machine(), device), load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
+    for gpus, nodes in product((2, 8), (1, 4)):
+        plan = resolve(loaded, where, gpus=gpus, nodes=nodes)
+        sound(plan, where)
+        for layout in plan.mesh.layouts:
+            assert layout.replicate * layout.shard * layout.pipeline == gpus * nodes
+            assert layout.step_seconds is None or ordered(layout.step_seconds)
+            assert layout.exposed_seconds >= 0
+            assert layout.bubble_seconds >= 0
+        assert max(map(len, page(plan, where, source="go-coder-125m", verbs=[]))) <= 100
+
+
+@pytest.mark.parametrize("device", CARDS[::5], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
+def test_a_model_that_is_far_too_large(device):
+    where = with_gpu(machine(), device)
+    plan = resolve(load_recipe("go-coder-125m", HUGE), where)
+    assert not plan.fits
+    sound(plan, where)
+    for remedy in plan.remedies:
+        assert "saves -" not in remedy.saves
+
+
+@pytest.mark.parametrize("gpus", [3, 5, 7, 1024])
+def test_numbers_of_devices_that_divide_nothing(gpus):
+    where = with_gpu(machine(), CARDS[0])
+    try:
+        sound(resolve(load_recipe("go-coder-125m"), where, gpus=gpus), where)
+    except UserError as refused:
+        assert "train.tokens_per_step" in (refused.where or "")
+        assert refused.remedy
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.sequence_length=256",),
+        ("train.precision=float32", "train.attention=math"),
+        ("train.precision=bfloat16-pure",),
+        ("optimizer.kind=muon",),
+        ("optimizer.kind=adafactor", "train.activation_checkpointing=full"),
+        ("train.micro_batch=1", "train.tokens_per_step=1048576"),
+        ("train.length=8h",),
+        ("train.length=1 steps",),
+        ("train.compile=true", "train.activation_checkpointing=every-3"),
+    ],
+)
+def test_what_a_recipe_may_ask_for_on_old_new_and_odd_cards(words):
+    loaded = load_recipe("go-coder-125m", words)
+    for device in CARDS[::6]:
+        where = with_gpu(machine(), device)
+        plan = resolve(loaded, where)
+        sound(plan, where)
+        assert page(plan, where, source="x", verbs=[])
