@@ -16,7 +16,7 @@ from bloomery.hardware.doctor_finding import (
     installs,
 )
 from bloomery.hardware.machine import Accelerator, Machine, Package, Setting
-from bloomery.hardware.wheels import AMD_WHEELS, NOT_FROM_PYTORCH, OLDEST_TORCH, PYTORCH_ROCM
+from bloomery.hardware.wheels import AMD_WHEELS, NOT_FROM_PYTORCH, OLDEST_TORCH, PYTORCH_ROCM, series
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 MAKERS = {"cpu": "for CPUs alone", "cuda": "for NVIDIA", "rocm": "for AMD"}
@@ -77,11 +77,6 @@ def _who_brought(packages: tuple[Package, ...]) -> Iterator[str]:
         near = abs(other.installed - torch.installed) <= TOGETHER_SECONDS
         if near and not torch.requested and other.requested and other.requires_torch and other.name != "torch":
             yield f"{other.name} {other.version} came with it and requires {other.requires_torch}"
-
-
-def series(version: str) -> tuple[int, int]:
-    numbers = re.findall(r"\d+", version)
-    return int(numbers[0]), int(numbers[1])
 
 
 def amd_wheel(machine: Machine) -> bool:

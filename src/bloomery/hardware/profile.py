@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from bloomery.choice import Choice
 from bloomery.hardware.machine import Accelerator, Machine, Probe
-from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec, torch_series
+from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
 from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, mask_of, number_of, visible_devices
+from bloomery.hardware.wheels import series
 
 MEMORY_SHARE = 0.92  # of a card: above it a ROCm driver can hang before PyTorch raises
 SHARED_MEMORY_SHARE = 0.85  # of processor graphics: what they take, the rest of the machine lacks
@@ -273,8 +274,8 @@ def _wanted(machine: Machine, device: Accelerator | None, arch: ArchSpec | None)
 
 
 def _allocator(machine: Machine, device: Accelerator) -> list[_Wanted]:
-    series = torch_series(machine.software.torch) if machine.software.torch else None
-    old = series is not None and series < (2, 10)  # which knew the variable by its vendors' names alone
+    torch = machine.software.torch
+    old = torch is not None and series(torch) < (2, 10)  # which knew the variable by its vendors' names alone
     if device.vendor == "amd":
         name = "PYTORCH_HIP_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
         return [_Wanted(name, HIP_ALLOCATOR, "less fragmentation; expandable segments stay off on HIP")]

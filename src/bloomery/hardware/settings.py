@@ -7,8 +7,8 @@ from typing import Literal
 from bloomery.hardware.doctor_torch import override
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import ALLOCATORS, Profile, family_name
-from bloomery.hardware.specs import torch_series
 from bloomery.hardware.visible import visible_devices
+from bloomery.hardware.wheels import series
 
 Does = Literal["nothing", "works", "slows", "harms"]
 HIP_SEGMENTS_SINCE = (2, 12)  # the first torch whose HIP allocator knows expandable segments at all
@@ -83,7 +83,7 @@ def _allocator(name: str, case: _Case) -> _Said:
     if case.vendor == "nvidia" or "expandable_segments:true" not in case.value.lower():
         return "works", "it replaces the allocator settings that Bloomery would choose"
     torch = case.machine.software.torch
-    if torch is not None and torch_series(torch) < HIP_SEGMENTS_SINCE:
+    if torch is not None and series(torch) < HIP_SEGMENTS_SINCE:
         return "nothing", f"PyTorch {torch} has no expandable segments on HIP: it warns and goes on without"
     if "max_split_size_mb" in case.value:
         return "harms", "expandable segments and max_split_size_mb exclude each other"

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from bloomery.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host
+from bloomery.hardware.wheels import series
 from bloomery.units import GIB, MIB
 
 
@@ -50,14 +51,14 @@ class ArchSpec(Spec):
 
     def attention_in(self, torch: str | None) -> Literal["yes", "experimental", "none", "wrong"]:
         """What the fused kernels of a release of PyTorch ("2.13.0+rocm7.2"; None: the newest) are on this arch."""
-        series = None if torch is None else torch_series(torch)
-        if series is None or self.fused_attention == "none":
+        here = None if torch is None else series(torch)
+        if here is None or self.fused_attention == "none":
             return self.fused_attention
-        if series in map(torch_series, self.fused_attention_wrong_in):
+        if here in map(series, self.fused_attention_wrong_in):
             return "wrong"
-        if series < torch_series(self.fused_attention_from):
+        if here < series(self.fused_attention_from):
             return "none"
-        return "experimental" if series < torch_series(self.fused_attention_stable_from) else self.fused_attention
+        return "experimental" if here < series(self.fused_attention_stable_from) else self.fused_attention
 
     @property
     def context_name(self) -> str:
@@ -130,12 +131,6 @@ def table() -> Table:
     """gpus.toml, checked."""
     text = (resources.files("bloomery.hardware") / "gpus.toml").read_text(encoding="utf-8")
     return Table.model_validate(tomllib.loads(text))
-
-
-def torch_series(version: str) -> tuple[int, int]:
-    """(2, 13) from "2.13.0+rocm7.2"."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
 
 
 def arch_spec(arch: str) -> ArchSpec | None:

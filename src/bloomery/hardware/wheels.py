@@ -160,9 +160,9 @@ def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     if arch == "gfx906":
         because = "the last index whose wheels bring kernels and the matrix library of gfx906; it ends with torch 2.9.1"
         newer = "install torch from rocm6.4 or newer: " + NOT_FROM_PYTORCH[arch]
-        pinned = torch if _series(torch) == (2, 9) else "2.9.1"
+        pinned = torch if series(torch) == (2, 9) else "2.9.1"
         return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, (newer,))]
-    index, archs = PYTORCH_ROCM.get(_series(torch), ("", ""))
+    index, archs = PYTORCH_ROCM.get(series(torch), ("", ""))
     crashes = arch in NOT_FROM_PYTORCH and not (arch in _AMD_FIRST and index == "rocm7.14")
     if crashes or arch not in archs.split():
         return []
@@ -187,12 +187,12 @@ def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
 
 
 def _triton(arch: str, torch: str) -> tuple[str, ...]:
-    return (_NO_RDNA2.format(arch=arch),) if arch.startswith("gfx10") and _series(torch) <= (2, 14) else ()
+    return (_NO_RDNA2.format(arch=arch),) if arch.startswith("gfx10") and series(torch) <= (2, 14) else ()
 
 
 def _borrowed(arch: str, torch: str) -> list[TorchBuild]:
     """gfx1031 to gfx1036 run gfx1030's kernels when they claim to be it; no other family does so safely."""
-    index, _ = PYTORCH_ROCM.get(_series(torch), ("", ""))
+    index, _ = PYTORCH_ROCM.get(series(torch), ("", ""))
     if not re.fullmatch("gfx103[1-6]", arch) or not index:
         return []
     return [
@@ -209,7 +209,7 @@ def _borrowed(arch: str, torch: str) -> list[TorchBuild]:
 def _cuda(arch: str, torch: str, driver: int | None) -> TorchBuild:
     capability = int(arch.removeprefix("sm_"))
     old_driver = driver is not None and driver < 580
-    if (capability < 75 or old_driver) and _series(torch) <= (2, 14):
+    if (capability < 75 or old_driver) and series(torch) <= (2, 14):
         reason = (
             f"CUDA 13 begins at sm_75 and this is {arch}" if capability < 75 else f"driver {driver} is older than 580"
         )
@@ -222,14 +222,15 @@ def _cpu(torch: str, system: str, because: str) -> TorchBuild:
     return TorchBuild(f"torch=={torch}", PYTORCH_INDEX + "cpu" if system != "Darwin" else None, because)
 
 
-def _series(torch: str) -> tuple[int, int]:
-    numbers = re.findall(r"\d+", torch)
-    return int(numbers[0]), int(numbers[1])
+def series(version: str) -> tuple[int, int]:
+    """(2, 13) from "2.13.0+rocm7.2"."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
 
 
 def fits(arch: str | None, *, torch: str, hip: str | None, cuda: str | None, kernels: list[str]) -> str | None:
     """None when an installed PyTorch can use this GPU (`kernels`: its `get_arch_list`), else why it cannot."""
-    if _series(torch) < OLDEST_TORCH:
+    if series(torch) < OLDEST_TORCH:
         return f"PyTorch {torch} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
     if arch is None:
         return None
