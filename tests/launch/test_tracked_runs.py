@@ -20,6 +20,11 @@ class Run:
     def log(self, figures): told(step=figures["step"])
     def finish(self, exit_code): told(code=exit_code)
 """
+FAIL = """
+def init(**words): pass
+def log(*words, **more): raise OSError("the disk is full")
+def finish(): raise OSError("too late")
+"""
 
 
 def libraries(bloomery: Bloomery, monkeypatch, **sources: str) -> None:
@@ -32,13 +37,14 @@ def libraries(bloomery: Bloomery, monkeypatch, **sources: str) -> None:
 
 
 def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloomery, undisturbed, monkeypatch):
-    libraries(bloomery, monkeypatch, wandb=RECORD, trackio="def init(**words): raise OSError('the disk is full')")
+    libraries(bloomery, monkeypatch, wandb=RECORD, trackio=FAIL)
     words = (*TRAIN, "monitor.to=[wandb, trackio]", "monitor.every=1 steps")
     assert bloomery.run_until(bloomery.saw(StepDone, 2), signal.SIGTERM, *words) == 75
     phases = [event.name for event in bloomery.events() if isinstance(event, Phase)]
     assert phases[-1] == "stopping"
     done = bloomery.run("resume", "one")
     assert done.returncode == 0, done.stderr
+    assert "trackio did not take the end of the run: OSError: too late" in done.stderr
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
     told = [json.loads(line) for line in (bloomery.folder / "told").read_text().splitlines()]
     assert len({one["id"] for one in told if "id" in one}) == 1

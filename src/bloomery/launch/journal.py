@@ -14,6 +14,7 @@ from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.explain import Diagnosis
 from bloomery.monitor.progress import showing
+from bloomery.monitor.scrub import scrub
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.tally import RunFacts, tally_of
 from bloomery.plan.explained import diagnosis_facts
@@ -127,7 +128,12 @@ class Journal:
     def _warn(self, because: str) -> None:
         """Of a sink. While a stage is followed, what is written is told by who follows, not by the failing sink."""
         warning = Warned(because=because)
-        (self._write if self._followed else self.emit)(warning)
+        if self._followed:
+            self._write(warning)
+            return
+        self.emit(warning)
+        if not (self._sinks or self._quiet):  # at its end, after the view
+            print(f"warning    {scrub(because)}", file=sys.stderr)
 
     def close(self) -> None:
         self._log.close()
