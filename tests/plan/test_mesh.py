@@ -11,7 +11,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
 from bloomery.plan import communication
 from bloomery.plan.communication import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
-from bloomery.plan.memory import Occupancy, estimate_memory
+from bloomery.plan.memory import Occupancy, activation_bytes, end_bytes, estimate_memory
 from bloomery.plan.mesh_memory import Split, mesh_memory, unsharded
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
@@ -92,9 +92,13 @@ def test_copies_hold_everything():
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
-    stage = estimate_memory(replace(load(), config=config), limit=0).parts
+    stage = replace(load(), config=config)
+    layer, root = unsharded(load())
+    last_norm = stage.rows * 768 * (4 + 2)  # it belongs to the last stage
     parts = mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0).parts
-    assert parts["activations"] == pytest.approx(4 * stage["activations"])
+    assert parts["activations"] == pytest.approx(4 * activation_bytes(stage) + end_bytes(stage) - last_norm)
+    assert parts["scores"] == 0
+    assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + root)
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
