@@ -69,6 +69,7 @@ def test_two_dies_of_a_card_and_the_processor(tmp_path):
 def test_without_a_power_there_is_no_energy_and_the_reason_is_said(tmp_path):
     told = page(tmp_path / "run", [sample(PROCESSOR, 10.0), sample(PROCESSOR, 20.0)])
     assert "Nothing here tells its power" in told and " Wh" not in told and "J a token" not in told
+    assert "|load|" in told and "|energy|" not in told  # a column without a figure is none
 
 
 def test_a_run_whose_devices_nobody_looked_at_has_no_such_section(tmp_path):

@@ -76,7 +76,8 @@ def _held(record: Record) -> Html | None:
 def _table(record: Record) -> Html:
     head = ["", "load", "hottest", "power", "energy", "memory, peak", "slowed down"]
     rows: list[list[str | Html]] = [_row(device) for device in record.tally.devices.all]
-    return table(head, rows, class_="numbers named")
+    known = [at for at in range(len(head)) if any(row[at] for row in rows)]
+    return table([head[at] for at in known], [[row[at] for at in known] for row in rows], class_="numbers named")
 
 
 def _row(device: DeviceTally) -> list[str | Html]:
