@@ -7,6 +7,8 @@ from click.testing import CliRunner
 from plan_help import gpu_machine, loaded, machine
 
 from bloomery.cli.plan import command
+from bloomery.hardware.machine import Access
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.page import headline, page
 from bloomery.plan.page_figures import bar
 from bloomery.plan.resolve import resolve
@@ -163,3 +165,19 @@ def test_the_json_of_several_devices_names_every_layout(tmp_path, monkeypatch):
     assert (mesh["gpus"], mesh["nodes"], mesh["runs_here"]) == (8, 1, False)
     assert {layout["name"] for layout in mesh["layouts"]} == {"replicate", "shard", "pipeline"}
     assert mesh["chosen"] in {layout["name"] for layout in mesh["layouts"]}
+
+
+def test_of_several_gpus_the_page_names_the_one_that_trains():
+    where = gpu_machine("RX 6700 XT")
+    small = find_gpu("RX 6600")
+    (card,) = where.accelerators
+    several = where.model_copy(update={"accelerators": (small, card.model_copy(update={"index": 1}))})
+
+    def rows(machine):
+        return "\n".join(page(resolve(loaded(), machine), machine, source="small", verbs=["train"]))
+
+    assert "GPU 1 " in rows(several)
+    assert "Radeon RX 6700 XT (gfx1031), device 1: the most memory of 2" in rows(several)
+    assert "GPU 0" not in rows(where)
+    closed = where.host.model_copy(update={"access": Access(kfd="hung")})
+    assert "but /dev/kfd does not answer" in rows(where.model_copy(update={"host": closed}))

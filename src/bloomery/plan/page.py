@@ -204,6 +204,7 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
     decided = {decision.key: decision for decision in plan.decisions}
     attention = decided["train.attention"]
     rows = [
+        *_where(profile, machine, plan),
         (decided["train.precision"].value, decided["train.precision"].because),
         (f"{attention.value.replace('_', ' ')} attention", attention.because),
         (decided["train.compile"].value, decided["train.compile"].because),
@@ -219,6 +220,14 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
         first, *rest = textwrap.wrap(because, WIDTH - LABEL - REASON) or [""]
         yield f"{value:<{REASON - 1}} {first}"
         yield from (" " * REASON + line for line in rest)
+
+
+def _where(profile: Profile, machine: Machine, plan: Plan) -> list[tuple[str, str]]:
+    """Which of several devices trains, and why a GPU that is here does not."""
+    used, here = profile.accelerator, machine.accelerators
+    if plan.mesh is not None or len(here) <= (used is not None):
+        return []
+    return [(f"GPU {used.index}" if used else "on the processor", profile.device.because)]
 
 
 def _quiet(decided: Mapping[str, Decision]) -> list[tuple[str, str]]:
