@@ -77,14 +77,16 @@ def machine_lines(machine: Machine) -> Iterator[str]:
 
 def _gpu(machine: Machine, index: int) -> str:
     device = next(one for one in machine.accelerators if one.index == index)
-    size = f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")
+    size = f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ") if device.usable_bytes else "memory unknown"
     if device.integrated:
         size += " shared with the processor"
     elif device.memory_used_bytes >= 0.05 * GIB:
         size += f", {device.memory_used_bytes / GIB:.2f} used by others"
     kernel = ".".join(machine.host.driver.kernel.split(".")[:2])
-    driver = f"amdgpu of Linux {kernel}" if device.vendor == "amd" else f"driver {machine.host.driver.nvidia}"
-    return " · ".join((device.name, device.arch, size, driver if kernel or device.vendor == "nvidia" else "amdgpu"))
+    linux = f"amdgpu of Linux {kernel}" if kernel else "amdgpu"
+    nvidia = machine.host.driver.nvidia
+    driver = linux if device.vendor == "amd" else nvidia and f"driver {nvidia}"
+    return " · ".join(filter(None, (device.name, device.arch, size, driver)))
 
 
 def _access(machine: Machine) -> str:

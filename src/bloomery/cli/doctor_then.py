@@ -11,6 +11,7 @@ from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 from bloomery.units import GIB, format_seconds
 
+ROOM = 90  # of a line, behind its label
 ON_A_GPU, ON_A_CPU = "go-coder-125m", "go-coder-tiny"
 
 
@@ -25,7 +26,9 @@ def then_lines(machine: Machine, findings: tuple[Finding, ...]) -> list[str]:
     except UserError as error:
         return [f"{recipe} cannot be planned: {error.problem}"]
     alike = [one for one in machine.accelerators if device is not None and one.arch == device.arch]
-    return [*waits, f"{_choices(plan)} · {_size(plan, recipe, len(alike))}"]
+    choices, size = _choices(plan), _size(plan, recipe, len(alike))
+    together = f"{choices} · {size}"
+    return [*waits, *([together] if len(together) <= ROOM else [choices, size])]
 
 
 def mended(machine: Machine) -> Machine:

@@ -35,6 +35,14 @@ def driver(machine: Machine) -> Iterator[Finding]:
             evidence=f"{host.driver.blacklisted} says so{held}",
             mend=(*mend, "sudo update-initramfs -u && sudo reboot"),
         )
+    elif amd and "nomodeset" in host.driver.boot.split():
+        yield Finding(
+            id="driver-switched-off",
+            level="stops",
+            what="the kernel was started with nomodeset, which keeps graphics drivers out",
+            evidence=f"nomodeset is on the kernel's command line; a card at {amd[0].address} waits",
+            mend=("sudo sed -i.bak 's/ *nomodeset//' /etc/default/grub", "sudo update-grub && sudo reboot"),
+        )
     elif amd and not host.driver.amdgpu:
         yield Finding(
             id="driver-not-loaded",
@@ -60,19 +68,16 @@ def driver(machine: Machine) -> Iterator[Finding]:
 def compute_device(machine: Machine) -> Iterator[Finding]:
     """/dev/kfd is missing although the driver has the card."""
     around, access = machine.host.around, machine.host.access
-    if (
-        access.kfd != "absent"
-        or not has_amd(machine)
-        or around.wsl
-        or any(a.vendor == "amd" for a in machine.accelerators)
-    ):
+    unasked = any(one.vendor == "amd" and one.access is None for one in machine.accelerators)  # a record that is older
+    if access.kfd != "absent" or not has_amd(machine) or around.wsl or unasked:
         return
     if around.container:
         masked = f"; {around.masked_gpus} GPU is masked, not broken" if around.masked_gpus else ""
         yield Finding(
             id="container-without-gpu",
             level="stops",
-            what=f"this {around.container} container was started without the GPU",
+            what=f"this {around.container} container was started without the GPU"
+            + ("'s compute device" if machine.accelerators else ""),
             evidence=f"/dev/kfd is not in it{masked}",
             mend=("bloomery doctor --docker  # the run line, to be typed outside of the container",),
         )
@@ -84,6 +89,37 @@ def compute_device(machine: Machine) -> Iterator[Finding]:
             evidence=f"amdgpu is loaded on Linux {machine.host.driver.kernel}, /dev/kfd is absent",
             mend=("sudo dmesg | grep -i kfd  # says whether this chip or this kernel lacks it",),
         )
+
+
+def hung(machine: Machine) -> Iterator[Finding]:
+    """Opening a device never returned: the driver waits for a GPU that does not answer."""
+    access = machine.host.access
+    nodes = [device.node for device in machine.accelerators if device.access == "hung"]
+    silent = [*(["/dev/kfd"] if access.kfd == "hung" else []), *nodes]
+    if silent:
+        yield Finding(
+            id="driver-hung",
+            level="stops",
+            what="the GPU's driver has hung: opening its devices never returns",
+            evidence=f"{' and '.join(silent[:3])} gave no answer",
+            mend=("sudo dmesg | grep -iE 'amdgpu|kfd' | tail  # why: a ring's timeout, a failed reset", "sudo reboot"),
+        )
+
+
+def idle_card(machine: Machine) -> Iterator[Finding]:
+    """An AMD card with its driver and /dev/kfd, and yet nothing that computes."""
+    access, around = machine.host.access, machine.host.around
+    amd = [display for display in machine.host.displays if display.vendor == AMD and display.driver == "amdgpu"]
+    elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
+    if machine.accelerators or not amd or elsewhere or access.kfd in ("absent", "hung"):
+        return
+    yield Finding(
+        id="card-cannot-compute",
+        level="stops" if machine.software.build == "rocm" else "note",
+        what="an AMD GPU is here and its driver, but the kernel offers none to compute with: all runs on the CPU",
+        evidence=f"amdgpu has the card {amd[0].address}, /sys/class/kfd lists no GPU",
+        mend=("sudo dmesg | grep -i kfd  # says why: a chip before gfx8, too old a kernel, no PCIe atomics",),
+    )
 
 
 def groups(machine: Machine) -> Iterator[Finding]:

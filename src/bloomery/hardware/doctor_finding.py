@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from bloomery.hardware.assume import fitting_builds
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.symptoms import Level, vendors
-from bloomery.hardware.wheels import TorchBuild, torch_builds
 
 PROBE = "bloomery doctor --probe"
 AGAIN = "bloomery doctor"
@@ -41,27 +41,18 @@ Rule = Callable[[Machine], Iterator[Finding]]
 
 
 def best_device(machine: Machine) -> Accelerator | None:
-    """The card that training is meant for: no processor graphics where there is another, the most memory."""
-    devices = machine.accelerators
-    return max(devices, key=lambda one: (not one.integrated, one.usable_bytes, -one.index), default=None)
+    """The card that training is meant for: no processor graphics where there is a card, of cards those that the
+    installed PyTorch was built for, of those the most memory."""
+    maker = {"rocm": "amd", "cuda": "nvidia"}.get(machine.software.build or "")
+    return max(
+        machine.accelerators,
+        key=lambda one: (not one.integrated, one.vendor == maker, one.usable_bytes, -one.index),
+        default=None,
+    )
 
 
 def has_amd(machine: Machine) -> bool:
     return "amd" in vendors(machine)
-
-
-def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBuild]:
-    """The builds of PyTorch that fit `device`, the best first."""
-    major, minor = (int(part) for part in machine.software.python.split(".")[:2])
-    driver = machine.host.driver.nvidia.partition(".")[0]
-    return torch_builds(
-        device.arch if device else None,
-        python=(major, minor),
-        system=machine.host.system,
-        processor=machine.host.processor,
-        driver=int(driver) if driver.isdigit() else None,
-        site=machine.host.around.site,
-    )
 
 
 def install(machine: Machine, *, anew: bool = True) -> str:
@@ -70,6 +61,14 @@ def install(machine: Machine, *, anew: bool = True) -> str:
     if anew:
         command = command.replace("pip install ", "pip install --force-reinstall ", 1)
     return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command  # the pin names the old build
+
+
+def install_step(machine: Machine, *, anew: bool = True) -> str:
+    """`install` with the reason where it leaves the GPU idle."""
+    device = best_device(machine)
+    build = fitting_builds(machine, device)[0]
+    remark = f"  # for the CPU: {build.because}" if build.cpu and device is not None else ""
+    return install(machine, anew=anew) + remark
 
 
 def installs(machine: Machine) -> tuple[Fix, ...]:

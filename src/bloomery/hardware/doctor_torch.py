@@ -4,15 +4,16 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 
+from bloomery.hardware.assume import fitting_builds
 from bloomery.hardware.doctor_finding import (
     NUMBER,
     PROBE,
     Finding,
     Fix,
     best_device,
-    fitting_builds,
     has_amd,
     install,
+    install_step,
     installs,
 )
 from bloomery.hardware.machine import Accelerator, Machine, Package, Setting
@@ -31,7 +32,7 @@ def missing(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what="PyTorch is not installed here",
             evidence=f"Python {machine.software.python} in {machine.software.prefix or 'this environment'}",
-            mend=(install(machine, anew=False), "# in a checkout of Bloomery, make setup does it and pins it"),
+            mend=(install_step(machine, anew=False), "# in a checkout of Bloomery, make setup does it and pins it"),
         )
     elif series(machine.software.torch) < OLDEST_TORCH:
         yield Finding(
@@ -39,7 +40,7 @@ def missing(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"PyTorch {machine.software.torch} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}",
             evidence=machine.software.torch_folder,
-            mend=(install(machine),),
+            mend=(install_step(machine),),
             fixes=installs(machine),
         )
 
@@ -59,10 +60,24 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
         level="stops",
         what=f"PyTorch finds no GPU: it was built {MAKERS[software.build]} and the card is {card}",
         evidence="; ".join([fact, *_who_brought(software.packages)]),
-        mend=(install(machine),),
+        mend=(install_step(machine),),
         prove=PROBE,
         fixes=installs(machine),
     )
+
+
+def two_makers(machine: Machine) -> Iterator[Finding]:
+    """Cards of AMD and of NVIDIA: an environment has a PyTorch for one of them."""
+    used = best_device(machine)
+    others = [one for one in machine.accelerators if used and one.vendor != used.vendor and not one.integrated]
+    if used and others and not used.integrated:
+        yield Finding(
+            id="two-makers",
+            level="note",
+            what=f"PyTorch uses {used.name} here and not {others[0].name}: each build is for one maker's GPUs",
+            evidence=f"torch {machine.software.torch or 'is not installed'}",
+            mend=("# for the other one, a second environment with its own build",),
+        )
 
 
 def _who_brought(packages: tuple[Package, ...]) -> Iterator[str]:
@@ -118,7 +133,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"AMD's PyTorch is installed without the kernels of {device.arch}",
             evidence=f"there is no package amd-torch-device-{device.arch}",
-            mend=(install(machine),),
+            mend=(install_step(machine),),
             prove=PROBE,
             fixes=installs(machine),
         )
@@ -128,20 +143,19 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"this PyTorch does not work on {device.arch}",
             evidence=f"{machine.software.torch}: {NOT_FROM_PYTORCH[device.arch]}",
-            mend=(install(machine),),
+            mend=(install_step(machine),),
             prove=PROBE,
             fixes=installs(machine),
         )
     else:
         borrowed = next((dict(build.environment) for build in builds if build.environment), {})
-        remark = "  # no wheel knows the chip: the CPU is left" if builds[0].cpu else ""
         loan = [f"export {name}={value}  # or, with the wheel that is here" for name, value in borrowed.items()]
         yield Finding(
             id="arch-not-in-wheel",
             level="stops",
             what=f"this PyTorch has no kernels for {device.arch}",
             evidence=f"the wheels of {local} bring {', '.join(sorted(known))}",
-            mend=(install(machine) + remark, *loan),
+            mend=(install_step(machine), *loan),
             prove=PROBE,
             fixes=installs(machine),
         )
@@ -335,7 +349,7 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"this PyTorch's CUDA {software.cuda} is too new for " + ("this card" if old_chip else "this driver"),
             evidence=f"{device.arch}, driver {driver or 'unknown'}; CUDA 13 needs sm_75 and driver 580",
-            mend=(install(machine),),
+            mend=(install_step(machine),),
             prove=PROBE,
             fixes=installs(machine),
         )
