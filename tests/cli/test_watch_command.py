@@ -5,6 +5,7 @@ import os
 import pty
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 from runs_for_tests import made_up_run, step_done
 
+from bloomery.cli.runs import alive
+from bloomery.launch.processes import host_name, start_mark
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 
 WATCH = [sys.executable, "-m", "bloomery", "watch", "last"]
@@ -97,6 +100,29 @@ def test_what_state_a_run_is_in(held):
         assert watched(held).stdout.startswith("one · paused · ")
         emit(Phase(name="stopping", step=40))
         assert watched(held).stdout.startswith("one · stopping · ")
+
+
+def test_a_run_on_another_machine_runs_while_its_lock_shows_a_sign_of_life(run):
+    (run / "lock").write_text(json.dumps({"pid": 1, "started": "x", "host": "another-machine"}))
+    assert watched(run).stdout.startswith("one · running")
+    runs = [sys.executable, "-m", "bloomery", "runs"]
+    assert "running" in subprocess.run(runs, cwd=run.parents[1], capture_output=True, text=True).stdout
+    os.utime(run / "lock", (time.time() - 600, time.time() - 600))
+    assert watched(run).stdout.startswith("one · killed")
+    (run / "lock").write_text(json.dumps({"pid": 2**22 + 1, "started": "x", "host": socket.gethostname()}))
+    assert watched(run).stdout.startswith("one · killed")
+
+
+@pytest.mark.parametrize("problem", [PermissionError(13, "denied"), OSError(38, "no locks here")])
+def test_where_the_lock_cannot_be_asked_its_text_tells(run, monkeypatch, problem):
+    def refuse(*words):
+        raise problem
+
+    monkeypatch.setattr("bloomery.cli.runs.flock", refuse)
+    assert not alive(run)
+    mine = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
+    (run / "lock").write_text(json.dumps(mine))
+    assert alive(run)
 
 
 def test_a_run_that_has_told_nothing_yet(tmp_path):

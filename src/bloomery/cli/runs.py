@@ -1,6 +1,7 @@
 """`bloomery runs`: what lies under runs/."""
 
 import os
+import time
 from dataclasses import asdict, dataclass
 from fcntl import LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
@@ -55,7 +56,7 @@ def describe(folder: Path) -> RunLine:
     from bloomery.train.run import name_of
 
     tally = tally_of(read_events(folder / "events.jsonl"))
-    state = "running" if in_use(folder / "lock") else "killed"
+    state = "running" if alive(folder) else "killed"
     if state != "running" and tally.ended is not None:
         state = tally.ended.why.partition(":")[0]
     exam = tally.evaluation
@@ -71,17 +72,36 @@ def describe(folder: Path) -> RunLine:
     )
 
 
-def in_use(lock: Path) -> bool:
-    """Whether a process holds the run's lock; the kernel drops it with its holder."""
+def alive(folder: Path) -> bool:
+    """Whether a process works on the run: here, or on another machine whose lock shows a sign of life."""
+    lock = folder / "lock"
+    if _held(lock):
+        return True
+    try:
+        if not lock.stat().st_size:  # who ends empties it
+            return False
+        from bloomery.launch.processes import host_name
+        from bloomery.launch.run_folder import DEAD_SECONDS, holder_of
+        from bloomery.launch.run_folder import alive as lives
+
+        holder = holder_of(lock)
+        silent = time.time() - lock.stat().st_mtime
+    except OSError:
+        return False
+    return bool(holder) and (lives(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS)
+
+
+def _held(lock: Path) -> bool:
+    """Whether the kernel says so; it drops the lock with its holder. Some file systems of clusters know no locks."""
     try:
         descriptor = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         flock(descriptor, LOCK_SH | LOCK_NB)
         flock(descriptor, LOCK_UN)
-    except BlockingIOError:
-        return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
     return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bloomery.cli.common import find_run, print_json
-from bloomery.cli.runs import in_use
+from bloomery.cli.runs import alive
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # of what is printed where there is no terminal
 REDRAW_SECONDS = 0.5
-SILENT_SECONDS = 120.0  # after which a run that another machine holds counts as dead
 
 
 @click.command()
@@ -167,18 +166,6 @@ def _row(at: int, row: str) -> "Text":
 
     style = "bold" if at == 0 else "cyan" if at == 1 or "│" in row else ""
     return Text(row, style, no_wrap=True, overflow="crop")
-
-
-def alive(folder: Path) -> bool:
-    """Whether a process works on the run: here, or on another machine whose lock shows a sign of life."""
-    lock = folder / "lock"
-    if in_use(lock):
-        return True
-    from bloomery.launch.processes import host_name
-    from bloomery.launch.run_folder import holder_of
-
-    holder = holder_of(lock) if lock.exists() else {}
-    return bool(holder) and holder["host"] != host_name() and time.time() - lock.stat().st_mtime < SILENT_SECONDS
 
 
 def _facts(folder: Path) -> "RunFacts | None":
