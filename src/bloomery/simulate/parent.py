@@ -1,18 +1,14 @@
 """Starts the simulation in a child, so that whoever plans never imports torch, and waits no longer than allowed."""
 
-import json
-import signal
-import subprocess
-import sys
-import tempfile
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from bloomery.errors import UserError
+from bloomery.hardware.children import Child
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.types import LayoutPlan, Plan
@@ -58,13 +54,8 @@ def simulate(
         return Simulated({}, ("not yet for a pipeline: the stages of this layout are counted from shapes alone",))
     started = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
-    order = {"plan": plan.model_dump(mode="json"), "fused": fused, "cut": _cut(layout)}
-    found: dict[str, Any] = {}
-    for answer in _answers(json.dumps(order), seconds):
-        if "doing" in answer:
-            progress(f"simulating on fake tensors: {answer['doing']}")
-        else:
-            found = answer
+    job = {"plan": plan.model_dump(mode="json"), "fused": fused, "cut": _cut(layout)}
+    found = _found(job, seconds, progress)
     return Simulated(found["parts"], tuple(found["notes"]), time.monotonic() - started)
 
 
@@ -73,33 +64,22 @@ def _cut(layout: LayoutPlan | None) -> tuple[int, int]:
     return (1, 1) if layout is None else (layout.replicate, layout.shard)
 
 
-def _answers(order: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """The child's lines, as they come. Raises UserError when it dies, of its own alarm clock too."""
-    with tempfile.TemporaryDirectory(prefix="bloomery-simulate-") as folder:
-        given, errors = Path(folder) / "order.json", Path(folder) / "stderr"
-        given.write_text(order, encoding="utf-8")
-        words = [sys.executable, "-m", MODULE, str(given), str(seconds)]
-        with errors.open("wb") as sink:
-            child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=sink, text=True)
-        try:
-            assert child.stdout is not None
-            yield from (json.loads(line) for line in child.stdout if line.startswith("{"))
-            code = child.wait()
-        finally:
-            child.kill()  # nothing, once it has ended
-            child.wait()
-        if code:
-            raise _failure(code, errors.read_text(encoding="utf-8", errors="replace"), seconds)
-
-
-def _failure(code: int, errors: str, seconds: float) -> UserError:
-    if code == -signal.SIGALRM:
-        return UserError(
-            f"the simulation took longer than {seconds:.0f} s and was ended",
-            remedy="plan without --simulate, or simulate fewer layers: model.num_layers=4",
-        )
-    last = [line.strip() for line in errors.splitlines() if line.strip()][-1:] or [f"it ended with code {code}"]
-    return UserError(
-        f"the simulation failed: {last[0]}",
-        remedy="plan without --simulate: the analytic figure stands without it",
-    )
+def _found(job: dict[str, Any], seconds: float, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The child's last words. Raises UserError when it dies or takes too long."""
+    until = time.monotonic() + seconds
+    with Child(MODULE, job, environment=os.environ) as child:
+        while True:
+            told = child.next(max(0.0, until - time.monotonic()))
+            if told == "silent":
+                raise UserError(
+                    f"the simulation took longer than {seconds:.0f} s and was ended",
+                    remedy="plan without --simulate, or simulate fewer layers: model.num_layers=4",
+                )
+            if told == "ended":
+                raise UserError(
+                    f"the simulation failed: {child.ending()}",
+                    remedy="plan without --simulate: the analytic figure stands without it",
+                )
+            if "parts" in told:
+                return told
+            progress(f"simulating on fake tensors: {told['doing']}")
