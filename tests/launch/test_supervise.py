@@ -37,6 +37,9 @@ def test_of_a_traceback_the_exception_is_told() -> None:
     assert "/somewhere/runs/one/log.txt" in told(1, *tail)
     dotted = ("Traceback", "torch._inductor.exc.InductorError: CppCompileError: it broke", "", "Set X=1 for more")
     assert "InductorError: CppCompileError: it broke" in told(1, *dotted)
+    later = (*tail, "note: rerun with TORCH_LOGS=all", "frame: 7 of 9")
+    assert "training failed after step 7: RuntimeError: no such op" in told(1, *later)
+    assert "StopIteration" in told(1, "Traceback", "StopIteration", "done")
 
 
 def test_without_a_word_it_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Child processes that may crash or hang: each tells what it finds as lines, none outlives its parent. No torch"""
+"""Child processes that may crash or hang: each tells what it finds as lines, none outlives its parent. No torch."""
 
 import ctypes
 import json
@@ -17,6 +17,8 @@ from typing import Any, Literal, final
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TAIL_LINES = 200
 LONGEST = 300  # letters of a sentence that a child's output is cut to
+
+RAISED = ("Error", "Exception", "Interrupt", "Exit", "Iteration")  # how the names of exceptions end
 
 Silence = Literal["ended", "silent"]
 
@@ -135,7 +137,7 @@ def signal_name(number: int) -> str:
 def last_words(lines: Sequence[str]) -> str:
     """The exception's line of a traceback, else the last line; without the stack that faulthandler prints."""
     told = [line.strip() for line in lines if line.strip()]
-    raised = [line for line in told if line.partition(":")[0].split(".")[-1].endswith(("Error", "Exception"))]
+    raised = [line for line in told if line.partition(":")[0].split(".")[-1].endswith(RAISED)]
     fatal = [line for line in told if line.startswith("Fatal Python error")]
     return (raised[-1:] or fatal[-1:] or told[-1:] or [""])[0][:LONGEST]
 

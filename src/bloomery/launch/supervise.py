@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, final
 
 from bloomery.errors import UserError
+from bloomery.hardware.children import kill_group, last_words, signal_name
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.symptoms import Match, match
 from bloomery.launch.run_folder import RunFolder
@@ -61,7 +62,7 @@ def run_stage(
         assert process.stdout is not None
         pump = threading.Thread(target=_pump, args=(process.stdout, tail, on_line), name=f"{stage} output")
         pump.start()
-        stop = process.terminate if stage == "train" else lambda: _kill_group(process)
+        stop = process.terminate if stage == "train" else lambda: kill_group(process.pid)
         save = partial(process.send_signal, SAVE_SIGNAL) if stage == "train" else None
         with requests.heard_by(stop, save):
             for event in follow(folder.events, lambda: process.poll() is not None, start=seen):
@@ -97,17 +98,9 @@ def _child(
             try:
                 yield process, report_end
             finally:
-                _kill_group(process)
+                kill_group(process.pid)
     finally:
         os.close(report_end)
-
-
-def _kill_group(process: "subprocess.Popen[str]") -> None:
-    """The child and its own children; harmless when they are gone."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _pump(pipe: IO[str], tail: deque[str], on_line: Callable[[str], None]) -> None:
@@ -135,7 +128,7 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
     again = f"`bloomery resume {folder.name}` goes on from what was saved"
     known = _recognised(ending, folder)
     if known is not None:
-        how = f"died{after} of {_signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
+        how = f"died{after} of {signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
         steps = [_step(step, folder) for step in known.remedy if step.partition("  # ")[0] != "bloomery resume last"]
         return UserError(
             f"{name} {how}: {known.what}\nwhy:   {known.cause}",
@@ -150,12 +143,12 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
         )
     if ending.code < 0:
         return UserError(
-            f"the process that was {name} died{after} of {_signal_name(-ending.code)}, inside a library or a driver",
+            f"the process that was {name} died{after} of {signal_name(-ending.code)}, inside a library or a driver",
             where=f"its last words are in {folder.log}",
             remedy=again,
         )
     return UserError(
-        f"{name} failed{after}: {_last_words(ending.tail)}",
+        f"{name} failed{after}: {last_words(ending.tail) or 'nothing was said'}",
         where=f"the whole traceback is in {folder.log}",
         remedy=again,
     )
@@ -166,7 +159,7 @@ def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
     if ending.code == -signal.SIGKILL:
         return None  # the kernel's doing, which says nothing here
     machine = read_machine(folder.machine) if folder.machine.is_file() else None
-    texts = [_last_words(ending.tail)] if ending.code > 0 else []
+    texts = [last_words(ending.tail)] if ending.code > 0 else []
     for text in (*texts, "\n".join(ending.tail)):
         known = [one for one in match(text, machine=machine) if one.level == "stops"]
         if known:
@@ -177,17 +170,6 @@ def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
 def _step(step: str, folder: RunFolder) -> str:
     """A line of a remedy as it is typed here: with this run's recipe."""
     return step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def _last_words(tail: Sequence[str]) -> str:
-    """The exception's line of a traceback, else the last line."""
-    lines = [line for line in tail if line.strip()]
-    raised = [line for line in lines if line.partition(":")[0].isidentifier() or "Error:" in line.partition(" ")[0]]
-    return (raised or lines or ["nothing was said"])[-1].strip()[:300]
 
 
 def existing(folder: Path) -> RunFolder:
