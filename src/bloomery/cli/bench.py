@@ -1,4 +1,4 @@
-"""`bloomery bench`: what this machine reaches with a recipe, beside what the plan said"""
+"""`bloomery bench`: what this machine reaches with a recipe, beside what the plan said."""
 
 import math
 import shlex

@@ -1,4 +1,4 @@
-"""`bloomery plan --simulate`: runs the simulation and says on stderr what it is doing"""
+"""`bloomery plan --simulate`: runs the simulation and says on stderr what it is doing."""
 
 import sys
 from collections.abc import Callable, Iterator
