@@ -5,11 +5,23 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery, write_workshop
 
+from bloomery.launch import supervise
+
 
 @pytest.fixture
 def bloomery(tmp_path: Path) -> Bloomery:
     write_workshop(tmp_path)
     return Bloomery(tmp_path)
+
+
+@pytest.fixture
+def dying_workshop(tmp_path: Path, monkeypatch) -> Path:
+    """The working folder, whose training child dies as `deaths.json` beside the run says (`dying_worker`)."""
+    write_workshop(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "WORKER", "dying_worker")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

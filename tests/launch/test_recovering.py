@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from plans_of_runs import plan_of
-from runs_of_bloomery import assert_bitwise_equal, losses, write_workshop
+from runs_of_bloomery import assert_bitwise_equal, losses
 
 from bloomery.errors import UserError
-from bloomery.launch import supervise
 from bloomery.launch.local import resume, start
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.rungs import Descent, keep, next_rung, take_kept
@@ -25,20 +24,17 @@ HIP = "HIP error: an illegal memory access was encountered"
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch) -> Path:
-    write_workshop(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervise, "WORKER", "dying_worker")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    (tmp_path / "runs").mkdir()
-    return tmp_path
+def workshop(dying_workshop: Path) -> Path:
+    (dying_workshop / "runs").mkdir()
+    return dying_workshop
 
 
 def run_with(workshop: Path, *deaths: object, recover: bool, overrides: tuple[str, ...] = ()):
     (workshop / "runs/deaths.json").write_text(json.dumps(deaths))
     run_dir = workshop / "runs/one"
     try:
-        code = start(load_recipe("tiny.yaml", overrides), run_dir=run_dir, recover=recover, quiet=True).code
+        loaded = load_recipe("tiny.yaml", ("checkpoint.asynchronous=false", *overrides))  # saved before it dies
+        code = start(loaded, run_dir=run_dir, recover=recover, quiet=True).code
     except UserError as error:
         return error
     return code

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from plans_of_runs import plan_of
-from runs_of_bloomery import Bloomery, write_workshop
+from runs_of_bloomery import Bloomery
 
 from bloomery.cli.rehearse import _verdict
 from bloomery.errors import UserError
 from bloomery.launch import rehearse as rehearsing
-from bloomery.launch import supervise
 from bloomery.launch.rehearse import Outlook, Rehearsal, rehearse, shortened
 from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
@@ -93,16 +92,13 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk
     assert "--run-dir" in caught.value.remedy
 
 
-def test_what_would_fail_on_day_six_fails_now_and_is_kept(tmp_path: Path, monkeypatch) -> None:
-    write_workshop(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervise, "WORKER", "dying_worker")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    (tmp_path / "rehearsals").mkdir()
-    (tmp_path / "rehearsals/deaths.json").write_text(json.dumps([[{}, 2, 11]]))
+def test_what_would_fail_on_day_six_fails_now_and_is_kept(dying_workshop: Path) -> None:
+    folder = dying_workshop / "rehearsals"
+    folder.mkdir()
+    (folder / "deaths.json").write_text(json.dumps([[{}, 2, 11]]))
     with pytest.raises(UserError, match="SIGSEGV"):
-        rehearse(load_recipe("tiny.yaml"), tmp_path / "rehearsals/one", devices=None, told=lambda *_: None)
-    assert list(read_events(tmp_path / "rehearsals/one/events.jsonl"))
+        rehearse(load_recipe("tiny.yaml"), folder / "one", devices=None, told=lambda *_: None)
+    assert list(read_events(folder / "one/events.jsonl"))
 
 
 def test_a_kill_that_is_not_repeated_bitwise_fails_where_that_is_promised(tmp_path: Path, monkeypatch) -> None:
