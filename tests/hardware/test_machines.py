@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.doctor_finding import install
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.hardware.specs import arch_spec, gpu_spec
+from bloomery.hardware.specs import arch_spec, find_gpu, gpu_spec
 from bloomery.units import GIB
 
 FOLDER = Path(__file__).parent.parent / "machines"
@@ -67,3 +69,14 @@ def test_what_the_kernel_shows_fits_together(path):
         assert machine.host.access.kfd != "absent"
     indices = [device.index for device in machine.accelerators]
     assert indices == list(range(len(indices)))
+
+
+def test_a_named_gpu_gets_the_build_that_the_doctor_would_install_here():
+    here = read_machine(FOLDER / "mi250x-frontier-slurm.json")
+    planned = with_gpu(here, find_gpu("MI250X"))
+    assert planned.software.torch == "2.10.0+rocm7.1"  # the site's own, not what fits a gfx90a elsewhere
+    assert planned.software.torch in install(here)
+    old = read_machine(FOLDER / "h200.json")
+    driver = old.host.driver.model_copy(update={"nvidia": "535.183.01"})
+    old = old.model_copy(update={"host": old.host.model_copy(update={"driver": driver})})
+    assert with_gpu(old, find_gpu("H200")).software.torch == "2.13.0+cu126"

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from bloomery.hardware.assume import fitting_build
+from bloomery.hardware.assume import fitting_builds
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.counting import parameter_count
@@ -213,7 +213,7 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
         checkpointing = decided["train.activation_checkpointing"]
         rows.append((f"{checkpointing.value} checkpointing", checkpointing.because))
     if profile.accelerator is not None:
-        build = fitting_build(profile.accelerator, machine.software.python)
+        build = fitting_builds(machine, profile.accelerator)[0]
         rows.append((build.requirement.split("==")[0], "; ".join((build.because, *_unset(build.never)))))
         rows += _quiet(decided)
     for value, because in rows:
