@@ -46,6 +46,18 @@ def test_recorded_steps_leave_a_trace_and_a_list_and_change_no_bit(plan, tmp_pat
     assert phases == [(2, 0, 2), (4, 2, 2)]
 
 
+def test_checkpointed_blocks_are_not_computed_for_the_list(plan, tmp_path):
+    """Asking autograd for a tensor that is to be computed again computes it, and all of its block is in memory."""
+    plan = plan.model_copy(update={"train": plan.train.model_copy(update={"activation_checkpointing": "full"})})
+    plain = Run(plan, tmp_path / "plain")
+    seen = Run(traced(plan, 3, 4), tmp_path / "seen")
+    assert seen.losses() == plain.losses()
+    assert seen.of(Warned) == plain.of(Warned) == []
+    text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
+    assert not [line for line in text.splitlines() if KEPT in line and f" x {CONFIG.intermediate_size} f" in line]
+    assert_same_tensors(seen.tensors(6), plain.tensors(6))
+
+
 def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
     seen = Run(traced(plan, 3, 3), tmp_path)
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
@@ -68,6 +80,20 @@ def test_what_autograd_keeps_is_counted_once_and_goes_with_backward(plan, tmp_pa
     del out
     left = [live for live in live_tensors(state.trainee) if live.shape == (64, 64) and live.purpose == KEPT]
     assert left == []
+
+
+def test_a_compilers_fake_tensors_are_passed_over(plan):
+    """They live on after compiling; one that was asked for its address raised, and there was no list at all."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    state = build_state(plan)
+    with FakeTensorMode():
+        fake = torch.empty(12345, requires_grad=True)
+        made = fake.exp()
+    found = live_tensors(state.trainee)
+    assert all(live.shape != (12345,) for live in found)
+    assert sum(live.purpose == "weights" for live in found) == sum(1 for _ in state.trainee.model.parameters())
+    del fake, made
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "evaluation"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bloomery.train.process import resident_gib
 from bloomery.train.step import Trainee
@@ -18,6 +18,7 @@ from bloomery.units import GIB, format_bytes
 
 KEPT, OTHERS = "kept for backward", "everything else"
 GROUPS = 40  # of equal tensors that are listed
+TELLS_KEPT = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
 NAME = 56  # columns
 
 
@@ -38,14 +39,14 @@ def live_tensors(trainee: Trainee) -> list[Live]:
     seen: set[int] = set()
     found = list(_new(_named(trainee), seen))
     reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
-    found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen)
+    found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen) if TELLS_KEPT else ()
     found += _new(((OTHERS, tensor) for tensor in reachable), seen)
     return found
 
 
 def _is_tensor(thing: object) -> bool:
-    """By its type: asking a half-dead proxy for its class may raise."""
-    return issubclass(type(thing), Tensor)
+    """Of torch's own two types: a compiler's fake tensors hold no memory, and a half-dead proxy may not be asked."""
+    return type(thing) in (Tensor, nn.Parameter)
 
 
 def _named(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
@@ -57,13 +58,13 @@ def _named(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
 
 def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
     for purpose, tensor in named:
-        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        if not _is_tensor(tensor) or tensor.device.type == "meta" or tensor.layout != torch.strided:
             continue
+        storage = tensor.untyped_storage()
         try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a wrapper of somebody's own has none
+            place = storage.data_ptr()
+        except RuntimeError:  # what a compiler left of a fake tensor: it has no memory
             continue
-        place = storage.data_ptr()
         if place and place not in seen:
             seen.add(place)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -83,18 +84,28 @@ def _kept(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
-    names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
-    for name in names:
+    """Never through the hooks that may hang on it: asking those would compute a checkpointed block again."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
         try:
             value = getattr(node, name)
+            raw = [one.data for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None]
         except RuntimeError:  # freed by the backward that went through it
             continue
-        yield from (one for one in (value if isinstance(value, tuple | list) else (value,)) if isinstance(one, Tensor))
+        yield from (one for one in raw if isinstance(one, Tensor))
 
 
 def page(found: list[Live], title: str, device: str) -> str:
     """For people: what the memory is for, then the largest groups of equal tensors."""
-    lines = [title, *_totals(device), "", f"{'what':<{NAME}}{'tensors':>9}{'memory':>13}"]
+    untold = f"unknown     what is {KEPT}: this PyTorch ({torch.__version__}) does not tell"
+    lines = [
+        title,
+        *_totals(device),
+        *([] if TELLS_KEPT else [untold]),
+        "",
+        f"{'what':<{NAME}}{'tensors':>9}{'memory':>13}",
+    ]
     purposes = list(dict.fromkeys(live.purpose for live in found))
     for purpose in sorted(purposes, key=lambda purpose: -_bytes(found, purpose)):
         count = sum(live.purpose == purpose for live in found)

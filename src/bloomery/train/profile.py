@@ -117,7 +117,7 @@ class _Recording:
         self.first, self.last, self.device, self.listed = first, last, plan.train.device, False
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
         if self.device == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
         self._profile = profile(activities=kinds, profile_memory=True)
         self._began = time.perf_counter()
         self._profile.start()
