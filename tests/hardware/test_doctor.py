@@ -7,7 +7,7 @@ import pytest
 
 from bloomery.hardware.doctor import diagnose, ready
 from bloomery.hardware.doctor_torch import claimed
-from bloomery.hardware.machine import Accelerator, Display, Package, Setting
+from bloomery.hardware.machine import Accelerator, Package, Setting
 from bloomery.units import GIB, MIB
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
@@ -325,59 +325,3 @@ def test_ids_are_words():
 def test_no_compiler_is_said_where_one_would_be_used():
     assert only(machine("h200", host__compiler=None), "no-compiler").level == "slows"
     assert "no-compiler" not in ids(machine("rx-6700-xt", host__compiler=None))  # never compiled there
-
-
-def test_a_driver_that_has_hung_is_no_ready_machine():
-    card = machine().accelerators[0].model_copy(update={"access": "hung"})
-    for one in (
-        machine(accelerators=(card,)),
-        machine(host__access__kfd="hung"),
-        machine(host__access__kfd="hung", accelerators=()),
-    ):
-        assert only(one, "driver-hung").mend[-1] == "sudo reboot"
-        assert not ready(diagnose(one))
-
-
-def test_a_card_that_the_kernel_does_not_offer_for_computing():
-    assert only(machine(accelerators=()), "card-cannot-compute").level == "stops"
-    on_the_cpu = machine(accelerators=(), software__build="cpu")
-    assert only(on_the_cpu, "card-cannot-compute").level == "note"
-    assert "card-cannot-compute" not in ids(machine())
-
-
-def test_a_container_with_the_cards_node_and_without_kfd():
-    """`docker run --device=/dev/dri` alone: the kernel lists the card, and nothing computes."""
-    one = machine(host__access__kfd="absent", host__around__container="docker")
-    assert only(one, "container-without-gpu").mend[0].startswith("bloomery doctor --docker")
-    older = one.accelerators[0].model_copy(update={"access": None})  # a record in which nobody looked
-    assert "container-without-gpu" not in ids(changed_part(one, ["accelerators"], (older,)))
-
-
-def test_nomodeset_is_taken_out():
-    waiting = (Display(address="0000:03:00.0", vendor=0x1002, device_id=0x73DF),)
-    one = machine(
-        accelerators=(), host__displays=waiting, host__driver__amdgpu=False, host__driver__boot="quiet nomodeset",
-        host__access__kfd="absent",
-    )  # fmt: skip
-    assert ids(one)[0] == "driver-switched-off"
-    changed = subprocess.run(
-        ["bash", "-c", only(one, "driver-switched-off").mend[0].replace("sudo sed -i.bak", "sed").rpartition(" ")[0]],
-        input='GRUB_CMDLINE_LINUX="quiet nomodeset"\n', capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert changed == 'GRUB_CMDLINE_LINUX="quiet"\n'
-
-
-def test_of_two_makers_cards_the_build_decides():
-    """A ROCm build beside both trains on AMD's card: nothing is wrong with it."""
-    other = machine("h200").accelerators[0].model_copy(update={"index": 1})
-    both = changed_part(machine(), ["accelerators"], (*machine().accelerators, other))
-    assert ids(both) == ["two-makers"]
-    cuda = both.model_copy(update={"software": machine("h200").software})
-    assert "wrong-build" not in ids(cuda)
-    assert ids(machine("h200", software__build="rocm"))[0] == "wrong-build"
-
-
-def test_a_python_without_rocm_wheels_is_said():
-    one = machine(software__python="3.15.0", software__torch=None, software__build=None)
-    assert only(one, "no-torch").mend[0].endswith("  # for the CPU: no ROCm wheel exists for Python 3.15")
-    assert not only(one, "no-torch").fixes

@@ -9,6 +9,7 @@ from bloomery.hardware.machine import Machine
 RULES: tuple[Rule, ...] = (
     doctor_access.driver,
     doctor_access.compute_device,
+    doctor_access.silent_nvidia,
     doctor_access.hung,
     doctor_access.groups,
     doctor_access.wsl,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from bloomery.hardware.doctor_finding import AGAIN, PROBE, Finding, Fix, best_device, has_amd
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.symptoms import Level
 from bloomery.hardware.visible import MASKS, hidden
 
 AMD, NVIDIA = 0x1002, 0x10DE
@@ -75,7 +76,7 @@ def compute_device(machine: Machine) -> Iterator[Finding]:
         masked = f"; {around.masked_gpus} GPU is masked, not broken" if around.masked_gpus else ""
         yield Finding(
             id="container-without-gpu",
-            level="stops",
+            level="note" if machine.software.build == "cpu" else "stops",
             what=f"this {around.container} container was started without the GPU"
             + ("'s compute device" if machine.accelerators else ""),
             evidence=f"/dev/kfd is not in it{masked}",
@@ -120,6 +121,45 @@ def idle_card(machine: Machine) -> Iterator[Finding]:
         evidence=f"amdgpu has the card {amd[0].address}, /sys/class/kfd lists no GPU",
         mend=("sudo dmesg | grep -i kfd  # says why: a chip before gfx8, too old a kernel, no PCIe atomics",),
     )
+
+
+def silent_nvidia(machine: Machine) -> Iterator[Finding]:
+    """NVIDIA's card is here, and nvidia-smi lists none: the container, WSL, or a driver that is half updated."""
+    around, loaded = machine.host.around, machine.host.driver.nvidia
+    cards = [display for display in machine.host.displays if display.vendor == NVIDIA]
+    through_windows = around.wsl and around.dxg and machine.software.build == "cuda"
+    if machine.accelerators or around.slurm or around.site or not (cards or through_windows):
+        return
+    level: Level = "note" if machine.software.build == "cpu" else "stops"
+    if around.container and not around.wsl:
+        yield Finding(
+            id="container-without-gpu",
+            level=level,
+            what=f"this {around.container} container was started without the GPU",
+            evidence=f"a card is at {cards[0].address}, nvidia-smi lists none here",
+            mend=("docker run --gpus all ...  # outside; `bloomery doctor --docker` prints the whole line",),
+            prove="nvidia-smi",
+        )
+    elif around.wsl:
+        yield Finding(
+            id="wsl-nvidia",
+            level=level,
+            what="under WSL nvidia-smi lists no GPU: the driver is Windows' own, and must not be installed in WSL",
+            evidence="/dev/dxg is there, /usr/lib/wsl/lib/nvidia-smi lists nothing",
+            mend=(
+                "wsl.exe --shutdown  # after NVIDIA's driver for Windows was installed",
+                "/usr/lib/wsl/lib/nvidia-smi",
+            ),
+        )
+    elif loaded:
+        yield Finding(
+            id="nvidia-silent",
+            level=level,
+            what="NVIDIA's driver is loaded, and nvidia-smi lists no GPU",
+            evidence=f"driver {loaded}; a card is at {cards[0].address}",
+            mend=("nvidia-smi 2>&1 | bloomery doctor --explain -  # what it says, explained", "sudo reboot"),
+            prove="nvidia-smi",
+        )
 
 
 def groups(machine: Machine) -> Iterator[Finding]:
