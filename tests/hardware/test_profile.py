@@ -1,9 +1,11 @@
 """What each kind of machine is given, and why."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from bloomery.hardware.adopt import adopt
 from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
 from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, build_profile
@@ -238,6 +240,16 @@ def test_cuda_counts_its_own_cards_alone():
     assert masked(asked) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}  # and no other number
     three = machine(amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1), nvidia("sm_86", 2), build="cuda")
     assert masked(build_profile(only(three, {2})))["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_a_process_that_computes_itself_sees_the_same_device():
+    two = machine(amd("gfx1032", 0, 8), amd("gfx1031", 1, 12), build="rocm")
+    found = {}
+    adopt(two, found)
+    assert found == build_profile(two).environment.value
+    own = {"ROCR_VISIBLE_DEVICES": "0"}
+    adopt(machine(*two.accelerators, build="rocm", environment=own), own)
+    assert masked(SimpleNamespace(environment=SimpleNamespace(value=own))) == {"ROCR_VISIBLE_DEVICES": "0"}
 
 
 def test_the_order_in_which_the_user_lets_cuda_count_stays():

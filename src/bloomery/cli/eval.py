@@ -22,6 +22,9 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, as_json: boo
     """
     folder = model_path(model)
     text = data if data is not None else _validation(folder)
+    from bloomery.hardware.adopt import adopt
+
+    adopt()  # before torch is imported
     from bloomery.evaluate import evaluate, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(folder, step=step)

@@ -46,6 +46,9 @@ def command(
             raise UserError(f"{value} is no number to draw with", where=where, remedy="write a finite number", code=2)
     asked = _asked(prompt, prompts)
     folder = model_path(model)
+    from bloomery.hardware.adopt import adopt
+
+    adopt()  # before torch is imported
     from bloomery.generate import load_model
     from bloomery.model.sampling import Sampling
 
