@@ -186,38 +186,66 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def test_the_interpreters_rocm_torch_survives_set_up_and_later_installs(tmp_path):
-    """As in rocm/pytorch, whose python3 is an environment of its own with torch in it."""
+@pytest.fixture
+def image(tmp_path):
+    """What an image has before its RUN of set-up: python3, an index, and no card in sight."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "opt"], check=True)
-    wheel(tmp_path / "theirs", "torch", "2.10.0+rocm7.2.4", module=TORCH)
-    site = next((tmp_path / "opt/lib").glob("python3*/site-packages"))
-    with zipfile.ZipFile(next((tmp_path / "theirs").iterdir())) as archive:
-        archive.extractall(site)
     index = tmp_path / "index"
-    wheel(index, "torch", "2.13.0", module="raise ImportError('the wheel of PyPI')")
     wheel(index, "wants_torch", "1.0", requires="torch>=2.9")
-    wheel(index, "xformers", "0.0.35", requires="torch>=2.13")
+    wheel(index, "xformers", "0.0.35", requires="torch>=2.14")
     (tmp_path / "opt/bin/nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "opt/bin/nvidia-smi").chmod(0o755)
+    checkout(tmp_path / "bloomery")
+    return tmp_path
+
+
+def execute(file: str, image: Path, **arguments: str) -> tuple[str, dict[str, str]]:
+    """What the RUN of set-up says, and its environment."""
     environment = {
-        "PATH": f"{tmp_path}/opt/bin:/usr/bin:/bin",
-        "HOME": str(tmp_path),
+        "PATH": f"{image}/opt/bin:/usr/bin:/bin",
+        "HOME": str(image),
         "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(index),
+        "PIP_FIND_LINKS": str(image / "index"),
     }
-    image = checkout(tmp_path / "bloomery")
-    command = next(rest for rest in of(ROOT / "docker/Dockerfile.rocm", "RUN") if "setup.py" in rest)
+    command = next(rest for rest in of(ROOT / "docker" / file, "RUN") if "setup.py" in rest)
     done = subprocess.run(
-        ["sh", "-c", command], cwd=image, env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
+        ["sh", "-c", command], cwd=image / "bloomery", env=environment | arguments, timeout=240,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "this interpreter's PyTorch 2.10.0+rocm7.2.4 stays" in done.stdout
-    python = image / ".venv/bin/python"
-    later = subprocess.run(
-        [python, "-m", "pip", "install", "xformers"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert later.returncode != 0
-    assert "torch==2.10.0+rocm7.2.4" in later.stdout + later.stderr
-    told = subprocess.run([python, "-c", "import torch, wants_torch; print(torch.version.hip)"],
-                          capture_output=True, text=True, check=True).stdout  # fmt: skip
-    assert told == "7.2.53211\n"
+    return done.stdout, environment
+
+
+def later(image: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    python = image / "bloomery/.venv/bin/python"
+    return subprocess.run([python, *words], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_interpreters_rocm_torch_survives_set_up_and_later_installs(image):
+    """As in rocm/pytorch, whose python3 is an environment of its own with torch in it."""
+    wheel(image / "theirs", "torch", "2.10.0+rocm7.2.4", module=TORCH)
+    site = next((image / "opt/lib").glob("python3*/site-packages"))
+    with zipfile.ZipFile(next((image / "theirs").iterdir())) as archive:
+        archive.extractall(site)
+    wheel(image / "index", "torch", "2.14.0", module="raise ImportError('the wheel of PyPI')")
+    said, environment = execute("Dockerfile.rocm", image)
+    assert "this interpreter's PyTorch 2.10.0+rocm7.2.4 stays" in said
+    refused = later(image, environment, "-m", "pip", "install", "xformers")
+    assert refused.returncode != 0
+    assert "torch==2.10.0+rocm7.2.4" in refused.stdout + refused.stderr
+    told = later(image, environment, "-c", "import torch, wants_torch; print(torch.version.hip)")
+    assert told.stdout == "7.2.53211\n"
+
+
+@pytest.mark.parametrize(("file", "cuda"), [("Dockerfile.cuda", "13.0"), ("Dockerfile.cpu", None)])
+def test_the_other_images_get_their_torch_and_keep_it(image, file, cuda):
+    module = TORCH.replace('"7.2.53211", None', f"None, {cuda!r}").replace("2.10.0+rocm7.2.4", "2.13.0")
+    wheel(image / "index", "torch", "2.13.0", module=module)
+    wheel(image / "index", "torch", "2.14.0", module=module)
+    arguments = dict(re.findall(r"(\w+)=\"?([^\"]+)", " ".join(of(ROOT / "docker" / file, "ARG"))))
+    execute(file, image, **arguments)
+    assert later(image, arguments, "-c", "import torch; print(torch.version.cuda)").stdout == f"{cuda}\n"
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(image / "index"), "HOME": str(image)}
+    refused = later(image, environment, "-m", "pip", "install", "xformers")
+    assert refused.returncode != 0
+    assert "torch==2.13.0" in refused.stdout + refused.stderr
