@@ -9,9 +9,9 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import Run
 
 from bloomery.data.loader import Batch, Loader
-from bloomery.data.traits import read_traits
 from bloomery.monitor.events import StepDone
-from bloomery.monitor.explain import Facts, why_not_learning, why_slow
+from bloomery.monitor.explain import why_not_learning, why_slow
+from bloomery.plan.explained import diagnosis_facts
 from bloomery.train import loop
 
 STEPS = 200
@@ -25,31 +25,11 @@ def healthy_plan(prepared: Path, **sections):
     return tiny_plan(prepared, **given | {"train": {"steps": STEPS} | sections.get("train", {})})
 
 
-def facts_of(plan) -> Facts:
-    traits = read_traits(plan.data.prepared)
-    return Facts(
-        vocab_size=plan.model.config.vocab_size,
-        steps=plan.train.steps,
-        tokens_per_step=plan.train.tokens_per_step,
-        sequence_length=plan.data.sequence_length,
-        optimizer=plan.optimizer.kind,
-        learning_rate=plan.optimizer.learning_rate,
-        matrix_learning_rate=plan.optimizer.matrix_learning_rate,
-        warmup_steps=plan.optimizer.warmup_steps,
-        clip=plan.train.clip,
-        precision=plan.train.precision,
-        unigram_nats=traits.unigram_nats,
-        bytes_per_token=traits.bytes_per_token,
-        duplicates=traits.duplicates,
-        text_tokens=traits.tokens,
-    )
-
-
 def said(plan, folder: Path) -> tuple[str, ...]:
     """What is said of a run of this plan, slow causes first."""
     events = Run(plan, folder).events
     assert any(isinstance(event, StepDone) for event in events)
-    facts = facts_of(plan)
+    facts = diagnosis_facts(plan, None)
     return (*why_slow(events, facts), *why_not_learning(events, facts))
 
 
