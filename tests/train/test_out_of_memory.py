@@ -269,5 +269,7 @@ def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
     found = tenants(tmp_path / "sys", tmp_path / "proc")
     assert found == (Tenant(77, "blender", 3 * GIB), Tenant(91, "unknown", GIB), Tenant(78, "firefox", GIB // 2))
     said = memory.told_tenants(found[:1], others=4 * GIB, total=12 * GIB)
-    assert said == "; others use 4.0 GiB of the GPU's 12.0 GiB: blender (process 77) 3.0 GiB"
+    assert said == (
+        "; others use 4.0 GiB of this GPU's 12.0 GiB (on the GPUs of this machine: blender (process 77) 3.0 GiB)"
+    )
     assert memory.told_tenants((), others=GIB // 2, total=12 * GIB) == ""

@@ -104,7 +104,7 @@ def _remedy(plan: Plan) -> str:
 
 
 def who_else(device: str) -> str:
-    """Who else uses this GPU's memory, to be added to a sentence; empty when nobody does, and on the CPU."""
+    """How much of this GPU others hold, and who is on GPUs here; "" when nobody does, and on the CPU."""
     if device != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info()
@@ -113,8 +113,12 @@ def who_else(device: str) -> str:
 
 
 def told_tenants(found: tuple[Tenant, ...], *, others: int, total: int) -> str:
-    """A GiB is left out: the driver's own context of this process takes about as much, and belongs to nobody else."""
+    """To be added to a sentence. `others` is of one GPU, tenants are those of all.
+
+    A GiB is left out: the driver's own context of this process takes about as much, and belongs to nobody else.
+    """
     if others < GIB:
         return ""
     named = ", ".join(f"{tenant.name} (process {tenant.pid}) {format_bytes(tenant.bytes)}" for tenant in found[:3])
-    return f"; others use {format_bytes(others)} of the GPU's {format_bytes(total)}" + (f": {named}" if named else "")
+    used = f"; others use {format_bytes(others)} of this GPU's {format_bytes(total)}"
+    return used + (f" (on the GPUs of this machine: {named})" if named else "")
