@@ -1,7 +1,9 @@
 """Every packaged recipe on every card of the table: a plan that is sound, or a sentence that says why there is none."""
 
 import math
+import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 from plan_help import machine
@@ -9,16 +11,16 @@ from plan_help import machine
 from bloomery.errors import UserError
 from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.profile import build_profile
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.cards import devices
 from bloomery.plan.page import page
 from bloomery.plan.page_figures import dtype_of, reached_flops
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe, packaged
 
+ROOT = Path(__file__).parents[2]
 CARDS = list(devices())
-RECIPES = [
-    name for name in packaged() if name != "everything"
-]  # it names what is not built: refused before a card is asked
+RECIPES = sorted(packaged())
 HUGE = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=80", "train.length=10 steps")
 
 
@@ -93,6 +95,21 @@ def test_a_model_that_is_far_too_large(device):
     sound(plan, where)
     for remedy in plan.remedies:
         assert "saves -" not in remedy.saves
+
+
+def test_the_longest_search_takes_less_than_two_seconds():
+    """Eight billion parameters that fit nowhere: every layout, micro-batch and remedy is planned."""
+    words = (
+        "model.family=llama", "model.hidden_size=4096", "model.intermediate_size=14336", "model.num_layers=32",
+        "model.num_heads=32", "model.max_positions=8192", "data.sequence_length=8192", "train.length=1T tokens",
+        "train.tokens_per_step=16777216", "model.vocab_size=128256",
+    )  # fmt: skip
+    loaded = load_recipe(str(ROOT / "benchmarks" / "retrodiction" / "base.yaml"), words)
+    where = with_gpu(machine(), find_gpu("RX 6700 XT"))
+    began = time.process_time()
+    plan = resolve(loaded, where, gpus=8, nodes=2)
+    assert time.process_time() - began < 2.0
+    assert not plan.fits
 
 
 @pytest.mark.parametrize("gpus", [3, 5, 7, 1024])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 from bloomery.model.config import ModelConfig
 
@@ -10,6 +11,11 @@ Shape = tuple[int, ...]
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every parameter by name, in the order of `Decoder.named_parameters`; a tied head is not listed twice."""
+    return dict(_shapes(config))
+
+
+@cache  # a plan asks for the same model thousands of times
+def _shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     width = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     if config.positions == "learned":
@@ -19,7 +25,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes |= dict(_norm(config, "model.norm", width))
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, width)
-    return shapes
+    return tuple(shapes.items())
 
 
 def _block(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -54,6 +60,7 @@ def matrices(config: ModelConfig) -> Iterator[tuple[str, int, int, bool]]:
     yield "mlp.down_proj", width, inner, config.mlp_bias
 
 
+@cache
 def parameter_count(config: ModelConfig) -> int:
     """Numbers that are learned; tied embeddings count once."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())

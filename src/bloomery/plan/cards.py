@@ -82,7 +82,7 @@ def devices() -> Iterator[Accelerator]:
 def _planned(loaded: LoadedRecipe, machine: Machine, device: Accelerator, gpus: int, nodes: int) -> Card:
     memory = device.memory_bytes / GIB
     try:
-        plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes)
+        plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes, brief=True)
     except UserError as refused:
         return Card(device.name, device.arch, memory, None, refused.problem)
     return Card(device.name, device.arch, memory, plan)
@@ -99,6 +99,7 @@ def _order(card: Card) -> tuple[int, float]:
 def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
     """The table that people compare cards with."""
     count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
+    many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     fitting = [card for card in found if card.fits]
     lines = [
         f"{loaded.name}{count}: {len(fitting)} of {len(found)} cards hold it. From the table, fastest first;"
@@ -110,7 +111,7 @@ def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int
     ]
     if gpus * nodes > 1:
         lines.append("Planned only: this version trains on one device.")
-    return [*lines, f'next      bloomery plan {source} --gpu "{fitting[0].name if fitting else found[0].name}"']
+    return [*lines, f'next      bloomery plan {source} --gpu "{fitting[0].name if fitting else found[0].name}"{many}']
 
 
 def _line(card: Card) -> str:

@@ -86,6 +86,8 @@ def _lay(job: Job, name: str, split: Split) -> Laid | None:
         laid = Laid(name=name, split=split, cut=cut, parts=layout_parts(job, split, cut.load, rows))
         if best is None or _order(laid) < _order(best):
             best = laid
+        if not laid.fits:  # nor will a larger one
+            break
     return best
 
 

@@ -36,7 +36,7 @@ def _part_name(name: str, plan: Plan, profile: Profile) -> str:
         return profile.arch.context_name if profile.arch else "context"
     if name == "half-precision copies":
         return f"{SHORT_NAMES[plan.train.precision]} copies"
-    return "Python, PyTorch" if name == "runtime" else name
+    return {"runtime": "Python, PyTorch", "unsharded layers": "gathered layers"}.get(name, name)
 
 
 def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:

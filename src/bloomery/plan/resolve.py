@@ -40,11 +40,12 @@ def resolve(
     corpus: CorpusFacts | None = None,
     gpus: int = 1,
     nodes: int = 1,
+    brief: bool = False,
 ) -> Plan:
     """The plan of a training run on `machine`, or on `nodes` nodes with `gpus` devices like its own each.
 
-    `prepared`: where the tokenised text is or will be; `corpus`: its facts. Raises UserError for what this version
-    cannot do and for what contradicts itself; that a run does not fit is part of the plan.
+    `prepared`: where the tokenised text is or will be; `corpus`: its facts; `brief`: without remedies. Raises UserError
+    for what this version cannot do and for what contradicts itself; that a run does not fit is part of the plan.
     """
     folder = prepared or Path("prepared") / loaded.name
 
@@ -53,6 +54,8 @@ def resolve(
 
     resolution = _resolution(loaded, machine, corpus, gpus, nodes)
     plan, cut = resolution.plan(folder)
+    if brief:
+        return resolution.judged(plan, cut)
     advised = {
         "remedies": remedies.remedies(loaded, plan, plan_of),
         "later": remedies.later(loaded.recipe, plan, cut.load),
