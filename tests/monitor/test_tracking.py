@@ -101,6 +101,24 @@ def tracked(name, run, events, every=1):
     return warnings
 
 
+def test_a_tracker_is_told_where_nothing_lies_on_this_machine(tmp_path):
+    plan = {
+        "name": "tiny",
+        "data": {"prepared": "/lustre/orion/PROJ123/jane/prepared/tiny-0a1b", "layout": "packed"},
+        "model": {"source": "/home/jane/models/Qwen2.5", "attention": "mask"},
+        "checkpoint": {"hub": "Qwen/Qwen2.5-1.5B"},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    config = tracking.job_of(tmp_path)["config"]
+    assert config == {
+        "data.prepared": "tiny-0a1b",
+        "data.layout": "packed",
+        "model.source": "Qwen2.5",
+        "model.attention": "mask",
+        "checkpoint.hub": "Qwen/Qwen2.5-1.5B",
+    }
+
+
 def test_wandb_gets_the_figures_at_the_pace_of_the_recipe_and_how_the_run_ended(library):
     run = library("wandb", WANDB)
     assert tracked("wandb", run, [step_done(9), step_done(10, 1.5), RunEnded(why="stopped", step=10)], every=10) == []

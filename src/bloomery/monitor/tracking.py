@@ -124,7 +124,7 @@ def job_of(run_dir: Path) -> dict[str, Any]:
         "name": run_dir.name,
         "project": str(plan.get("name") or "bloomery"),
         "folder": str(run_dir),
-        "config": {key: scrub(value) if isinstance(value, str) else value for key, value in _flat(plan)},
+        "config": {key: _told(value) if isinstance(value, str) else value for key, value in _flat(plan)},
         "resumed": resumed,
     }
 
@@ -140,6 +140,11 @@ def _flat(plan: Mapping[str, Any]) -> list[tuple[str, Any]]:
             inner = value.items() if isinstance(value, dict) else [("", value)]
             found += [(f"{section}.{key}.{name}".rstrip("."), item) for name, item in inner]
     return [(key, value) for key, value in found if isinstance(value, str | int | float | bool)]
+
+
+def _told(value: str) -> str:
+    """Without secrets, and of a path on this machine its end alone: the rest names people and projects."""
+    return scrub(Path(value).name if Path(value).is_absolute() else value)
 
 
 def _read(path: Path) -> dict[str, Any]:
