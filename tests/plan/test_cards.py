@@ -49,6 +49,18 @@ def test_the_command_prints_it_and_its_json(tmp_path, monkeypatch):
     assert {"gpu", "fits", "needs_gib", "tokens_per_second", "days", "energy_kwh"} <= set(rows[0])
 
 
+def test_every_card_at_once_is_not_simulated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all", "--simulate"], standalone_mode=False)
+    assert isinstance(said.exception, UserError)
+    assert said.exception.code == 2
+
+
+def test_several_of_each_are_asked_for_again(found):
+    lines = cards_page(found, load_recipe("go-coder-125m"), gpus=8, nodes=2, source="go-coder-125m")
+    assert lines[-1].endswith('" --gpus 8 --nodes 2')
+
+
 def test_a_recipe_that_is_wrong_everywhere_is_one_error():
     with pytest.raises(UserError, match="positions"):
         cards(load_recipe("go-coder-125m", ["data.sequence_length=2048"]), machine())
