@@ -32,18 +32,10 @@ def command(
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
     from bloomery.errors import UserError
-    from bloomery.errors import UserError
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     source = shlex.join([recipe, *overrides])
-    if gpu == "all" and simulate:
-        raise UserError(
-            "--simulate runs a step of one card, and --gpu all names every card",
-            where="--simulate",
-            remedy='name one: --gpu "RX 6700 XT" --simulate',
-            code=2,
-        )
     if gpu == "all":
         if simulate:
             remedy = f"name it: `bloomery plan {recipe} --gpu MI300X --simulate`"
