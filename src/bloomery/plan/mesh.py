@@ -117,7 +117,8 @@ def choose(found: list[Laid]) -> tuple[Laid, str]:
         return best, "nothing is known of this device's speed: the one that needs the least memory"
     for laid in found:  # simplest first
         if laid.fits and laid.seconds is not None and laid.seconds.value <= best.seconds.value * NEARLY:
-            others = [other.name for other in found if other is not laid and not other.fits]
+            fitting = {other.name for other in found if other.fits}
+            others = [other.name for other in found if other.name not in fitting]
             because = (
                 "the fastest that fits" if laid is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
             )

@@ -50,13 +50,21 @@ def simulate(
             remedy="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
         )
     layout = None if plan.mesh is None else plan.mesh.layouts[plan.mesh.chosen]
-    if layout is not None and layout.pipeline > 1:
-        return Simulated({}, ("not yet for a pipeline: the stages of this layout are counted from shapes alone",))
+    missing = None if layout is None else _missing(plan, layout)
+    if missing is not None:
+        return Simulated({}, (f"not yet for {missing}: this layout is counted from shapes alone",))
     started = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
     job = {"plan": plan.model_dump(mode="json"), "fused": fused, "cut": _cut(layout)}
     found = _found(job, seconds, progress)
     return Simulated(found["parts"], tuple(found["notes"]), time.monotonic() - started)
+
+
+def _missing(plan: Plan, layout: LayoutPlan) -> str | None:
+    """What of the layout this version has no code for that could run."""
+    if layout.pipeline > 1:
+        return "the stages of a pipeline"
+    return f"{plan.optimizer.kind} over shards" if layout.shard > 1 and plan.optimizer.kind != "adamw" else None
 
 
 def _cut(layout: LayoutPlan | None) -> tuple[int, int]:
