@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bloomery.bench import measuring
-from bloomery.bench.child import is_out_of_memory
 from bloomery.bench.measuring import Row, search
 from bloomery.bench.rig import longest_batches, rounds
 
@@ -150,17 +149,3 @@ def test_the_longest_batches_are_whole_rows_that_are_learned_everywhere(bench):
     assert one.tokens.shape == (4, 128) and one.weights.min() == 1 and one.documents.max() == 0
     assert torch.equal(one.tokens[:, 1:], one.labels[:, :-1])
     assert one.tokens.max() < 512 and not torch.equal(one.tokens, two.tokens)
-
-
-@pytest.mark.parametrize(
-    ("error", "memory"),
-    [
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("std::bad_alloc"), True),
-        (RuntimeError("HIP error: invalid device function"), False),
-    ],
-)
-def test_what_counts_as_memory(error, memory):
-    assert is_out_of_memory(error) is memory

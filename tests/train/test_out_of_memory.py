@@ -242,7 +242,16 @@ def test_what_counts_as_full_memory():
         torch.empty(2**62, dtype=torch.uint8)
     assert out_of_memory(real.value)
     assert memory._wanted(str(real.value)) == f"{2**62 / 2**40:.1f} TiB"
-    for text in ("CUDA error: out of memory", "HIP error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling"):
+    for text in (
+        "CUDA error: out of memory",
+        "HIP error: out of memory",
+        "HIP out of memory. Tried to allocate 2.00 GiB",
+        "hipErrorOutOfMemory",
+        "CUBLAS_STATUS_ALLOC_FAILED when calling",
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
+        "[Errno 12] Cannot allocate memory",
+        "std::bad_alloc",
+    ):
         assert out_of_memory(RuntimeError(text))
     assert out_of_memory(MemoryError())
     assert not out_of_memory(RuntimeError("HIP error: an illegal memory access was encountered"))

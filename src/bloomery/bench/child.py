@@ -8,30 +8,24 @@ from pathlib import Path
 from bloomery.errors import UserError
 from bloomery.hardware.children import accept, tell
 
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
-
 
 def main() -> int:
     """Tells phases while it works, then what it measured or why it could not."""
     job = accept()
     _prefer_to_be_killed()
     from bloomery.bench.rig import measure
+    from bloomery.train.process import out_of_memory
 
     try:
         tell(job, measure(job, on_phase=lambda name: tell(job, {"phase": name})))
     except UserError as error:
         tell(job, {"outcome": "failed", "said": error.problem})
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not out_of_memory(error):
             raise
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         tell(job, {"outcome": "memory", "said": first[:300]})
     return 0
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch.OutOfMemoryError on GPUs; on a CPU torch and its libraries each have their own words for it."""
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in OUT_OF_MEMORY)
 
 
 def _prefer_to_be_killed() -> None:

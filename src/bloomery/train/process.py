@@ -24,7 +24,8 @@ def set_up_process(plan: Plan) -> None:
 
 
 FULL = re.compile(
-    r"(CUDA|HIP) error: out of memory|ALLOC_FAILED|DefaultCPUAllocator:.*(can't allocate|not enough) memory"
+    r"out of memory|ErrorOutOfMemory|ALLOC_FAILED|bad_alloc|not enough memory|(can't|cannot) allocate memory",
+    re.IGNORECASE,
 )
 
 
