@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.bench.measuring import Bench, Largest, Row
-from bloomery.bench.page import largest_lines, line, noise_line, verdict, verdict_lines
+from bloomery.bench.page import closing, largest_lines, line, noise_line, verdict, verdict_lines
 from bloomery.hardware.detect import detect
 from bloomery.plan.types import Estimate
 
@@ -73,6 +73,15 @@ def test_unequal_steps_are_told(row):
     assert not list(noise_line([replace(row, fastest_seconds=0.9)]))
     (text,) = noise_line([replace(row, fastest_seconds=0.4)])
     assert "1 s or more, the fastest 0.4 s" in text
+
+
+def test_other_programs_on_the_cores_are_told_and_nothing_is_kept(row):
+    calm, disturbed = replace(row, core_wait=0.05), replace(row, core_wait=0.43)
+    assert not list(noise_line([calm])) and not calm.disturbed
+    (text,) = noise_line([calm, disturbed])
+    assert "for 43% of a measurement" in text
+    assert any("nothing" in line for line in closing(disturbed, remembered=False, source="tiny.yaml"))
+    assert not any("nothing" in line for line in closing(calm, remembered=True, source="tiny.yaml"))
 
 
 def test_what_bounds_the_micro_batch_is_said(row):

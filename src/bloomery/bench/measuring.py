@@ -17,6 +17,7 @@ from bloomery.recipe.load import load_recipe
 CHILD = "bloomery.bench.child"
 SILENCE_SECONDS = 900.0  # compiling, or a step of a large model on a small processor, says nothing for minutes
 SECONDS, SEARCH_SECONDS = 8.0, 2.0  # of measuring a point; of a trial on the way to the largest micro-batch
+DISTURBED = 0.15  # of the time without a core
 SLOWEST_STEP = 90.0  # seconds: the search does not try micro-batches that would take longer
 
 Outcome = Literal["ok", "memory", "crashed", "hung", "failed", "refused"]
@@ -38,6 +39,12 @@ class Row:
     fastest_seconds: float | None = None  # `step_seconds` is the median
     peak_gib: float | None = None
     reserved_gib: float | None = None
+    core_wait: float | None = None  # the share of the time that the measuring thread was ready to run and had no core
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs had so much of the processor that the figures are of them, too."""
+        return self.core_wait is not None and self.core_wait > DISTURBED
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -139,6 +146,7 @@ def _row(words: tuple[str, ...], plan: Plan, told: dict[str, Any]) -> Row:
         fastest_seconds=min(times),
         peak_gib=told["peak_gib"],
         reserved_gib=told["reserved_gib"],
+        core_wait=told["core_wait"],
     )
     limit = plan.memory.limit / 2**30
     if row.peak_gib is not None and row.peak_gib > limit:

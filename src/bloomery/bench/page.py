@@ -121,7 +121,12 @@ def _sentence(place: str) -> str:
 
 
 def noise_line(rows: Sequence[Row]) -> Iterator[str]:
-    """A warning when equal steps took unequal times: then the figures are of a machine that does something else."""
+    """A warning when other programs had the cores, or equal steps took unequal times."""
+    disturbed = [row.core_wait for row in rows if row.disturbed and row.core_wait is not None]
+    if disturbed:
+        text = f"other programs held the processor for {max(disturbed):.0%} of a measurement: it could be faster"
+        yield _line("beware", text)
+        return
     times = [(row.fastest_seconds, row.step_seconds) for row in rows if row.fastest_seconds and row.step_seconds]
     noisy = [(fastest, median) for fastest, median in times if median > NOISY * fastest]
     if noisy and 2 * len(noisy) >= len(times):
@@ -141,6 +146,8 @@ def closing(row: Row, *, remembered: bool, source: str) -> Iterator[str]:
             yield _line("", whole)
         if remembered:
             yield _line("kept", "bloomery plan uses this measurement from now on")
+        elif row.disturbed:
+            yield _line("kept", "nothing: end what else runs here, then measure again")
     yield _line("next", f"bloomery train {source}")
 
 

@@ -16,6 +16,7 @@ from bloomery.train.objectives import pretraining
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
+from bloomery.train.vitals import core_wait_seconds
 from bloomery.units import GIB
 
 MOST_ROUNDS = 20
@@ -42,10 +43,13 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     batches = text_batches(plan, together) if job["text"] == "prepared" else longest
     rig.seconds(batches)
     on_phase("measuring")
+    begun, waited = time.perf_counter(), core_wait_seconds()
     times = list(rounds(lambda number: rig.seconds(batches[:number]), plan.train.accumulation, seconds=job["seconds"]))
+    share = None if waited is None else ((core_wait_seconds() or waited) - waited) / (time.perf_counter() - begun)
     reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
     peak = peak_memory_gib(plan.train.device)
-    return {"outcome": "ok", "step_seconds": times, "peak_gib": peak, "reserved_gib": reserved}
+    figures = {"step_seconds": times, "peak_gib": peak, "reserved_gib": reserved, "core_wait": share}
+    return {"outcome": "ok"} | figures
 
 
 @final

@@ -57,7 +57,7 @@ def command(
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, asked)
     made = make_card([*rows, *trials], bench.machine, giver=giver)
-    kept = made is not None and remember(made)
+    kept = made is not None and not rows[0].disturbed and remember(made)
     source = shlex.join((recipe, *overrides))
     table.say("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
     if made is not None and card is not None:
@@ -202,6 +202,7 @@ def _row(row: "Row") -> dict[str, Any]:
         "tokens_per_second": row.tokens_per_second,
         "peak_gib": row.peak_gib,
         "reserved_gib": row.reserved_gib,
+        "core_wait": row.core_wait,
         "plan": None if plan is None else {
             "tokens_per_second": _estimate(planned_rate(plan)),
             "peak_gib": row.planned_gib,

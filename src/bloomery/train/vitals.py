@@ -37,7 +37,7 @@ class Checkup:
         self._all = max(1, sum(self._sizes.values()))
         self._moved: list[tuple[float, float]] = []  # by tensor: the norm of the change, the norm before it
         self._without: float | None = None  # share of parameters without a gradient
-        self._since, self._waited = time.monotonic(), _core_wait_seconds()
+        self._since, self._waited = time.monotonic(), core_wait_seconds()
 
     def due(self, step: int, every: int) -> bool:
         """Whether the step with this number is looked at."""
@@ -61,7 +61,7 @@ class Checkup:
             if parameter.ndim > 1 and size > 0 and math.isfinite(change)
         ]
         still = [name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0]
-        now, waited = time.monotonic(), _core_wait_seconds()
+        now, waited = time.monotonic(), core_wait_seconds()
         labels = label_facts(batches, objective)
         vitals = Vitals(
             step=step,
@@ -156,7 +156,7 @@ def _coincidences(values: Ints) -> float:
     return float((counts * (counts - 1)).sum())
 
 
-def _core_wait_seconds() -> float | None:
+def core_wait_seconds() -> float | None:
     """How long this thread has been ready to run while other threads had the cores; None where Linux does not tell."""
     try:
         return int(SCHEDULER.read_text().split()[1]) / 1e9
