@@ -164,6 +164,12 @@ def test_what_nobody_knows_is_empty_for_programs_and_a_next_step_for_people():
     assert said == "unknown: bloomery doctor --bundle report.json collects what a maintainer needs\n"
 
 
+def test_one_long_line_is_a_message_and_no_name_of_a_file():
+    line = "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. " + "GPU 0 has 1.15 GiB free. " * 10
+    done = doctor("--explain", line, "--json", "--machine", record("rx-6700-xt"))
+    assert done.exit_code == 0 and json.loads(done.output)["findings"][0]["id"] == "hip-out-of-memory", done.output
+
+
 def test_a_message_of_another_kind_of_machine_is_explained_too():
     done = doctor("--explain", "CUDA out of memory", "--json", "--machine", record("rx-6700-xt"))
     assert json.loads(done.output)["findings"][0]["id"] == "cuda-out-of-memory"

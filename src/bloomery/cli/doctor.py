@@ -1,5 +1,6 @@
 """`bloomery doctor`: why this machine does not train, what mends it, and what a message means."""
 
+import errno
 import os
 import re
 import sys
@@ -185,6 +186,8 @@ def _told(text: str) -> str:
             return end_of(file)
         return text
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no name of a file: one long line of a log
+            return text
         remedy = "name a file that can be read, or pipe it: `bloomery doctor --explain -` reads what is piped in"
         problem = f"{text} cannot be read: {(error.strerror or 'unknown').lower()}"
         raise UserError(problem, where="--explain", remedy=remedy, code=2) from error
