@@ -73,9 +73,13 @@ def device_of(machine: Machine) -> Device:
         spec = gpu_spec(accelerator)
         return Device(spec.name if spec else accelerator.name, accelerator.arch, 0)
     cpu = cpu_spec(machine.host)
+    return Device(machine.host.cpu_name, cpu.flag if cpu else "", threads(machine))
+
+
+def threads(machine: Machine) -> int:
+    """That compute on the processor: every core, unless the user has bounded OpenMP."""
     asked = machine.software.environment.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) > 0 else machine.host.cpu_cores
-    return Device(machine.host.cpu_name, cpu.flag if cpu else "", threads)
+    return int(asked) if asked.isdigit() and int(asked) > 0 else machine.host.cpu_cores
 
 
 def remember(card: Card) -> bool:

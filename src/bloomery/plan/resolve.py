@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from bloomery.choice import Choice
-from bloomery.hardware.calibration import Card, calibration
+from bloomery.hardware.calibration import Card, calibration, threads
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig
@@ -223,7 +223,7 @@ class _Resolution:
             clip=asked.clip,
             seed=asked.seed,
             deterministic=choose_deterministic(self.recipe, self.profile).value,
-            threads=sections.threads(self.machine),
+            threads=threads(self.machine),
             device=self.profile.device.value,
         )
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from bloomery.choice import Choice
-from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.plan import lengths
 from bloomery.plan.choices import ASKED
@@ -18,12 +17,6 @@ from bloomery.plan.types import (
 )
 from bloomery.recipe.schema import Command, Recipe, Wsd
 from bloomery.units import Duration
-
-
-def threads(machine: Machine) -> int:
-    """Every core, unless the user has bounded OpenMP."""
-    asked = machine.software.environment.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else machine.host.cpu_cores
 
 
 def data(recipe: Recipe, profile: Profile, prepared: Path) -> DataPlan:
