@@ -13,6 +13,14 @@ from bloomery.cli import cli
 from bloomery.cli.doctor import MOST_BYTES
 from bloomery.errors import UserError
 
+HOST = {
+    "accelerators": [],
+    "host": {
+        "system": "Linux", "cpu_name": "x", "cpu_cores": 2, "memory_bytes": 1, "memory_free_bytes": 1,
+        "disk_free_bytes": 1,
+    },
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def _a_folder_of_its_own(tmp_path, monkeypatch):
@@ -38,6 +46,9 @@ def refusal(*words: str) -> UserError:
         ({"accelerators": [], "host": {"system": 1}, "software": {}}, "host.system: input should be a valid string"),
         ({"machine": {"accelerators": [{"index": "x"}]}}, "accelerators.0.index: input should be a valid integer"),
         ([1, 2], "all of it: input should be"),
+        (HOST | {"software": {"python": "3.12.4", "torch": "mine"}}, "software.torch: string should match pattern"),
+        (HOST | {"software": {"python": ""}}, "software.python: string should match pattern"),
+        (HOST | {"software": {"python": "3.12.4"}, "host": {**HOST["host"], "cpu_cores": 0}}, "host.cpu_cores: input"),
     ],
 )
 def test_a_record_with_a_wrong_type_names_the_key(tmp_path, content, said):

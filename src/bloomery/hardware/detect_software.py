@@ -57,9 +57,10 @@ def read_software(root: Path) -> Software:
     versions = {package.name: package.version for package in packages}
     table = _torch_table()
     values = _assignments(text_of(table)) if table else {}
+    torch = values.get("__version__") or versions.get("torch") or ""
     return Software(
         python=platform.python_version(),
-        torch=values.get("__version__") or versions.get("torch"),
+        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder of that name is no PyTorch
         build=_build(values) if values else None,
         triton=next((versions[name] for name in TRITONS if name in versions), None),
         environment={name: _nameless(value) for name, value in sorted(os.environ.items()) if matters(name)},

@@ -1,9 +1,9 @@
 """What was found on a machine, as values that go to JSON and back."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from bloomery.errors import UserError
 
@@ -12,6 +12,7 @@ class Frozen(BaseModel, frozen=True, extra="ignore"):
     """Recorded machines of newer versions still load."""
 
 
+Version = Annotated[str, Field(pattern=r"^\d{1,9}\.\d{1,9}")]  # 2.13.0+rocm7.2, 3.12.4
 Opening = Literal["open", "denied", "absent", "hung"]  # hung: the driver did not answer
 
 
@@ -92,7 +93,7 @@ class Package(Frozen):
 
     name: str
     version: str
-    installed: float = 0.0  # seconds since 1970
+    installed: Annotated[float, Field(ge=0, le=2**35)] = 0.0  # seconds since 1970
     requested: bool = False  # somebody asked pip for it by name
     requires_torch: str = ""  # its requirement, "torch>=2.8"
 
@@ -120,7 +121,7 @@ class Probe(Frozen):
 class Host(Frozen):
     system: str  # Linux
     cpu_name: str
-    cpu_cores: int  # that this process may use: affinity and cgroup
+    cpu_cores: Annotated[int, Field(ge=1)]  # that this process may use: affinity and cgroup
     cpu_flags: tuple[str, ...] = ()  # those that matter: avx2, avx512f, avx512_bf16, amx_bf16
     memory_bytes: int  # the cgroup's limit where there is one
     memory_free_bytes: int
@@ -135,8 +136,8 @@ class Host(Frozen):
 
 
 class Software(Frozen):
-    python: str
-    torch: str | None = None  # the installed version, read without importing it
+    python: Version
+    torch: Version | None = None  # the installed version, read without importing it
     build: Literal["cpu", "cuda", "rocm"] | None = None
     triton: str | None = None
     environment: dict[str, str] = {}  # the variables that matter, such as HSA_OVERRIDE_GFX_VERSION
