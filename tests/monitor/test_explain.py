@@ -54,11 +54,15 @@ CASES = {
         "the steps wait for data (40% of their time, 200 ms a step)",
         "data.prefetch",
     ),
-    "communication": (
-        steady(communication_seconds=0.15),
+    "crowded": (
+        [
+            e
+            for s in steady()
+            for e in (s, GpuSampled(step=s.step, device=0, reserved_gib=10.5, fragmentation=0.2, alloc_retries=s.step))
+        ],
         GPU,
-        "the devices wait for each other (30% of the steps' time",
-        "train.tokens_per_step",
+        "gives its cache back and asks the driver again and again (100 times in 100 steps; 20% of 10.5 GiB",
+        "train.micro_batch",
     ),
     "fallen back": (
         steady(attention="sdpa"),

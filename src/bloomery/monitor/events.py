@@ -58,7 +58,6 @@ class StepDone(Event):
     data_wait_seconds: float
     memory_gib: float
     learned_tokens: int | None = None  # labels that counted in the loss of this step
-    communication_seconds: float | None = None  # waited for other devices; None where nothing was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,7 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSampled(Event):
-    """One device at work; None is what nothing here can read. The launcher tells all but the last four fields."""
+    """One device at work; None is what nothing here can read. Training tells the last four, the launcher the rest."""
 
     device: int  # of the machine's accelerators; PROCESSOR is the processor
     name: str = ""

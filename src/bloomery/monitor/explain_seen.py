@@ -84,6 +84,7 @@ class Seen:
     told_at: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
     vitals: deque[Vitals] = field(default_factory=lambda: deque(maxlen=RECENT))
     gpus: deque[GpuSampled] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
+    allocator: deque[GpuSampled] = field(default_factory=lambda: deque(maxlen=RECENT))  # as training tells it
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out loss
     attention: str = ""
     step: int = 0
@@ -110,6 +111,8 @@ class Seen:
                 self.evaluation_seconds += event.seconds
             case Saved():
                 self.saving_seconds += event.seconds
+            case GpuSampled() if event.reserved_gib is not None:
+                self.allocator.append(event)
             case GpuSampled() if event.device >= 0:
                 self.gpus.append(event)
             case RunStarted():
@@ -151,6 +154,7 @@ class Seen:
         self.moved = deque(past, maxlen=RECENT)
         self.recent = deque((told for told in self.recent if told.step <= step), maxlen=RECENT)
         self.vitals = deque((told for told in self.vitals if told.step <= step), maxlen=RECENT)
+        self.allocator = deque((told for told in self.allocator if told.step <= step), maxlen=RECENT)
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
         self.first, self.step = self.first if step else None, step
 

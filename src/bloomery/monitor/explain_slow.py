@@ -1,6 +1,7 @@
-"""Why a run is slow: data, other devices, attention, heat, other programs, compiling, looking, saving, recomputing."""
+"""Why a run is slow: data, full memory, attention, heat, other programs, compiling, looking, saving, recomputing."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 from bloomery.monitor.events import GpuSampled
@@ -10,7 +11,7 @@ SECONDS = 30.0  # of steps before a speed is judged: less is noise, and nobody w
 
 # Each threshold is a share of the time that a person would want back: what is below is not worth an edit.
 DATA = 0.1  # the loader reads memory-mapped shards ahead of the step; in sound runs it is below 1%
-COMMUNICATION = 0.2  # exposed, beside the computation
+RETRIES = 0.1  # of the steps: each stops the device and gives all that is cached back to the driver
 CORES = 0.15  # of the wall clock; the training thread feeds a GPU, too
 BETWEEN = 0.2  # of the run: evaluations and saves are the price of knowing and of not losing
 COMPILING = 0.1
@@ -28,12 +29,12 @@ def slow(seen: Seen, facts: Facts) -> list[Finding]:
         return [*_attention(seen, facts)]
     found = [
         *_data(seen),
-        *_communication(seen),
         *_attention(seen, facts),
         *_heat(seen),
         *_cores(seen),
         *_compiling(seen, facts),
         *_graphs(seen),
+        *_crowded(seen),
         *_between(seen, facts),
         *_recomputing(seen, facts),
     ]
@@ -58,17 +59,6 @@ def _median_wait(seen: Seen) -> float:
 
 def _share(seen: Seen, parts: list[float | None]) -> float:
     return total(parts) / max(1e-9, sum(step.step_seconds for step in seen.recent))
-
-
-def _communication(seen: Seen) -> Iterator[Finding]:
-    share = _share(seen, [step.communication_seconds for step in seen.recent])
-    if share > COMMUNICATION:
-        yield Finding(
-            "communication",
-            "the devices wait for each other",
-            f"{share:.0%} of the steps' time goes into exchanging gradients and weights",
-            "exchange less often: a larger train.tokens_per_step, or a larger train.micro_batch where memory allows",
-        )
 
 
 def _attention(seen: Seen, facts: Facts) -> Iterator[Finding]:
@@ -150,6 +140,23 @@ def _graphs(seen: Seen) -> Iterator[Finding]:
             "torch.compile keeps compiling",
             f"{early} graphs at the start, {last} at step {seen.vitals[-1].step:,}",
             "set train.compile=false, and report the shape that changes",
+        )
+
+
+def _crowded(seen: Seen) -> Iterator[Finding]:
+    """A process that resumes counts from zero again."""
+    told = [(sample, sample.alloc_retries) for sample in seen.allocator if sample.alloc_retries is not None]
+    if len(told) < 2:
+        return
+    retries = sum(max(0, after - before) for (_, before), (_, after) in pairwise(told))
+    steps, last = told[-1][0].step - told[0][0].step, told[-1][0]
+    if retries > RETRIES * max(steps, FEW):
+        yield Finding(
+            "crowded",
+            "memory is so full that PyTorch gives its cache back and asks the driver again and again",
+            f"{retries:,} times in {steps:,} steps; {last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB"
+            f" lies free in pieces",
+            "set a smaller train.micro_batch: it is accumulated to the same tokens a step",
         )
 
 

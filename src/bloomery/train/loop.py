@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from bloomery import __version__
 from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher
 from bloomery.data.shards import read_manifest
@@ -23,7 +25,7 @@ from bloomery.train.evaluation import Evaluation, evaluate, samples
 from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import Objective, pretraining
-from bloomery.train.process import peak_memory_gib, set_up_process
+from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
 from bloomery.train.profile import Recorder
 from bloomery.train.schedules import planned_share
 from bloomery.train.self_test import check_attention
@@ -54,6 +56,7 @@ class Job:
     checkup: Checkup
     recorder: Recorder
     began: float  # time.perf_counter() at the start
+    device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
     saving_due: bool = False
@@ -149,6 +152,8 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     )
     if checkup is not None:
         job.emit(checkup.report(job.step, batches, job.objective, compiled=plan.compile))
+        if plan.device == "cuda":
+            job.emit(allocator_sample(torch.cuda.memory_stats(), step=job.step, device=job.device))
     return judge(job, result, rows, batches[0])
 
 
@@ -348,6 +353,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         checkup=Checkup(dict(state.trainee.model.named_parameters())),
         recorder=Recorder(run_dir, state.trainee, emit),
         began=began,
+        device=training_device(run_dir / "machine.json"),
         saved_step=state.progress.step,
     )
     announce(job)

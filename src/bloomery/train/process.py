@@ -3,10 +3,14 @@
 import re
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from bloomery.hardware.machine import read_machine
+from bloomery.hardware.profile import build_profile
+from bloomery.monitor.events import GpuSampled
 from bloomery.plan.types import Plan
 from bloomery.units import GIB
 
@@ -32,6 +36,27 @@ FULL = re.compile(
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: of PyTorch's allocators, of a GPU library beside them, or of Python itself."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(FULL.search(str(error)))
+
+
+def training_device(machine: Path) -> tuple[int, str]:
+    """Number and name, among the accelerators of the run's recorded machine, of the one that training uses."""
+    used = build_profile(read_machine(machine)).accelerator if machine.is_file() else None
+    return (0, "") if used is None else (used.index, used.name)
+
+
+def allocator_sample(stats: Mapping[str, int], *, step: int, device: tuple[int, str]) -> GpuSampled:
+    """What PyTorch's allocator holds. `stats`: those of `torch.cuda.memory_stats()`."""
+    reserved = stats.get("reserved_bytes.all.current", 0)
+    between = stats.get("inactive_split_bytes.all.current", 0)  # a segment with a tensor in it cannot go back
+    return GpuSampled(
+        step=step,
+        device=device[0],
+        name=device[1],
+        allocated_gib=round(stats.get("allocated_bytes.all.current", 0) / GIB, 3),
+        reserved_gib=round(reserved / GIB, 3),
+        fragmentation=round(between / reserved, 3) if reserved else 0.0,
+        alloc_retries=stats.get("num_alloc_retries", 0),
+    )
 
 
 def resident_gib() -> float:

@@ -1,0 +1,55 @@
+"""What PyTorch's allocator holds is told at the pace of vitals; no GPU is here, so its statistics are made up."""
+
+from pathlib import Path
+
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run
+
+from bloomery.monitor.events import GpuSampled, Vitals
+from bloomery.train import loop
+from bloomery.train.process import allocator_sample, training_device
+from bloomery.units import GIB
+
+MACHINES = Path(__file__).parents[1] / "machines"
+STATS = {
+    "allocated_bytes.all.current": 3 * GIB,
+    "allocated_bytes.all.peak": 9 * GIB,
+    "reserved_bytes.all.current": 8 * GIB,
+    "inactive_split_bytes.all.current": 2 * GIB,
+    "num_alloc_retries": 4,
+}
+
+
+def test_what_lies_between_tensors_is_fragmentation_and_a_free_segment_is_not():
+    told = allocator_sample(STATS, step=7, device=(1, "RX 6700 XT"))
+    assert (told.step, told.device, told.name) == (7, 1, "RX 6700 XT")
+    assert (told.allocated_gib, told.reserved_gib, told.fragmentation, told.alloc_retries) == (3.0, 8.0, 0.25, 4)
+    assert told.memory_gib is None and told.seconds == 0
+    assert allocator_sample({}, step=1, device=(0, "")).fragmentation == 0
+
+
+def test_the_device_is_the_one_that_the_profile_chose(tmp_path):
+    assert training_device(tmp_path / "machine.json") == (0, "")
+    number, name = training_device(MACHINES / "h200.json")
+    assert (number, "H200" in name) == (0, True)
+
+
+def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, monkeypatch):
+    opened = loop.open_job
+
+    def on_a_gpu(plan, *rest):
+        job = opened(plan, *rest)
+        job.plan = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
+        return job
+
+    monkeypatch.setattr(loop, "open_job", on_a_gpu)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: STATS)
+    monkeypatch.setattr(loop, "peak_memory_gib", lambda device: 0.0)
+    run = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 4}), tmp_path / "run")
+    assert [event.step for event in run.of(GpuSampled)] == [event.step for event in run.of(Vitals)] != []
+    assert run.of(GpuSampled)[0].reserved_gib == 8.0
+
+
+def test_on_a_processor_there_is_none(prepared, tmp_path):
+    assert Run(tiny_plan(prepared, config=CONFIG, train={"steps": 2}), tmp_path / "run").of(GpuSampled) == []
