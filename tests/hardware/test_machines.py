@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.assume import with_gpu
-from bloomery.hardware.doctor_finding import install
+from bloomery.hardware.assume import install, with_gpu
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.specs import arch_spec, find_gpu, gpu_spec
 from bloomery.units import GIB

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from bloomery.hardware.assume import install
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.hardware.symptoms import Symptom, Symptoms, agree, install_command, match, symptoms
+from bloomery.hardware.symptoms import Symptom, Symptoms, agree, match, symptoms
 
 FOLDER = Path(__file__).parent
 MACHINES = FOLDER.parent / "machines"
@@ -120,9 +121,19 @@ def test_the_kernels_log_and_a_programs_output_are_told_apart():
     ],
 )
 def test_the_command_that_installs_fits_the_machine(name, command):
-    assert install_command(machine(name)) == command
+    assert install(machine(name)) == command
     found = match("Torch not compiled with CUDA enabled", machine=machine(name))[0]
     assert found.remedy[0].startswith(command)
+
+
+def test_the_command_passes_our_own_pin_and_knows_the_site():
+    here = machine("rx-6700-xt-wrong-wheel")
+    pinned = here.model_copy(update={"software": here.software.model_copy(update={"pinned": "torch==2.13.0+rocm7.2"})})
+    for subject, part in (
+        (pinned, "PIP_CONSTRAINT=/dev/null pip"),
+        (machine("mi250x-frontier-slurm"), "2.10.0+rocm7.1"),
+    ):
+        assert part in match("Torch not compiled with CUDA enabled", machine=subject)[0].remedy[0]
 
 
 def test_without_a_machine_the_doctor_is_asked_for_the_build():

@@ -1,9 +1,9 @@
 """What training would do on a machine, once it is mended: the last lines of `bloomery doctor`."""
 
 from bloomery.errors import UserError
-from bloomery.hardware.assume import with_gpu
+from bloomery.hardware.assume import best_device, with_gpu
 from bloomery.hardware.doctor import ready
-from bloomery.hardware.doctor_finding import Finding, best_device
+from bloomery.hardware.doctor_finding import Finding
 from bloomery.hardware.doctor_torch import OVERRIDE
 from bloomery.hardware.machine import Machine
 from bloomery.plan.here import plan_here

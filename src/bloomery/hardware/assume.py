@@ -7,6 +7,17 @@ from bloomery.hardware.visible import CUDA_ORDER, MASKS
 from bloomery.hardware.wheels import TorchBuild, torch_builds
 
 
+def best_device(machine: Machine) -> Accelerator | None:
+    """The card that training is meant for: no processor graphics where there is a card, of cards those that the
+    installed PyTorch was built for, of those the most memory."""
+    maker = {"rocm": "amd", "cuda": "nvidia"}.get(machine.software.build or "")
+    return max(
+        machine.accelerators,
+        key=lambda one: (not one.integrated, one.vendor == maker, one.usable_bytes, -one.index),
+        default=None,
+    )
+
+
 def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBuild]:
     """The builds of PyTorch that fit `device` in this machine, the best first; never empty."""
     major, minor = (int(part) for part in machine.software.python.split(".")[:2])
@@ -19,6 +30,14 @@ def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBu
         driver=int(driver) if driver.isdigit() else None,
         site=machine.host.around.site,
     )
+
+
+def install(machine: Machine, *, anew: bool = True) -> str:
+    """The command that installs the fitting build; `anew`: over another build of that version, which pip would keep."""
+    command = fitting_builds(machine, best_device(machine))[0].command
+    if anew:
+        command = command.replace("pip install ", "pip install --force-reinstall ", 1)
+    return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command  # the pin names the old build
 
 
 def with_gpu(machine: Machine, device: Accelerator) -> Machine:

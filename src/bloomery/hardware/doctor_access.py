@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from bloomery.hardware.doctor_finding import AGAIN, PROBE, Finding, Fix, best_device, has_amd
+from bloomery.hardware.assume import best_device
+from bloomery.hardware.doctor_finding import AGAIN, PROBE, Finding, Fix, has_amd
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.symptoms import Level
 from bloomery.hardware.visible import MASKS, hidden

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from bloomery.hardware.assume import fitting_builds
-from bloomery.hardware.machine import Accelerator, Machine
+from bloomery.hardware.assume import best_device, fitting_builds, install
+from bloomery.hardware.machine import Machine
 from bloomery.hardware.symptoms import Level, vendors
 
 PROBE = "bloomery doctor --probe"
@@ -40,27 +40,8 @@ class Finding:
 Rule = Callable[[Machine], Iterator[Finding]]
 
 
-def best_device(machine: Machine) -> Accelerator | None:
-    """The card that training is meant for: no processor graphics where there is a card, of cards those that the
-    installed PyTorch was built for, of those the most memory."""
-    maker = {"rocm": "amd", "cuda": "nvidia"}.get(machine.software.build or "")
-    return max(
-        machine.accelerators,
-        key=lambda one: (not one.integrated, one.vendor == maker, one.usable_bytes, -one.index),
-        default=None,
-    )
-
-
 def has_amd(machine: Machine) -> bool:
     return "amd" in vendors(machine)
-
-
-def install(machine: Machine, *, anew: bool = True) -> str:
-    """The command that installs the fitting build; `anew`: over another build of that version, which pip would keep."""
-    command = fitting_builds(machine, best_device(machine))[0].command
-    if anew:
-        command = command.replace("pip install ", "pip install --force-reinstall ", 1)
-    return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command  # the pin names the old build
 
 
 def install_step(machine: Machine, *, anew: bool = True) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from bloomery.hardware.doctor_finding import PROBE, Finding, best_device, install
+from bloomery.hardware.assume import best_device, install
+from bloomery.hardware.doctor_finding import PROBE, Finding
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.hardware.profile import build_profile
 from bloomery.hardware.specs import arch_spec

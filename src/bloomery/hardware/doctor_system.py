@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from bloomery.hardware.doctor_finding import PROBE, Finding, best_device
+from bloomery.hardware.assume import best_device
+from bloomery.hardware.doctor_finding import PROBE, Finding
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.units import GIB, format_bytes

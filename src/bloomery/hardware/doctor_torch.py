@@ -4,18 +4,8 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 
-from bloomery.hardware.assume import fitting_builds
-from bloomery.hardware.doctor_finding import (
-    NUMBER,
-    PROBE,
-    Finding,
-    Fix,
-    best_device,
-    has_amd,
-    install,
-    install_step,
-    installs,
-)
+from bloomery.hardware.assume import best_device, fitting_builds, install
+from bloomery.hardware.doctor_finding import NUMBER, PROBE, Finding, Fix, has_amd, install_step, installs
 from bloomery.hardware.machine import Accelerator, Machine, Package, Setting
 from bloomery.hardware.wheels import AMD_WHEELS, NOT_FROM_PYTORCH, OLDEST_TORCH, PYTORCH_ROCM, series
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
+from bloomery.hardware.assume import install
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.wheels import torch_builds
 
 Level = Literal["stops", "slows", "note"]
 Stream = Literal["stderr", "exception", "dmesg", "any"]
@@ -182,19 +182,4 @@ def filled(step: str, machine: Machine | None) -> str:
         return step
     if machine is None or not machine.accelerators:
         return "bloomery doctor  # names the PyTorch that fits this machine"
-    return install_command(machine) + "  # the build that has this chip's kernels"
-
-
-def install_command(machine: Machine) -> str:
-    """`pip install ...` of the build that fits the GPU with the most memory here."""
-    major, minor = (int(part) for part in machine.software.python.split(".")[:2])
-    best = max(machine.accelerators, key=lambda one: (not one.integrated, one.memory_bytes), default=None)
-    driver = machine.host.driver.nvidia.partition(".")[0]
-    builds = torch_builds(
-        best.arch if best else None,
-        python=(major, minor),
-        system=machine.host.system,
-        processor=machine.host.processor,
-        driver=int(driver) if driver.isdigit() else None,
-    )
-    return builds[0].command.replace("pip install ", "pip install --force-reinstall ", 1)
+    return install(machine) + "  # the build that has this chip's kernels"
