@@ -238,8 +238,13 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"1")
     with pytest.raises(UserError, match=r"most are 1 \.bin"):
         texts(tmp_path)
-    with pytest.raises(UserError, match="no file matches"):
+    (tmp_path / "b.md").write_text("b")
+    with pytest.raises(UserError, match=r"no file matches '\*.go'; most are 1 \.bin, 1 \.md") as told:
         texts(tmp_path, glob="*.go")
+    assert told.value.remedy == 'data.glob="*.bin"'
+    with pytest.raises(UserError) as missing:
+        texts(tmp_path.with_name(tmp_path.name + "z"))
+    assert missing.value.remedy == f"did you mean data.path={tmp_path}?"
 
 
 def test_stdlib_is_code_without_tables_and_tests():

@@ -152,6 +152,9 @@ def test_a_misspelt_gpu_gets_its_neighbours():
     with pytest.raises(UserError, match="not in the table") as error:
         find_gpu("RX 6701 XT")
     assert "Radeon RX 6700 XT" in error.value.remedy
+    with pytest.raises(UserError) as unlike:
+        find_gpu("Frontier")
+    assert "--gpu all" in unlike.value.remedy
 
 
 def test_the_visible_memory_is_the_drivers():

@@ -1,6 +1,7 @@
 """What `bloomery plan` prints: layout, width, exit codes, JSON."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -98,6 +99,7 @@ def test_the_best_product_is_the_second_denominator():
     [
         (load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT")),
         (load_recipe("go-coder-125m"), machine()),
+        (load_recipe("go-coder-tiny"), gpu_machine("MI300X")),  # rows of a million tokens
         (load_recipe("demo"), machine(flags=())),
         (loaded(), gpu_machine("MI300X")),
         (loaded(train={"length": "2 epochs", "activation_checkpointing": "full"}), machine(free_gib=0.1)),
@@ -107,6 +109,13 @@ def test_no_line_is_wider_than_the_page(recipe, where):
     lines = page(resolve(recipe, where), where, source=recipe.name, verbs=["train"])
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 45
+
+
+def test_the_words_of_a_claim_and_its_verdict_stay_apart():
+    where = gpu_machine("RX 6700 XT")
+    recipe = load_recipe("everything")
+    text = "\n".join(page(resolve(recipe, where), where, source="everything", verbs=[]))
+    assert re.search(r"2 M to 4 M tokens {2,}open", text) and re.search(r"100,000 tokens/s {2,}\w", text)
 
 
 def test_a_run_that_does_not_fit_says_so_first():

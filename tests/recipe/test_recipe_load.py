@@ -100,6 +100,8 @@ def test_a_key_of_another_section_is_found(write):
         ("train: {length: 0 steps}", "must be longer than nothing"),
         ("train: {seed: true}", "a whole number, not true"),
         ('optimizer: {learning_rate: "5e-4"}', "remove the quotes"),
+        ("optimizer: {learning_rate: 1e}", "shows every key"),
+        ("train: {tokens_per_step: 4Ki}", "'4Ki' is not a count; write a number such as 195000, 1.5M or 10B, or auto"),
         ("optimizer: {learning_rate: .nan}", "not a usable number"),
         ("optimizer: {learning_rate: 1e400}", "not a usable number"),
         ("optimizer: {betas: [0.9]}", "a value is missing in this list"),

@@ -1,7 +1,9 @@
 """Which files a source means, in an order that no file system decides, and what format each has."""
 
+import difflib
 import fnmatch
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ def list_files(source: Source) -> list[SourceFile]:
         )
     root = Path(source.path)
     if not root.exists():
-        raise UserError("there is no such file or folder", where=f"data.path: {source.path}", remedy="mend the path")
+        raise UserError("there is no such file or folder", where=f"data.path: {source.path}", remedy=_near(root))
     if not root.is_file() and not root.is_dir():
         remedy = "name a file or a folder of files"
         raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", remedy=remedy)
@@ -59,6 +61,13 @@ def list_files(source: Source) -> list[SourceFile]:
     if not chosen:
         raise _nothing(root, source.glob, found)
     return [SourceFile(root / name, name, _format(root / name, source.format)) for name in chosen]
+
+
+def _near(root: Path) -> str:
+    """What to do about a path that does not exist: the name beside it that was probably meant."""
+    beside = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
+    near = difflib.get_close_matches(root.name, beside, n=1)
+    return f"did you mean data.path={shlex.quote(str(root.with_name(near[0])))}?" if near else "mend data.path"
 
 
 def _walk(root: Path, glob: str | None) -> Iterator[str]:
@@ -107,13 +116,14 @@ def _format(path: Path, asked: str) -> str:
 
 def _nothing(root: Path, glob: str | None, found: list[str]) -> UserError:
     if glob:
-        return UserError(f"no file matches {glob!r}", where=f"data.path: {root}", remedy="mend data.glob")
+        found = sorted(_walk(root, None))
     if not found:
         return UserError("the folder is empty", where=f"data.path: {root}", remedy="put text there, or mend the path")
-    kinds = ", ".join(
-        f"{count} {suffix or 'without a suffix'}"
-        for suffix, count in Counter(suffix_of(Path(n)) for n in found).most_common(3)
-    )
+    suffixes = Counter(suffix_of(Path(name)) for name in found).most_common(3)
+    kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
+    if glob:
+        meant = next((f'data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "mend data.glob")
+        return UserError(f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", remedy=meant)
     return UserError(
         f"no file of a known format lies here; most are {kinds}",
         where=f"data.path: {root}",

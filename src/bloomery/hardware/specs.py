@@ -218,4 +218,5 @@ def _nearest(text: str) -> str:
     names: Sequence[str] = [spec.name for spec in table().gpu]
     keys = {_key(name): name for name in names}
     near = difflib.get_close_matches(_key(text), list(keys), n=3, cutoff=0.5)
-    return "did you mean " + " or ".join(keys[key] for key in near) + "?" if near else "a GPU can be added to gpus.toml"
+    every = "`bloomery plan RECIPE --gpu all` shows every name; a GPU can be added to gpus.toml"
+    return "did you mean " + " or ".join(keys[key] for key in near) + "?" if near else every

@@ -169,8 +169,10 @@ def _total(plan: Plan) -> str:
 
 def _claims(plan: Plan) -> list[str]:
     rows: list[str] = []
-    for verdict in _merged(plan.claims):
-        head = f"{verdict.claim:<16}{verdict.verdict:<8}"
+    verdicts = _merged(plan.claims)
+    claim = max(16, *(len(verdict.claim) + 2 for verdict in verdicts))
+    for verdict in verdicts:
+        head = f"{verdict.claim:<{claim}}{verdict.verdict:<8}"
         room = WIDTH - LABEL - len(head)
         first, *rest = textwrap.wrap(verdict.because, room) or [""]
         rows += [head + first, *(" " * len(head) + line for line in rest)]

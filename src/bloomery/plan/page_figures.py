@@ -158,8 +158,9 @@ def longest_line(plan: Plan) -> str:
         return "not even a row of 256 tokens fits"
     if plan.train.activation_checkpointing == "full" or longest.as_planned == longest.checkpointed:
         return f"rows of {longest.checkpointed:,} tokens would fit, one at a time"
-    whole = f"{longest.checkpointed:,} with every layer computed again"
-    return f"rows of {longest.as_planned:,} tokens would fit, one at a time; {whole}"
+    line = f"rows of {longest.as_planned:,} tokens would fit, one at a time; {longest.checkpointed:,}"
+    again = " with every layer computed again"
+    return line + (again if LABEL + len(line + again) <= WIDTH else " with layers computed again")
 
 
 def two_digits(value: float) -> str:

@@ -1,5 +1,6 @@
 """Turns what pydantic found into sentences: where it stands, what is wrong, which word was probably meant."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -121,6 +122,9 @@ def _mistake(path: KeyPath, found: list[ErrorDetails], data: Any, origins: Mappi
     if kind == "value_error" and len(found) == 1:
         return Mistake(path, place, str(found[0]["ctx"]["error"]))
     words = [word for detail in found for word in _quoted(str(detail.get("ctx", {}).get("expected", "")))]
+    told = [str(detail["ctx"]["error"]) for detail in found if detail["type"] == "value_error"]
+    if told and words:  # a sentence of its own, and the words that would do as well
+        return Mistake(path, place, f"{told[0]}, or {_listed(words)}", _nearest(value, words))
     others = dict.fromkeys(_expectation(detail) for detail in found if detail["type"] != "literal_error")
     expected = [*words, *(part for other in others for part in other.split(" or "))]
     return Mistake(
@@ -146,7 +150,14 @@ def _expectation(detail: ErrorDetails) -> str:
 
 def _unquoted(value: object, found: list[ErrorDetails]) -> str:
     wants_number = any(detail["type"] in ("int_type", "float_type") for detail in found)
-    return "remove the quotes" if wants_number and isinstance(value, str) and re.fullmatch(r"[-+.\de]+", value) else ""
+    return "remove the quotes" if wants_number and isinstance(value, str) and _is_number(value) else ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def place_of(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
@@ -183,7 +194,7 @@ def _shown(value: object) -> str:
 
 
 def _nearest(value: object, words: list[str]) -> str:
-    near = get_close_matches(str(value), words, n=1, cutoff=0.5)
+    near = get_close_matches(str(value), words, n=1, cutoff=0.5) if value is not None else []
     return f"did you mean {near[0]}?" if near else ""
 
 
