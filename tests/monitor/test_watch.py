@@ -15,12 +15,13 @@ from bloomery.monitor.events import (
     RunEnded,
     RunStarted,
     Sampled,
+    Tail,
     Warned,
     to_json,
 )
 from bloomery.monitor.plot import plot, settled_top
 from bloomery.monitor.tally import RunFacts
-from bloomery.monitor.watch import Screen, Seen, Tail, frame
+from bloomery.monitor.watch import Screen, Seen, frame
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
 

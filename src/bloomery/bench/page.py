@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from bloomery.bench.measuring import Largest, Row
-from bloomery.plan.types import Estimate, Plan
+from bloomery.plan.types import Estimate, MemoryEstimate, Plan
 from bloomery.units import GIB, format_count, format_seconds
 
 WIDTH = 100
@@ -81,14 +81,17 @@ def verdict(row: Row) -> dict[str, str]:
     """Of speed and memory: inside, above or below the plan's interval, unknown, or failed when nothing was measured."""
     if row.outcome != "ok" or row.plan is None:
         return {"speed": "failed", "memory": "failed"}
-    rate, memory = planned_rate(row.plan), row.plan.memory
-    # The interval is of the total; what an allocator and a driver add is not in what tensors hold.
-    share = (row.planned_gib or 0.0) * GIB / memory.total if memory.total else 0.0
-    low, high = (end * share / GIB for end in (memory.low, memory.high))
+    rate = planned_rate(row.plan)
     return {
         "speed": "unknown" if rate is None else _placed(row.tokens_per_second or 0.0, rate.low, rate.high),
-        "memory": _placed(row.peak_gib or 0.0, low, high),
+        "memory": _placed(row.peak_gib or 0.0, *_planned_range(row, row.plan.memory)),
     }
+
+
+def _planned_range(row: Row, memory: MemoryEstimate) -> tuple[float, float]:
+    """GiB. The interval is of the total; what an allocator and a driver add is not in what tensors hold."""
+    share = (row.planned_gib or 0.0) * GIB / memory.total if memory.total else 0.0
+    return memory.low * share / GIB, memory.high * share / GIB
 
 
 def _placed(value: float, low: float, high: float) -> str:
@@ -109,8 +112,8 @@ def verdict_lines(row: Row) -> Iterator[str]:
     else:
         span = f"{rate.low:,.0f} to {rate.high:,.0f} ({rate.by or ORIGINS[rate.origin]})"
         yield _line("verdict", f"{speed}: {_sentence(found['speed'])} {span}")
-    share = (row.planned_gib or 0.0) * GIB / memory.total
-    span = f"{memory.low * share / GIB:.2f} to {memory.high * share / GIB:.2f} ({ORIGINS[memory.origin]})"
+    low, high = _planned_range(row, memory)
+    span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
     yield _line("", f"{row.peak_gib:.2f} GiB: {_sentence(found['memory'])} {span}")
     if row.reserved_gib is not None:
         yield _line("", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}")

@@ -53,7 +53,8 @@ class _Picture:
     """The run as it stands each time that it is asked."""
 
     def __init__(self, folder: Path) -> None:
-        from bloomery.monitor.watch import Seen, Tail
+        from bloomery.monitor.events import Tail
+        from bloomery.monitor.watch import Seen
 
         self._folder, self._seen, self._tail = folder, Seen(), Tail(folder / "events.jsonl")
         self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")

@@ -271,26 +271,40 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield event
 
 
+@final
+class Tail:
+    """The events of a file that were not read yet; a half-written line waits for its rest."""
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self._path, self._position, self._rest = path, start, b""
+        self.read_lines = self.unknown_lines = 0  # unknown: damaged, or of another version
+
+    def read(self) -> Iterator[Event]:
+        """Everything up to now."""
+        while chunk := read_from(self._path, self._position):
+            self._position += len(chunk)
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            for line in filter(None, whole):
+                event = from_json(line.decode("utf-8", errors="replace"))
+                self.read_lines += 1
+                self.unknown_lines += event is None
+                if event is not None:
+                    yield event
+
+
 def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1) -> Iterator[Event]:
     """Events of a file as they are written, beginning at byte `start`, until the writer has ended and all is read.
 
     `until` is asked before each look, so that the last events of a writer that ended meanwhile are not missed.
     A half-written line waits for its rest; the file need not exist yet.
     """
-    position, rest = start, b""
+    tail = Tail(path, start)
     while True:
         ended = until()
-        chunk = read_from(path, position)
-        position += len(chunk)
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            event = from_json(line.decode("utf-8", errors="replace"))
-            if event is not None:
-                yield event
-        if not chunk and ended:
+        yield from tail.read()
+        if ended:
             return
-        if not chunk:
-            time.sleep(poll_seconds)
+        time.sleep(poll_seconds)
 
 
 def read_from(path: Path, position: int) -> bytes:

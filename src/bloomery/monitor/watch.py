@@ -3,7 +3,6 @@
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
@@ -22,8 +21,6 @@ from bloomery.monitor.events import (
     Saved,
     StepDone,
     Warned,
-    from_json,
-    read_from,
 )
 from bloomery.monitor.plot import Point, plot, settled_top
 from bloomery.monitor.tally import RunFacts, Tally, in_millions
@@ -36,27 +33,6 @@ _POINTS = 20_000  # of a curve that are kept: more than any screen shows
 _LEAST_ROOM = 11  # lines for the curve and what happened, below which other things are shortened
 _SHORT = 40  # columns of a device that shares its line
 _CLOCK_SECONDS = 600.0  # left, from which on the time of the end is told, too
-
-
-@final
-class Tail:
-    """The events of a file that were not read yet; a half-written line waits for its rest."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._position, self._rest = path, 0, b""
-        self.read_lines = self.unknown_lines = 0  # unknown: damaged, or of another version
-
-    def read(self) -> Iterator[Event]:
-        """Everything up to now."""
-        while chunk := read_from(self._path, self._position):
-            self._position += len(chunk)
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            for line in filter(None, whole):
-                event = from_json(line.decode("utf-8", errors="replace"))
-                self.read_lines += 1
-                self.unknown_lines += event is None
-                if event is not None:
-                    yield event
 
 
 @final
