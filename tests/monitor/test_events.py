@@ -19,6 +19,7 @@ from bloomery.monitor.events import (
     Recovered,
     Resumed,
     RunEnded,
+    RunStarted,
     Sampled,
     StepDone,
     follow,
@@ -83,6 +84,23 @@ def test_a_future_that_a_resume_gave_up_is_not_told():
     events = [step_done(step) for step in (1, 2, 3, 4)] + [Resumed(path="x", step=2)]
     assert [event.step for event in last_per_step(events, StepDone)] == [1, 2]
     assert [event.step for event in last_per_step([*events, step_done(3)], StepDone)] == [1, 2, 3]
+
+
+def test_a_night_between_a_stop_and_its_resume_is_no_time_of_the_run():
+    def started(time):
+        return RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", time=time)
+
+    stopped = [
+        started(0.0),
+        step_done(1, time=5.0),
+        step_done(2, time=10.0),
+        RunEnded(step=2, why="stopped", time=11.0),
+    ]
+    assert tally_of(stopped).seconds == 11.0
+    again = [started(30_000.0), Resumed(path="x", step=2, time=30_000.0), step_done(3, time=30_004.0)]
+    assert tally_of([*stopped, *again]).seconds == 15.0
+    killed = stopped[:-1]  # it could not say so
+    assert tally_of([*killed, *again]).seconds == 14.0
 
 
 def test_a_future_that_a_rewind_gave_up_is_not_told():

@@ -46,16 +46,24 @@ class RunFacts:
 
 @dataclass
 class Elapsed:
-    """Wall time since the first event, for a clock that may be set back meanwhile: time that went backwards is none."""
+    """Wall time while somebody worked on the run: a night between a stop and its resume is none of it.
+
+    For a clock that may be set back meanwhile: time that went backwards is none either.
+    """
 
     seconds: float = 0.0
     _before: float | None = None
+    _stepped: bool = False  # whether the process that speaks has taken a step
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        if not isinstance(event, Saved | Warned | GpuSampled):  # other threads make these, and they are told late
-            self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
-            self._before = event.time
+        if isinstance(event, Saved | Warned | GpuSampled):  # other threads make these, and they are told late
+            return self.seconds
+        if isinstance(event, RunStarted) and self._stepped:  # another process: the one before was killed
+            self._before = None
+        self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
+        self._before = None if isinstance(event, RunEnded) else event.time
+        self._stepped = isinstance(event, StepDone) or (self._stepped and not isinstance(event, RunStarted))
         return self.seconds
 
 
@@ -188,7 +196,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Wall time from the first event to the last."""
+        """Wall time from the first event to the last, without what lay between a process and the next."""
         return self.clock.seconds
 
 

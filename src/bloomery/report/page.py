@@ -80,7 +80,7 @@ def _figures(record: Record) -> list[tuple[str, str]]:
         (f"{best.perplexity:.4g}" if best and best.perplexity is not None else "", "perplexity, held out"),
         (f"{tally.smoothed:.3f}" if tally.smoothed is not None else "", "training loss, smoothed"),
         (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
-        (format_seconds(tally.seconds), "from first to last event"),
+        (format_seconds(tally.seconds), "that it was worked on"),
         (f"{speed:,.0f}" if speed else "", "tokens a second"),
         (f"{used:.1%}" if used is not None else "", "of the device's peak (MFU)"),
         (f"{tally.peak_gib:.2f} GiB" if tally.peak_gib else "", "memory at the peak"),
