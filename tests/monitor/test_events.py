@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,16 +91,14 @@ def test_a_night_between_a_stop_and_its_resume_is_no_time_of_the_run():
     def started(time):
         return RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", time=time)
 
-    stopped = [
-        started(0.0),
-        step_done(1, time=5.0),
-        step_done(2, time=10.0),
-        RunEnded(step=2, why="stopped", time=11.0),
-    ]
+    def took(step, time):
+        return replace(step_done(step), time=time)
+
+    killed = [started(0.0), took(1, 5.0), took(2, 10.0)]
+    stopped = [*killed, RunEnded(step=2, why="stopped", time=11.0)]
     assert tally_of(stopped).seconds == 11.0
-    again = [started(30_000.0), Resumed(path="x", step=2, time=30_000.0), step_done(3, time=30_004.0)]
+    again = [started(30_000.0), Resumed(path="x", step=2, time=30_000.0), took(3, 30_004.0)]
     assert tally_of([*stopped, *again]).seconds == 15.0
-    killed = stopped[:-1]  # it could not say so
     assert tally_of([*killed, *again]).seconds == 14.0
 
 
