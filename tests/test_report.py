@@ -1,8 +1,8 @@
 """The report: complete, honest about what is missing, and harmless whatever a run's texts hold."""
 
-from dataclasses import replace
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
