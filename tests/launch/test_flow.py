@@ -99,6 +99,9 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     shorter = bloomery.run(*RESUME, "train.length=3 steps")
     assert shorter.returncode == 1
     assert "already taken 4" in shorter.stderr
+    assert bloomery.run(*RESUME, "--from", "3").returncode == 1
+    assert bloomery.run(*RESUME, "train.length=9 steps", "-d", "7").returncode == 2
+    assert (bloomery.run_dir / "events.jsonl").read_bytes() == before, "a refused word is no failure of the run"
     longer = bloomery.run(*RESUME, "train.length=6 steps", "--from", "2")
     assert longer.returncode == 0, longer.stderr
     assert last(bloomery, Resumed).step == 2
@@ -193,6 +196,13 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
     warnings = [event.because for event in bloomery.events() if isinstance(event, Warned)]
     assert any("was not saved, training goes on" in because for because in warnings)
     assert not list((bloomery.run_dir / "checkpoints").iterdir())
+
+
+def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloomery: Bloomery) -> None:
+    for words, said in ((("-d", "7"), "no device '7'"), (("train.micro_batch=3",), "micro-batches of 3")):
+        refused = bloomery.run(*TRAIN, *words)
+        assert refused.returncode == 2 and said in refused.stderr
+        assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(bloomery: Bloomery) -> None:

@@ -54,6 +54,12 @@ def test_anything_else_is_refused_by_name(word: str) -> None:
     assert caught.value.code == 2
 
 
+def test_a_misspelt_key_is_no_key_that_cannot_be_changed() -> None:
+    with pytest.raises(UserError, match="no such key") as caught:
+        refuse_overrides(["train.lenght=60 steps"])
+    assert caught.value.remedy == "did you mean train.length?"
+
+
 def test_the_same_machine_has_no_differences() -> None:
     full = CPU.model_copy(update={"host": CPU.host.model_copy(update={"memory_free_bytes": 5, "disk_free_bytes": 5})})
     assert differences(CPU, full) == []

@@ -65,6 +65,7 @@ class Journal:
         self._followed = False  # whether somebody reads events.jsonl and tells what is written there
         self._diagnosis: Diagnosis | None = None
         self.ended = False  # whether RunEnded is written
+        self.began = False  # whether a child was started
 
     def emit(self, event: Event) -> None:
         self.ended = self.ended or isinstance(event, RunEnded)
@@ -87,6 +88,7 @@ class Journal:
     @contextmanager
     def shown(self, plan: Plan | None, name: str) -> Iterator[None]:
         """Inside the block events go to the terminal and, once there is a plan, to the sinks of `monitor.to`."""
+        self.began = True
         with ExitStack() as stack:
             if not self._quiet:
                 facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())

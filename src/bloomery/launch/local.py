@@ -145,6 +145,7 @@ def start(
     What `watch` raises ends the training child by SIGKILL and passes through.
     """
     require(loaded.recipe.monitor.trackers)
+    _refuse_at_once(loaded, devices)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     with (
         stop_requests() as requests,
@@ -153,6 +154,16 @@ def start(
     ):
         flow = _Flow(folder, lock, book, requests, loaded.name, recover, edit, watch)
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
+
+
+def _refuse_at_once(loaded: LoadedRecipe, devices: str | None) -> None:
+    """Raises UserError for mistakes that show without any text: before it is prepared, and before there is a folder."""
+    machine = narrowed(detect(), devices)
+    try:
+        resolve(loaded, machine)
+    except UserError as error:
+        if error.where in ("train.micro_batch", "train.tokens_per_step"):
+            raise
 
 
 def resume(
@@ -191,7 +202,8 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except UserError as error:
-        flow.end(f"failed: {error.problem}")
+        if flow.book.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
+            flow.end(f"failed: {error.problem}")
         raise
     except BaseException as error:
         flow.end(f"failed: {type(error).__name__}")

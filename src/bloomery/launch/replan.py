@@ -1,6 +1,7 @@
 """What a resumed run may change of its plan: what the user names, and what another machine forces. No torch."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from pydantic import BaseModel
 
@@ -9,6 +10,7 @@ from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.probes import remembering
 from bloomery.hardware.visible import mask_of, only, visible_devices
 from bloomery.plan.types import Plan
+from bloomery.recipe.mistakes import all_keys
 
 ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
 MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
@@ -31,12 +33,22 @@ def refuse_overrides(words: Sequence[str]) -> None:
     for word in words:
         key = word.partition("=")[0]
         if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
+            _refuse_unknown(key)
             raise UserError(
                 f"{key} cannot be changed in a run that has begun",
                 where="bloomery resume",
                 remedy="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
                 code=2,
             )
+
+
+def _refuse_unknown(key: str) -> None:
+    """Raises UserError (code 2) for a key that no recipe has, naming the one that was probably meant."""
+    known = [".".join(path) for path in all_keys()]
+    if key not in known:
+        near = get_close_matches(key, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "`bloomery recipes show everything` shows every key"
+        raise UserError(f"{key}: there is no such key", where="bloomery resume", remedy=remedy, code=2)
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
