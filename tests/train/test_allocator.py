@@ -1,5 +1,7 @@
 """What PyTorch's allocator holds is told at the pace of vitals; no GPU is here, so its statistics are made up."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -53,3 +55,10 @@ def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, m
 
 def test_on_a_processor_there_is_none(prepared, tmp_path):
     assert Run(tiny_plan(prepared, config=CONFIG, train={"steps": 2}), tmp_path / "run").of(GpuSampled) == []
+
+
+def test_a_process_does_not_count_the_memory_of_the_one_that_started_it():
+    code = "from bloomery.train.process import peak_memory_gib; print(peak_memory_gib('cpu'))"
+    large = bytearray(b"x") * 2**31  # touched, so that this process holds 2 GiB while the child begins
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert large and 0.05 < float(said) < 1.5

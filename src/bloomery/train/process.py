@@ -71,5 +71,8 @@ def peak_memory_gib(device: str) -> float:
     """The most that was allocated on the GPU, or resident on the CPU, since the process began."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / GIB
+    status = Path("/proc/self/status")
+    if status.is_file():  # not ru_maxrss: on Linux it begins with what the process held that started this one
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 / GIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
