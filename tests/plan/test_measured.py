@@ -119,3 +119,9 @@ def test_memory_of_a_gpu_is_measured_without_its_context():
 )
 def test_memory_of_another_model_or_of_far_more_tokens_stays_the_tables(load):
     assert corrected_memory(held(load), load, [card()], memory=held) == held(load)
+
+
+def test_a_cpus_run_is_never_planned_below_the_tables_bytes():
+    """A measured step maps no text, examines nothing and copies no checkpoint; a run's process holds all of that."""
+    light = [card(POINT.model_copy(update={"peak_gib": held(LOAD).total / GIB / 2}))]
+    assert corrected_memory(held(LOAD), LOAD, light, memory=held).total == held(LOAD).total

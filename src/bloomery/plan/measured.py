@@ -68,6 +68,8 @@ def corrected_memory(
     expected = memory(there)
     counted = expected.allocated if load.on_gpu else expected.total
     factor = known.point.peak_gib * GIB / counted
+    if not load.on_gpu:  # a run's process also maps the text, examines and copies checkpoints; a measured step does not
+        factor = max(1.0, factor)
     parts = {name: part if name == "context" else part * factor for name, part in table.parts.items()}
     spread, total = 1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2), sum(parts.values())
     ends = {"parts": parts, "low": total / spread, "high": total * spread, "origin": "measured"}
