@@ -1,5 +1,6 @@
 """`prepare` and `tokenizer` as a person types them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from click.testing import CliRunner
 
 from bloomery.cli import cli
 from bloomery.errors import UserError
+from bloomery.train.sealed import seal
 
 RECIPE = """
 model: {preset: go-coder-tiny}
@@ -68,6 +70,11 @@ def test_tokenizer_is_trained_once_and_inspected(workshop):
     assert "9 bytes in" in output
     assert "'世'" in output
     assert "bos 1 · eos 2 · pad 3 · unk 0" in output
+    run, checkpoint = workshop / "runs/one", workshop / "runs/one/checkpoints/step-00000001"
+    shutil.copytree(folder, checkpoint, ignore=shutil.ignore_patterns("manifest.json"))
+    seal(checkpoint)
+    (run / "recipe.yaml").touch()
+    assert typed("tokenizer", "inspect", "last", "--text", "words 世") == output
 
 
 def test_mistakes_are_sentences(workshop):
@@ -75,3 +82,5 @@ def test_mistakes_are_sentences(workshop):
         typed("prepare", "small.yaml", "data.layout=packed", "data.sequence_length=100000")
     with pytest.raises(UserError, match="holds neither"):
         typed("tokenizer", "inspect", "text", "--text", "a")
+    with pytest.raises(UserError, match="there is no run 'lost'"):
+        typed("tokenizer", "inspect", "lost", "--text", "a")

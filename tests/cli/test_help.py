@@ -44,6 +44,8 @@ def test_every_listed_verb_has_a_help_page(verb):
     done = CliRunner().invoke(cli, [verb, "--help"])
     assert done.exit_code == 0, done.output
     assert "Usage" in done.output
+    assert "Example: bloomery " + verb in done.output or "Example: ssh " in done.output
+    assert max(map(len, done.output.splitlines())) <= 100
 
 
 def test_a_verb_without_a_module_is_not_listed(monkeypatch):
@@ -57,6 +59,8 @@ def test_wrong_words(capsys):
     assert "did you mean `bloomery recipes`?" in capsys.readouterr().err
     assert exit_code("recipes", "show") == 2
     assert "error: missing argument" in capsys.readouterr().err
+    assert exit_code("export", "last") == 2
+    assert capsys.readouterr().err.startswith("error: missing option '--to'. Choose from: hf\nwhere: ")
     assert exit_code("recipes", "--nonsense") == 2
     assert exit_code("recipes", "show", "go-coder-tinny") == 2
     assert "did you mean go-coder-tiny?" in capsys.readouterr().err

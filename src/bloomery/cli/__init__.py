@@ -149,7 +149,7 @@ def _refuse_vanished_folder() -> None:
 def _wrong_words(error: click.ClickException) -> UserError:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "bloomery"
-    message = error.format_message().rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
     remedy = f"`{command} --help` shows the words it knows"
     return UserError(message[:1].lower() + message[1:], where=f"`{command}`", remedy=remedy, code=error.exit_code)
 

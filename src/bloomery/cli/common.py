@@ -78,7 +78,7 @@ def find_run(name: str) -> Path:
         remedy = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
         raise UserError(f"there is no run {name!r}, and no other run either", where=where, remedy=remedy, code=2)
     names = [folder.name for folder in runs]
-    near = get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
+    near = get_close_matches(name, ["last", *names], n=3, cutoff=0.4) or names[-3:]
     raise UserError(f"there is no run {name!r}", where=where, remedy="runs near that name: " + ", ".join(near), code=2)
 
 

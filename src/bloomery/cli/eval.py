@@ -19,6 +19,8 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, as_json: boo
     """Loss, perplexity and bits per byte of MODEL (a run, or a folder in Hugging Face's layout).
 
     Without --data a run is examined on its validation split.
+
+    Example: bloomery eval last --data ~/my-texts
     """
     folder = model_path(model)
     text = data if data is not None else _validation(folder)

@@ -15,7 +15,10 @@ from bloomery.units import format_bytes
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--verify/--no-verify", default=True, help="Read the copy back, compare it and run it.")
 def command(model: str, layout: str, out: Path, step: str, verify: bool) -> None:
-    """Write MODEL (a run, or a folder in Hugging Face's layout) in the layout of other programs."""
+    """Write MODEL (a run, or a folder in Hugging Face's layout) in the layout of other programs.
+
+    Example: bloomery export last --to hf --out my-model
+    """
     assert layout == "hf"
     source = model_path(model)
     from bloomery.export.hf import export

@@ -39,7 +39,10 @@ def command(
     as_json: bool,
     **drawing: Any,
 ) -> None:
-    """Let MODEL (a run, or a folder in Hugging Face's layout) continue a prompt."""
+    """Let MODEL (a run, or a folder in Hugging Face's layout) continue a prompt.
+
+    Example: bloomery generate last --prompt "func main() {" --max-tokens 100
+    """
     for name, value in drawing.items():
         if isinstance(value, float) and not math.isfinite(value):
             where = f"--{name.replace('_', '-')}"

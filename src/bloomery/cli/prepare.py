@@ -29,7 +29,10 @@ _WIDTH = 40  # characters of the longest bar
 @click.option("--preview", "count", type=click.IntRange(1), help="Show so many documents as tokens; make no shards.")
 @click.option("--check", is_flag=True, help="Also look for empty, repeated, cut and foreign text.")
 def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: bool) -> None:
-    """Turn the text of RECIPE into shards of tokens, on all cores. An interrupted run goes on where it stopped."""
+    """Turn the text of RECIPE into shards of tokens, on all cores. An interrupted run goes on where it stopped.
+
+    Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2
+    """
     from bloomery.data.prepare import prepare, prepared_folder
     from bloomery.data.preview import health
     from bloomery.recipe.load import load_recipe

@@ -12,7 +12,10 @@ from bloomery.errors import UserError
 
 @click.group()
 def command() -> None:
-    """List, show and copy the packaged recipes; print their JSON schema."""
+    """List, show and copy the packaged recipes; print their JSON schema.
+
+    Example: bloomery recipes copy demo mine.yaml
+    """
 
 
 @command.command("list")

@@ -33,7 +33,10 @@ class RunLine:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(as_json: bool) -> None:
-    """List the runs under runs/, newest last: how far each came, and how to go on."""
+    """List the runs under runs/, newest last: how far each came, and how to go on.
+
+    Example: bloomery runs --json
+    """
     lines = [describe(folder) for folder in all_runs()]
     if as_json:
         print_json({"runs": [asdict(line) for line in lines]})

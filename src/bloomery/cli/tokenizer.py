@@ -4,12 +4,15 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import recipe_argument
+from bloomery.cli.common import expanded, find_run, is_run, recipe_argument
 
 
 @click.group()
 def command() -> None:
-    """Train the tokenizer of a recipe, or show how one cuts a text."""
+    """Train the tokenizer of a recipe, or show how one cuts a text.
+
+    Example: bloomery tokenizer inspect last --text "func main() {"
+    """
 
 
 @command.command()
@@ -29,14 +32,14 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
 
 
 @command.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder")
 @click.option("--text", required=True, help="The text to cut.")
-def inspect(folder: Path, text: str) -> None:
-    """Show the tokens of a text: id, bytes and piece, one a line. FOLDER may be a tokenizer.json or a .model too."""
+def inspect(folder: str, text: str) -> None:
+    """Show the tokens of a text: id, bytes and piece, one a line. FOLDER: a run, a tokenizer.json or a .model too."""
     from bloomery.data.preview import pieces
     from bloomery.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(_source(folder))
     ids, sizes = tokenizer.encode(text), tokenizer.token_bytes()
     names = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id, "unk": tokenizer.unk_id}
     special = " · ".join(f"{name} {index}" for name, index in names.items() if index is not None)
@@ -46,3 +49,11 @@ def inspect(folder: Path, text: str) -> None:
         click.echo(f"{index:>8}  {sizes[index]:>3}  {piece!r}")
     if tokenizer.decode(ids) != text:
         click.echo("warning    this tokenizer does not give the same text back")
+
+
+def _source(name: str) -> Path:
+    """The file or folder itself, or the newest checkpoint of the run that is meant. Raises UserError."""
+    from bloomery.train.model_folder import model_folder
+
+    path = expanded(name)
+    return path if path.exists() and not is_run(path) else model_folder(find_run(name), "last")
