@@ -47,6 +47,12 @@ def test_exam_save_and_end_stand_on_the_line_of_their_step():
     assert "done in" in rows[4]
 
 
+def test_the_last_line_has_room_for_its_curve():
+    rows = rows_of(lines_of(made_up_run()))
+    assert rows[4].endswith("the best, done in 28 s") and "saved" not in rows[4]
+    assert [sum(letter in "▁▂▃▄▅▆▇█" for letter in row) for row in rows] == [1, 2, 3, 4, 5]
+
+
 def test_a_save_that_ends_some_steps_later_is_told_below():
     """An asynchronous checkpoint of step 4 is written while step 5 is computed."""
     saved = Saved(step=4, path="checkpoints/step-00000004", bytes=1, seconds=0.1, best=True)

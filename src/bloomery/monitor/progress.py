@@ -213,7 +213,8 @@ class PlainView:
     def _end(self, event: RunEnded) -> None:
         took = format_seconds(self._tally.seconds)
         if event.why == "done" and self._line is not None:
-            self._line.notes.append(f"done in {took}")
+            notes = [note.removeprefix("saved, ") for note in self._line.notes if note != "saved"]  # done is saved
+            self._line.notes = [*notes, f"done in {took}"]
             self._flush()
             return
         self._flush()
