@@ -134,8 +134,10 @@ def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
         (tmp_path / "text" / f"{number}.py").write_text(f"print({number})\n" * 200)
     (tmp_path / "tiny.yaml").write_text(RECIPE.replace("20%", "0%"))
     prepare(load_recipe(tmp_path / "tiny.yaml"), tmp_path / "prepared")
-    plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2})
+    looks = {"prompts": ("def f",), "every_steps": 1}
+    plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2}, eval=looks)
     blind = Run(plan, tmp_path / "run")
     assert blind.outcome == "done"
     assert blind.of(EvalDone) == []
+    assert [event.step for event in blind.of(Sampled)] == [1, 2], "samples are drawn once a step all the same"
     assert list(itertools.chain.from_iterable(e.path for e in blind.of(Saved)))

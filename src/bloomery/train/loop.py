@@ -57,6 +57,7 @@ class Job:
     recorder: Recorder
     began: float  # time.perf_counter() at the start
     device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
+    looked: int | None = None  # the last step after which the model was looked at
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
     saving_due: bool = False
@@ -216,13 +217,14 @@ def return_to_checkpoint(job: Job, *, policy: bool = False) -> None:
     job.saver.drain()
     folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
     go_back(job.state, job.plan, folder, policy=policy)
-    job.saved_step, job.evaluated = job.step, None
+    job.saved_step, job.looked, job.evaluated = job.step, None, None
 
 
 def look(job: Job) -> None:
     """Evaluates and samples, once a step; the random numbers of training stay where they are."""
-    if job.evaluated is not None and job.evaluated[0] == job.step:
+    if job.looked == job.step:
         return
+    job.looked = job.step
     found = evaluate_rows(job, job.plan.eval.rows)
     if found is not None:
         job.evaluated = (job.step, found.loss)
