@@ -84,6 +84,13 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["title"] == "Bloomery recipe"
 
 
+def test_a_plan_says_where_no_text_lies(tmp_path):
+    told = bloomery_command("plan", "demo", "data.path=textz", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "nothing lies at data.path" in told.stderr and "textz" in told.stderr
+    assert "note" not in bloomery_command("plan", "demo", "data.path=textz", "--gpu", "RX 6600", cwd=tmp_path).stderr
+
+
 def crash(monkeypatch, error):
     def command(*words, **options):
         raise error

@@ -41,11 +41,16 @@ def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
     return counted(manifest, loaded.recipe.data) if manifest is not None else guessed(loaded.recipe)
 
 
+def absent(recipe: Recipe) -> list[str]:
+    """The places of the recipe's text at which nothing lies here."""
+    places = [recipe.data.path, *(source.path for source in recipe.data.sources)]
+    return [place for place in places if place is not None and not Path(place).exists()]
+
+
 def guessed(recipe: Recipe) -> CorpusFacts | None:
     """From the bytes of the files, 30% to each side; None where they are not here. Raises UserError."""
     data = recipe.data
-    places = [data.path, *(source.path for source in data.sources)]
-    if any(place is not None and not Path(place).exists() for place in places):
+    if absent(recipe):
         return None
     size = sum(corpus.bytes * corpus.weight for corpus in open_corpora(data))
     tokens = round(size / BYTES_PER_TOKEN)
