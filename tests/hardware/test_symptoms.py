@@ -144,3 +144,19 @@ def test_a_huge_log_is_searched_at_its_end():
     log = "x" * 3_000_000 + "\n" + "CUDA out of memory"
     assert match(log)[0].id == "cuda-out-of-memory"
     assert json.dumps(match("y" * 100_000 + "HIP out of memory")) == "[]"  # no message is that far into a line
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("Loss is nan, stopping training", "loss-is-nan"),
+        (
+            "torchvision 0.19.1 requires torch==2.4.1, but you have torch 2.5.1 which is incompatible.",
+            "companions-mismatch",
+        ),
+        ("socketProgressOpt: Call to recv from 10.0.0.3<41234> failed : Connection reset by peer", "peer-left"),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:41234", "peer-left"),
+    ],
+)
+def test_other_words_for_the_same(line, known):
+    assert match(line)[0].id == known
