@@ -89,6 +89,13 @@ def test_time_stands_still_for_a_run_that_has_ended():
     assert drawn(past, state="done", now=1e9)[:2] == drawn(past, state="done", now=2e9)[:2]
 
 
+def test_a_night_between_a_stop_and_its_resume_does_not_count():
+    started = RunStarted(version="0", parameters=1, steps=9, attention="x", device="cpu", time=50_000.0, step=40)
+    events = [*made_up_run(), started, Resumed(path="x", step=40, time=50_000.0)]
+    assert "28 s" in drawn(made_up_run(), state="done", now=40_000.0)[1]
+    assert "33 s" in drawn(events, now=50_005.4)[1]
+
+
 def test_a_million_steps_stay_drawable():
     seen = seen_of(step_done(step, 1 / step) for step in range(1, 50_001))
     assert len(seen.curve) <= 20_001

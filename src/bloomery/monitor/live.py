@@ -87,8 +87,7 @@ def _headline(tally: Tally, now: float) -> RenderableType:
         name, done, total = _state(tally), float(tally.step), float(tally.steps or 0)
     share = f"{min(done / total, 1):.0%}" if total else ""
     counts = f"{tally.step:,}/{tally.steps:,}" if tally.steps else f"{tally.step:,}"
-    since = 0.0 if tally.ended else max(0.0, now - (tally.latest or now))
-    elapsed = format_seconds(tally.seconds + since)
+    elapsed = format_seconds(tally.clock.until(now))
     left = f" · {format_seconds(tally.seconds_left)} left" if tally.seconds_left and not tally.ended else ""
     bar = ProgressBar(total=total or None, completed=min(done, total) if total else 0, width=30, pulse=not total)
     row.add_row(Text(f"{name:<9}", "bold"), bar, f"{share:>4}", f"step {counts} · {elapsed}{left}")

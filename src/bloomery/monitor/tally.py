@@ -66,6 +66,10 @@ class Elapsed:
         self._stepped = isinstance(event, StepDone) or (self._stepped and not isinstance(event, RunStarted))
         return self.seconds
 
+    def until(self, now: float) -> float:
+        """The same up to this moment; it stands still once the run has ended."""
+        return self.seconds + (max(0.0, now - self._before) if self._before is not None else 0.0)
+
 
 @dataclass
 class Tally:

@@ -145,8 +145,7 @@ def _times(tally: Tally, state: str, now: float) -> str:
     """Gone and left."""
     lives = state in ("running", "stopping", "paused")
     end = now if lives or tally.latest is None else tally.latest
-    gone = max(end - (end if tally.began is None else tally.began), 0)
-    return format_seconds(gone) + (_left(tally, now) if state == "running" else "")
+    return format_seconds(tally.clock.until(end)) + (_left(tally, now) if state == "running" else "")
 
 
 def _left(tally: Tally, now: float) -> str:
