@@ -263,3 +263,12 @@ def test_the_schema_knows_the_keys_and_refuses_others():
     assert set(schema["properties"]) == set(Recipe.model_fields)
     assert schema["additionalProperties"] is False
     assert "from" in schema["$defs"]["Model"]["properties"]
+
+
+def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
+    (tmp_path / "bad.yaml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    for name, meant in (("bda.yaml", "bad.yaml"), ("go-coder-tinny", "go-coder-tiny")):
+        with pytest.raises(UserError, match="there is no recipe") as caught:
+            load_recipe(name)
+        assert caught.value.remedy == f"did you mean {meant}?"
