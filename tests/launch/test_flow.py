@@ -205,6 +205,20 @@ def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloome
         assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.path=txet", "did you mean data.path="),
+        ("data.glob=*.md", 'data.glob="*.txt"'),
+        ("data.validation=held", "no such"),
+    ],
+)
+def test_text_that_is_not_there_is_refused_before_there_is_a_folder(bloomery: Bloomery, word: str, said: str) -> None:
+    refused = bloomery.run(*TRAIN, word)
+    assert refused.returncode == 1 and said in refused.stderr
+    assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
+
+
 def test_a_place_that_cannot_be_written_is_one_sentence(bloomery: Bloomery) -> None:
     refused = bloomery.run("train", "tiny.yaml", "--run-dir", "text/0.txt/run")
     assert refused.returncode == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import final
 
 from bloomery.data.prepare import finished, prepared_folder
+from bloomery.data.preparing import streams
 from bloomery.data.shards import MANIFEST, read_manifest
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
@@ -145,8 +146,8 @@ def start(
     What `watch` raises ends the training child by SIGKILL and passes through.
     """
     require(loaded.recipe.monitor.trackers)
-    _refuse_at_once(loaded, devices)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
+    _refuse_at_once(loaded, devices, path)
     with (
         stop_requests() as requests,
         new_run(loaded, path) as (folder, lock),
@@ -156,14 +157,16 @@ def start(
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
-def _refuse_at_once(loaded: LoadedRecipe, devices: str | None) -> None:
-    """Raises UserError for mistakes that show without any text: before it is prepared, and before there is a folder."""
+def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> None:
+    """Raises UserError for mistakes that show before text is read: none is prepared, and no folder made, for them."""
     machine = narrowed(detect(), devices)
     try:
         resolve(loaded, machine)
     except UserError as error:
         if error.where in ("train.micro_batch", "train.tokens_per_step"):
             raise
+    if finished(loaded, prepared_folder(loaded, _workshop(path))) is None:
+        streams(loaded.recipe.data)  # the files are there
 
 
 def resume(
@@ -213,7 +216,7 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
 
 
 def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
-    data = prepared_folder(loaded, _workshop(flow.folder))
+    data = prepared_folder(loaded, _workshop(flow.folder.path))
     if finished(loaded, data) is None:
         _prepare(flow, data)
     flow.check()
@@ -227,9 +230,9 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     return _train(flow, plan, machine, resumed=resumed)
 
 
-def _workshop(folder: RunFolder) -> Path:
+def _workshop(run: Path) -> Path:
     """Where `prepared/` lies: beside `runs/`; for a run that lies elsewhere, in the working folder."""
-    return folder.path.parent.parent if folder.path.parent.name == "runs" else Path.cwd()
+    return run.parent.parent if run.parent.name == "runs" else Path.cwd()
 
 
 def _prepare(flow: _Flow, data: Path) -> None:
