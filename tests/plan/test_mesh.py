@@ -11,7 +11,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
 from bloomery.plan import communication
 from bloomery.plan.communication import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
-from bloomery.plan.memory import Occupancy, activation_bytes, end_bytes, estimate_memory
+from bloomery.plan.memory import INPUT_BYTES, Occupancy, _matrix_numbers, activation_bytes, end_bytes, estimate_memory
 from bloomery.plan.mesh_memory import Split, mesh_memory, unsharded
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
@@ -94,11 +94,24 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
     stage = replace(load(), config=config)
     layer, root = unsharded(load())
-    last_norm = stage.rows * 768 * (4 + 2)  # it belongs to the last stage
+    last_norm, inputs = stage.rows * 768 * (4 + 2), stage.rows * INPUT_BYTES  # the norm belongs to the last stage
+    embeddings = root - 2 * 768
     parts = mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0).parts
-    assert parts["activations"] == pytest.approx(4 * activation_bytes(stage) + end_bytes(stage) - last_norm)
+    assert parts["activations"] == pytest.approx(
+        4 * activation_bytes(stage) + end_bytes(stage) - last_norm + 3 * inputs
+    )
+    assert parts["half-precision copies"] == 4 * 3 * 2 * _matrix_numbers(
+        config
+    )  # each forward's autocast makes its own
     assert parts["scores"] == 0
-    assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + root)
+    assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + embeddings)
+
+
+def test_a_step_of_few_micro_batches_does_not_fill_a_pipeline():
+    few, many = (
+        mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0, micro_batches=count).parts for count in (2, 16)
+    )
+    assert few["activations"] < 0.6 * many["activations"]
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/memory.md: `python tests/simulate/figures.py recipes`, or `steps`, or `shards`."""
+"""Prints the tables of docs/memory.md: `python tests/simulate/figures.py recipes`, or `steps`, `shards`, `stages`."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,13 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "plan"), str(ROOT / "benchmarks")]
 
 from plan_help import gpu_machine, loaded, machine  # noqa: E402
-from steps_for_tests import counted, measured, simulated, small_plan  # noqa: E402
+from steps_for_tests import both_of_stage, counted, laid, measured, simulated, small_plan  # noqa: E402
 
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.plan.resolve import resolve  # noqa: E402
-from bloomery.plan.types import LayoutPlan, Plan  # noqa: E402
 from bloomery.recipe.load import load_recipe  # noqa: E402
 from bloomery.simulate.shards import Cut  # noqa: E402
+from bloomery.simulate.stages import places  # noqa: E402
 from bloomery.units import MIB  # noqa: E402
 
 STEPS = {
@@ -79,12 +79,20 @@ def shards() -> None:
                 print(row, flush=True)
 
 
-def laid(plan: Plan, layout: LayoutPlan) -> Plan:
-    """The plan as if this layout had been chosen."""
-    names = ("micro_batch", "accumulation", "activation_checkpointing")
-    changed = {name: getattr(layout, name) for name in names}
-    return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
+def stages() -> None:
+    jobs = [("go-coder-125m", "RX 6700 XT"), ("go-coder-125m", "MI250X"), ("go-coder-medium", "MI300X")]
+    print("| recipe | devices | stage | micro-batches | counted MiB | simulated MiB | difference |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for recipe, gpu in jobs:
+        here = gpu_machine(gpu)
+        plan = resolve(load_recipe(recipe), here, gpus=8)
+        for layout in plan.mesh.layouts:
+            for place in places(layout.pipeline) if layout.pipeline > 1 else []:
+                own = laid(plan, layout)
+                told, fake = both_of_stage(own, place, fused=build_profile(here).attention.value == "fused")
+                row = f"| {recipe} | 8 x {gpu} | {place.index + 1} of {place.stages} | {place.under_way(own)} |"
+                print(row, f"{told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |", flush=True)
 
 
 if __name__ == "__main__":
-    {"recipes": recipes, "steps": steps, "shards": shards}[sys.argv[1]]()
+    {"recipes": recipes, "steps": steps, "shards": shards, "stages": stages}[sys.argv[1]]()

@@ -8,10 +8,11 @@ from plan_help import loaded, machine
 
 from bloomery.data.loader import Batch
 from bloomery.plan.memory import Occupancy, tensor_bytes
-from bloomery.plan.mesh_memory import Split, mesh_memory
+from bloomery.plan.mesh_memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import Plan
+from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
 from bloomery.simulate.shards import ONE, Cut
+from bloomery.simulate.stages import Place, simulated_stage
 from bloomery.simulate.step import simulated_step
 from bloomery.train.objectives import pretraining
 from bloomery.train.state import build_state
@@ -69,6 +70,20 @@ def counted(plan: Plan, *, cut: Cut = ONE) -> float:
 def simulated(plan: Plan, *, fused: bool = True, cut: Cut = ONE) -> float:
     """Bytes on fake tensors."""
     return sum(simulated_step(plan, fused=fused, cut=cut).values())
+
+
+def laid(plan: Plan, layout: LayoutPlan) -> Plan:
+    """The plan as if this layout had been chosen."""
+    names = ("micro_batch", "accumulation", "activation_checkpointing")
+    changed = {name: getattr(layout, name) for name in names}
+    return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
+
+
+def both_of_stage(plan: Plan, place: Place, *, fused: bool = True) -> tuple[float, float]:
+    """Counted and simulated bytes of one stage."""
+    parts = stage_bytes(load_of(plan), place.stages, place.index, plan.train.accumulation)
+    told = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
+    return told, sum(simulated_stage(plan, place, fused=fused).values())
 
 
 def measured(plan: Plan) -> float:

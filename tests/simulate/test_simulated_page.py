@@ -62,13 +62,13 @@ def test_the_page_shows_it_below_memory():
     assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("pipeline", "adamw"), ("shard", "muon"), ("shard", "adafactor")])
-def test_what_no_code_runs_yet_is_not_simulated_and_says_so(name, optimizer):
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_what_no_code_runs_yet_is_not_simulated_and_says_so(optimizer):
     here = gpu_machine("MI300X")
     plan = resolve(loaded(optimizer={"kind": optimizer}), here, gpus=2)
-    (index,) = [index for index, layout in enumerate(plan.mesh.layouts) if layout.name == name]
+    (index,) = [index for index, layout in enumerate(plan.mesh.layouts) if layout.name == "shard"]
     chosen = plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"chosen": index})})
     found = Beside(chosen, simulate(chosen, here))
     assert found.document()["peak"] is None
     assert found.fits == chosen.fits
-    assert (name if optimizer == "adamw" else optimizer) in " ".join(found.lines())
+    assert optimizer in " ".join(found.lines())

@@ -8,11 +8,11 @@ count 34 h bytes a token and layer; with a residual stream of float32 it is 38 h
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices, parameter_count, parameter_shapes
+from bloomery.model.counting import Shape, matrices, parameter_count, parameter_shapes
 from bloomery.plan.types import MemoryEstimate, Origin
 from bloomery.units import GIB, MIB
 
@@ -142,9 +142,14 @@ def moments(load: Occupancy) -> Iterator[Moment]:
 
 
 def optimizer_bytes(config: ModelConfig, kind: str, weight: int) -> float:
+    """What the optimizer keeps from step to step."""
+    return state_bytes(parameter_shapes(config), kind, weight)
+
+
+def state_bytes(shapes: Mapping[str, Shape], kind: str, weight: int) -> float:
     """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices."""
     total = 0.0
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in shapes.items():
         size = math.prod(shape)
         if kind == "muon" and len(shape) == 2 and ".layers." in name:
             total += size

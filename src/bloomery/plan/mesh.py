@@ -54,7 +54,10 @@ class Job:
     limit: float
 
     def memory(self, split: Split) -> Callable[[Occupancy], MemoryEstimate]:
-        return lambda load: mesh_memory(load, split, vendor=self.vendor, limit=self.limit)
+        rows = self.rows_per_step // split.data_parallel
+        return lambda load: mesh_memory(
+            load, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // load.micro_batch
+        )
 
 
 def layouts(job: Job) -> list[Laid]:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count, parameter_shapes
 from bloomery.plan.communication import context_bytes
 from bloomery.plan.memory import (
+    INPUT_BYTES,
     SPREAD,
     Moment,
     Occupancy,
@@ -15,6 +17,7 @@ from bloomery.plan.memory import (
     estimate_memory,
     moments,
     optimizer_bytes,
+    state_bytes,
 )
 from bloomery.plan.types import MemoryEstimate
 
@@ -42,10 +45,12 @@ class Split:
         return pipeline + (self.replicate > 1) + (self.shard > 1)
 
 
-def mesh_memory(load: Occupancy, split: Split, *, vendor: str, limit: float) -> MemoryEstimate:
-    """The device of a layout that needs most."""
+def mesh_memory(
+    load: Occupancy, split: Split, *, vendor: str, limit: float, micro_batches: int | None = None
+) -> MemoryEstimate:
+    """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
     if split.pipeline > 1:
-        stages = [_stage(load, split, index) for index in (0, split.pipeline - 1)]
+        stages = [stage_bytes(load, split.pipeline, index, micro_batches) for index in kinds_of_stages(split.pipeline)]
         parts = max(stages, key=lambda stage: sum(stage.values()))
     else:
         parts = _sharded(load, split) if split.shard > 1 else estimate_memory(load, limit=limit).parts
@@ -111,23 +116,30 @@ def unsharded(load: Occupancy) -> tuple[int, int]:
     return inside // load.config.num_layers, whole - inside
 
 
-def _stage(load: Occupancy, split: Split, index: int) -> dict[str, float]:
-    """A stage of 1F1B: its layers, and what as many micro-batches keep as are under way on it.
+def stage_config(config: ModelConfig, stages: int) -> ModelConfig:
+    """That of a stage's layers: no stage has more; over stages a tied head is a matrix of its own."""
+    layers = math.ceil(config.num_layers / stages)
+    windows, rotary = config.sliding_window[:layers], config.rotary_layers[:layers]
+    return replace(config, num_layers=layers, sliding_window=windows, rotary_layers=rotary, tie_embeddings=False)
 
-    The first stage embeds, the last one scores; each holds its part of what is outside the layers.
-    """
-    stages, layers = split.pipeline, math.ceil(load.config.num_layers / split.pipeline)
-    windows, rotary = load.config.sliding_window[:layers], load.config.rotary_layers[:layers]
-    part = replace(load.config, num_layers=layers, sliding_window=windows, rotary_layers=rotary)
-    own = replace(load, config=part, accumulating=True)
-    layer, root = unsharded(load)
-    ends = root if load.config.tie_embeddings else root / 2
-    numbers = layer * layers + (ends if index in (0, stages - 1) else 0)
-    peak = max(_stage_moments(own, index, stages), key=lambda moment: moment.total)
+
+def kinds_of_stages(stages: int) -> list[int]:
+    """The first, the fullest of those between, the last."""
+    return sorted({0, 1, stages - 1})
+
+
+def stage_bytes(load: Occupancy, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
+    """A stage of 1F1B: its layers, and what as many micro-batches keep as are under way on it."""
+    part = stage_config(load.config, stages)
+    shapes = {name: shape for name, shape in parameter_shapes(part).items() if _stands_on(name, index, stages)}
+    whole = float(sum(math.prod(shape) for shape in shapes.values()) * load.weight)
+    own = replace(load, config=part)
+    found = _stage_moments(own, index, stages, stages + 1 if micro_batches is None else micro_batches, whole)
+    peak = max(found, key=lambda moment: moment.total)
     parts = {
-        "weights": numbers * load.weight,
-        "gradients": numbers * load.weight,
-        "optimizer": optimizer_bytes(part, load.optimizer, load.weight) * numbers / (layer * layers + root),
+        "weights": whole,
+        "gradients": peak.gradients,
+        "optimizer": state_bytes(shapes, load.optimizer, load.weight),
         "activations": peak.activations,
         "scores": peak.scores,
         "half-precision copies": peak.copies,
@@ -136,12 +148,39 @@ def _stage(load: Occupancy, split: Split, index: int) -> dict[str, float]:
     return parts | around(load, sum(parts.values()))
 
 
-def _stage_moments(own: Occupancy, index: int, stages: int) -> Iterator[Moment]:
-    """Those of one device that the stage has, beside the micro-batches that wait for their backward."""
-    forward, scores, *layers, embeddings, update = (replace(moment, gradients=0.0) for moment in moments(own))
-    waiting = (stages - index - 1) * activation_bytes(own)
-    last = index == stages - 1
-    here = [forward, scores, *layers] if last else [replace(forward, scores=0.0), *layers]
+def _stands_on(name: str, index: int, stages: int) -> bool:
+    """The first stage alone embeds, the last alone scores."""
+    if ".layers." in name:
+        return True
+    return index == 0 if ".embed_" in name else index == stages - 1
+
+
+def _stage_moments(own: Occupancy, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[Moment]:
+    """Those of the stage; `whole`: bytes of its gradients.
+
+    Where micro-batches are left once the stage is full, it is full again while gradients are there. Else it is full
+    once, before the first of them.
+    """
+    full = stages - index
+    if micro_batches <= full:
+        head, first = own.config.vocab_size * own.config.hidden_size * own.weight, replace(own, accumulating=False)
+        for moment in _beside(first, index, stages, micro_batches - 1):
+            reached = moment.gradients - (0 if index == stages - 1 else head)
+            yield replace(moment, gradients=max(0.0, min(reached, whole)))
+    waiting = min(full, micro_batches - 1) - 1
+    for moment in _beside(replace(own, accumulating=True), index, stages, max(0, waiting)) if micro_batches > 1 else ():
+        yield replace(moment, gradients=whole)
+
+
+def _beside(own: Occupancy, index: int, stages: int, waiting: int) -> Iterator[Moment]:
+    """The moments of one device that the stage has, beside the micro-batches that wait for their backward.
+
+    Each of them keeps its inputs and, under autocast, the half-precision copies that its own forward made.
+    """
+    forward, scores, *layers, embeddings, update = moments(own)
+    kept = waiting * (activation_bytes(own) + INPUT_BYTES * own.rows)
+    here = [forward, scores, *layers] if index == stages - 1 else [replace(forward, scores=0.0), *layers]
     for moment in [*here, *([embeddings] if index == 0 else [])]:
-        yield replace(moment, activations=moment.activations + waiting)
+        copies = moment.copies + waiting * scores.copies
+        yield replace(moment, activations=moment.activations + kept, copies=copies)
     yield update

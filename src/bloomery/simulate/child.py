@@ -7,7 +7,7 @@ from bloomery.hardware.children import accept, tell
 
 
 def main() -> None:
-    """Tells what it is doing, and at the end the parts and the notes."""
+    """Tells what it is doing, and at the end the parts, of each stage if there are several, and the notes."""
     job = accept()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -16,12 +16,20 @@ def main() -> None:
     from bloomery.plan.types import Plan
     from bloomery.simulate.notes import notes_of
     from bloomery.simulate.shards import Cut
+    from bloomery.simulate.stages import simulated_stages
     from bloomery.simulate.step import simulated_step
 
     plan = Plan.model_validate(job["plan"])
     cut, fused = Cut(*job["cut"]), job["fused"]
-    parts = simulated_step(plan, fused=fused, cut=cut, say=lambda doing: tell(job, {"doing": doing}))
-    tell(job, {"parts": parts, "notes": notes_of(plan, fused=fused, cut=cut)})
+
+    def say(doing: str) -> None:
+        tell(job, {"doing": doing})
+
+    if cut.pipeline > 1:
+        found: dict[str, object] = {"stages": simulated_stages(plan, cut.pipeline, fused=fused, say=say)}
+    else:
+        found = {"parts": simulated_step(plan, fused=fused, cut=cut, say=say)}
+    tell(job, {**found, "notes": notes_of(plan, fused=fused, cut=cut)})
 
 
 if __name__ == "__main__":

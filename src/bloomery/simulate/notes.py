@@ -16,9 +16,15 @@ def notes_of(plan: Plan, *, fused: bool, cut: Cut) -> list[str]:
         notes.append("compiled blocks are counted as torch.compile cuts their graphs, without its kernels")
     if cut.shard > 1:
         notes.append(f"FSDP2 cuts weights, gradients and states over {cut.shard} devices, {_copies(cut)}")
+    elif cut.pipeline > 1:
+        notes.append(f"stages are simulated one by one, with what 1F1B has under way on each{_beside(cut)}")
     elif cut.replicate > 1:
         notes.append(f"one of {cut.replicate} whole copies; the buckets in which gradients are summed are not in it")
     return notes
+
+
+def _beside(cut: Cut) -> str:
+    return f"; of {cut.replicate} copies one, without the buckets of gradients" if cut.replicate > 1 else ""
 
 
 def _copies(cut: Cut) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bloomery.plan.page_figures import joined, unit_of
 from bloomery.plan.types import Plan
-from bloomery.simulate.parent import Simulated
+from bloomery.simulate.parent import Simulated, Stage
 from bloomery.units import GIB
 
 
@@ -41,7 +41,10 @@ class Beside:
         apart = round(told / peak - 1, 2)
         beside = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'}" if apart else "the same"
         counted = f"from shapes {told / size:.{digits}f}, {beside}"
-        yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at the peak of the second step", counted])
+        stages = self.found.stages
+        where = f"the peak of the fullest of {stages[-1].number} stages" if stages else "the peak of the second step"
+        yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at {where}", counted])
+        yield from joined([_of_stage(stage, f"{stage.peak / size:.{digits}f} {unit}") for stage in stages])
         parts = sorted(self.found.parts.items(), key=lambda part: -part[1])
         least = 0.5 * size / 10**digits  # what rounds to nothing is not named
         yield from joined([f"{name} {value / size:.{digits}f}" for name, value in parts if value >= least])
@@ -56,14 +59,32 @@ class Beside:
         )
 
     def document(self) -> dict[str, Any]:
-        """In GiB; figures are null where nothing was simulated."""
+        """In GiB; figures are null where nothing was simulated, `stages` is empty where there are none."""
         some = bool(self.found.parts)
         return {
-            "parts": {name: value / GIB for name, value in self.found.parts.items()},
+            "parts": _in_gib(self.found.parts),
             "peak": self.found.peak / GIB if some else None,
             "counted": self.plan.memory.allocated / GIB,
             "total": self.total / GIB if some else None,
             "fits": self.fits if some else None,
             "seconds": self.found.seconds,
             "notes": self.found.notes,
+            "stages": [_stage_document(stage) for stage in self.found.stages],
         }
+
+
+def _of_stage(stage: Stage, figure: str) -> str:
+    return f"stage {stage.number}: {figure}, micro-batches {stage.under_way}"
+
+
+def _stage_document(stage: Stage) -> dict[str, Any]:
+    return {
+        "stage": stage.number,
+        "micro_batches": stage.under_way,
+        "parts": _in_gib(stage.parts),
+        "peak": stage.peak / GIB,
+    }
+
+
+def _in_gib(parts: dict[str, float]) -> dict[str, float]:
+    return {name: value / GIB for name, value in parts.items()}

@@ -18,12 +18,29 @@ MODULE = "bloomery.simulate.child"
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline; `number` counts from 1."""
+
+    number: int
+    under_way: int  # micro-batches that it holds at most
+    parts: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class Simulated:
-    """Bytes of live tensors on one device at the peak of a step, by what holds them; no parts: not simulated."""
+    """Bytes of live tensors on one device at the peak of a step, by what holds them; no parts: not simulated.
+
+    `stages`: of a pipeline the first, the second and the last; `parts` are then those of the fullest.
+    """
 
     parts: dict[str, float]
     notes: tuple[str, ...]  # what stands in for a kernel, and what is not in the figure
     seconds: float = 0.0  # that it took
+    stages: tuple[Stage, ...] = ()
 
     @property
     def peak(self) -> float:
@@ -41,7 +58,8 @@ def simulate(
     """Runs two steps of the plan's own code on fake tensors for its device, which need not be here; the second's peak.
 
     Of several devices the first is simulated, in a process group of the layout's size that is not there: where the
-    layout shards, FSDP2 cuts weights, gradients and states block by block. `progress` gets a line when a step begins.
+    layout shards, FSDP2 cuts weights, gradients and states block by block. Of a pipeline one stage of each kind is
+    simulated, with as many micro-batches as are under way on it. `progress` gets a line when a step begins.
     Raises UserError without torch, after `seconds`, and when the simulation fails.
     """
     if find_spec("torch") is None:
@@ -57,19 +75,19 @@ def simulate(
     fused = build_profile(machine).attention.value == "fused"
     job = {"plan": plan.model_dump(mode="json"), "fused": fused, "cut": _cut(layout)}
     found = _found(job, seconds, progress)
-    return Simulated(found["parts"], tuple(found["notes"]), time.monotonic() - started)
+    stages = tuple(Stage(*stage) for stage in found.get("stages", ()))
+    parts = max(stages, key=lambda stage: stage.peak).parts if stages else found["parts"]
+    return Simulated(parts, tuple(found["notes"]), time.monotonic() - started, stages)
 
 
 def _missing(plan: Plan, layout: LayoutPlan) -> str | None:
     """What of the layout this version has no code for that could run."""
-    if layout.pipeline > 1:
-        return "the stages of a pipeline"
     return f"{plan.optimizer.kind} over shards" if layout.shard > 1 and plan.optimizer.kind != "adamw" else None
 
 
-def _cut(layout: LayoutPlan | None) -> tuple[int, int]:
-    """Copies and shards."""
-    return (1, 1) if layout is None else (layout.replicate, layout.shard)
+def _cut(layout: LayoutPlan | None) -> tuple[int, int, int]:
+    """Copies, shards and stages."""
+    return (1, 1, 1) if layout is None else (layout.replicate, layout.shard, layout.pipeline)
 
 
 def _found(job: dict[str, Any], seconds: float, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -88,6 +106,6 @@ def _found(job: dict[str, Any], seconds: float, progress: Callable[[str], None])
                     f"the simulation failed: {child.ending()}",
                     remedy="plan without --simulate: the analytic figure stands without it",
                 )
-            if "parts" in told:
+            if "notes" in told:
                 return told
             progress(f"simulating on fake tensors: {told['doing']}")

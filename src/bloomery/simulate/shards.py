@@ -20,10 +20,11 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Cut:
-    """Over how many devices: copies, and shards of each."""
+    """Over how many devices: copies, and shards or stages of each."""
 
     replicate: int = 1
     shard: int = 1
+    pipeline: int = 1
 
 
 ONE = Cut()

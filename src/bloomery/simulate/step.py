@@ -39,9 +39,9 @@ def simulated_step(
         norms_over_shards() if cut.shard > 1 else nullcontext(),
     ):
         tracker = Tracker()
-        trainee = build(plan, tracker, mesh)
-        tracker.ask(lambda: _gradients(trainee))
-        batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
+        trainee = prepared(decoder_of(plan), plan, tracker, mesh)
+        tracker.ask(lambda: gradients(trainee))
+        batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
         tracker.call("weights", trainee.model.parameters())
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values()])
         objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
@@ -54,7 +54,8 @@ def simulated_step(
     return tracker.peak
 
 
-def _gradients(trainee: Trainee) -> list[Tensor]:
+def gradients(trainee: Trainee) -> list[Tensor]:
+    """Those that are there."""
     return [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
 
 
@@ -65,14 +66,18 @@ def states(trainee: Trainee) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def build(plan: Plan, tracker: Tracker, mesh: DeviceMesh | None) -> Trainee:
-    """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
+def decoder_of(plan: Plan) -> Decoder:
+    """In the precision that its weights are trained in."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if plan.train.precision == "bfloat16-pure" else torch.float32)
     try:
-        model = Decoder(plan.model.config, attention=plan.model.attention)
+        return Decoder(plan.model.config, attention=plan.model.attention)
     finally:
         torch.set_default_dtype(usual)
+
+
+def prepared(model: Decoder, plan: Plan, tracker: Tracker, mesh: DeviceMesh | None = None) -> Trainee:
+    """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
     if plan.train.compile:
         compile_blocks((block for block in model.model.layers if isinstance(block, Block)), tracker.unseen)
     for index, block in enumerate(model.model.layers):
@@ -83,7 +88,8 @@ def build(plan: Plan, tracker: Tracker, mesh: DeviceMesh | None) -> Trainee:
     return Trainee(model, build_optimizer(model, plan.optimizer), scale)
 
 
-def _batch(plan: Plan) -> Batch:
+def batch_of(plan: Plan) -> Batch:
+    """A micro-batch."""
     shape = plan.train.micro_batch, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
     return Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])
