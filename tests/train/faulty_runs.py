@@ -12,7 +12,7 @@ from bloomery.data.loader import Batch, Loader
 from bloomery.monitor.events import StepDone
 from bloomery.monitor.explain import why_not_learning, why_slow
 from bloomery.plan.explained import diagnosis_facts
-from bloomery.train import loop
+from bloomery.train import job
 
 STEPS = 200
 Change = Callable[[Batch], Batch]
@@ -71,18 +71,18 @@ def through_the_loader(monkeypatch, change: Change) -> None:
 
 
 def through_the_objective(monkeypatch, change: Change) -> None:
-    made = loop.pretraining
+    made = job.pretraining
 
     def broken(**settings):
         sound = made(**settings)
         return replace(sound, head=lambda batch: sound.head(change(batch)))
 
-    monkeypatch.setattr(loop, "pretraining", broken)
+    monkeypatch.setattr(job, "pretraining", broken)
 
 
 def frozen_blocks(monkeypatch) -> None:
     """requires_grad is off inside the blocks, from before the optimizer is built."""
-    build = loop.build_state
+    build = job.build_state
 
     def broken(plan, **rest):
         state = build(plan, **rest)
@@ -91,7 +91,7 @@ def frozen_blocks(monkeypatch) -> None:
                 parameter.requires_grad_(False)
         return state
 
-    monkeypatch.setattr(loop, "build_state", broken)
+    monkeypatch.setattr(job, "build_state", broken)
 
 
 def deaf_optimizer(monkeypatch) -> None:

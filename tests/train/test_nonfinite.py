@@ -8,7 +8,7 @@ from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from bloomery.data.loader import Cursor, Loader
 from bloomery.errors import UserError
 from bloomery.monitor.events import Recovered, StepDone, Warned
-from bloomery.train import loop, state
+from bloomery.train import job, state
 from bloomery.train.objectives import LossParts, Objective, pretraining
 from bloomery.train.step import LossScale
 
@@ -32,7 +32,7 @@ def poison(plan, monkeypatch):
             total, count = clean.loss(output, batch)
             return LossParts(total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count)
 
-        monkeypatch.setattr(loop, "pretraining", lambda **_: Objective(clean.head, loss))
+        monkeypatch.setattr(job, "pretraining", lambda **_: Objective(clean.head, loss))
 
     return poisoned_steps
 
@@ -97,7 +97,7 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan,
         total, count = clean.loss(output, batch)
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
-    monkeypatch.setattr(loop, "pretraining", lambda **_: Objective(clean.head, loss))
+    monkeypatch.setattr(job, "pretraining", lambda **_: Objective(clean.head, loss))
     with pytest.raises(UserError, match="rows 60 to 63"):
         Run(plan, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -4,68 +4,33 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from bloomery import __version__
-from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher
-from bloomery.data.shards import read_manifest
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.loader import Batch, Cursor, Prefetcher
 from bloomery.errors import UserError
-from bloomery.monitor.events import Emit, Phase, Recovered, Resumed, RunStarted, Sampled, StepDone, Warned
+from bloomery.monitor.events import Emit, Phase, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
-from bloomery.train.checkpoint import Saver, newest_valid
+from bloomery.train.checkpoint import newest_valid
 from bloomery.train.evaluation import Evaluation, evaluate, samples
+from bloomery.train.job import Job, open_job, open_objective, read_ahead
 from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
-from bloomery.train.objectives import Objective, pretraining
-from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
-from bloomery.train.profile import Recorder
+from bloomery.train.process import allocator_sample, peak_memory_gib
 from bloomery.train.schedules import planned_share
-from bloomery.train.self_test import check_attention
-from bloomery.train.state import TrainState, build_state, go_back
+from bloomery.train.state import go_back
 from bloomery.train.step import StepResult, train_step
-from bloomery.train.vitals import Checkup
 
 Outcome = Literal["done", "stopped"]
 Action = Literal["step", "skip", "rewind", "again"]
 
 # A guess at checkpoints, for the share of a wall-time length that they take: a hash, a copy, a disk.
 WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
-
-
-@dataclass
-class Job:
-    """What the loop holds in its hands. `plan` is replaced when a wall-time length becomes steps, and by `replan`."""
-
-    plan: Plan
-    run_dir: Path
-    emit: Emit
-    state: TrainState
-    objective: Objective
-    loader: Loader
-    validation: Loader | None
-    tokenizer: Tokenizer
-    saver: Saver
-    checkup: Checkup
-    recorder: Recorder
-    began: float  # time.perf_counter() at the start
-    device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
-    looked: int | None = None  # the last step after which the model was looked at
-    evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
-    saved_step: int = 0
-    saving_due: bool = False
-    step_seconds: list[float] = field(default_factory=list)  # while the length is unknown
-
-    @property
-    def step(self) -> int:
-        return self.state.progress.step
 
 
 def run(
@@ -331,69 +296,3 @@ def sampling_seconds(job: Job, *, tokens: int) -> float:
     begun = time.perf_counter()
     list(samples(job.state.trainee.model, job.tokenizer, plan=plan))
     return time.perf_counter() - begun
-
-
-def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) -> Job:
-    """Everything that must stand before the first step."""
-    began = time.perf_counter()
-    set_up_process(plan)
-    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
-    state = build_state(plan, resume_from=resume_from)
-    check_attention(state.trainee.model, plan)
-    checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
-    has_validation = bool(read_manifest(prepared).validation.tokens)
-    job = Job(
-        plan=plan,
-        run_dir=run_dir,
-        emit=emit,
-        state=state,
-        objective=open_objective(plan),
-        loader=open_loader(plan, "train"),
-        validation=open_loader(plan, "validation") if has_validation else None,
-        tokenizer=load_tokenizer(prepared),
-        saver=Saver(checkpoints, plan.checkpoint.keep, plan.checkpoint.asynchronous, tokenizer=prepared, emit=emit),
-        checkup=Checkup(dict(state.trainee.model.named_parameters())),
-        recorder=Recorder(run_dir, state.trainee, emit),
-        began=began,
-        device=training_device(run_dir / "machine.json"),
-        saved_step=state.progress.step,
-    )
-    announce(job)
-    if resume_from is not None:
-        emit(Resumed(step=job.step, path=str(resume_from), seconds=time.perf_counter() - began))
-    return job
-
-
-def announce(job: Job) -> None:
-    """What this run is, and why."""
-    plan = job.plan
-    job.emit(
-        RunStarted(
-            step=job.step,
-            version=__version__,
-            parameters=sum(p.numel() for p in job.state.trainee.model.parameters()),
-            steps=plan.train.steps or 0,
-            attention=plan.model.attention,
-            device=plan.train.device,
-            because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
-        )
-    )
-    if plan.train.compile:
-        job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
-
-
-def open_objective(plan: Plan) -> Objective:
-    return pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
-
-
-def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:
-    data = plan.data
-    return Loader(
-        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split
-    )
-
-
-def read_ahead(job: Job) -> Prefetcher:
-    """Micro-batches from where the run stands."""
-    data, rows = job.plan.data, job.plan.train.micro_batch
-    return Prefetcher(job.loader, job.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)

@@ -1,0 +1,114 @@
+"""What a run holds in its hands, and how it is made ready before the first step."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bloomery import __version__
+from bloomery.data.loader import Loader, Prefetcher
+from bloomery.data.shards import read_manifest
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
+from bloomery.plan.types import Plan
+from bloomery.train.checkpoint import Saver
+from bloomery.train.objectives import Objective, pretraining
+from bloomery.train.process import set_up_process, training_device
+from bloomery.train.profile import Recorder
+from bloomery.train.self_test import check_attention
+from bloomery.train.state import TrainState, build_state
+from bloomery.train.vitals import Checkup
+
+
+@dataclass
+class Job:
+    """What the loop holds in its hands. `plan` is replaced when a wall-time length becomes steps, and by `replan`."""
+
+    plan: Plan
+    run_dir: Path
+    emit: Emit
+    state: TrainState
+    objective: Objective
+    loader: Loader
+    validation: Loader | None
+    tokenizer: Tokenizer
+    saver: Saver
+    checkup: Checkup
+    recorder: Recorder
+    began: float  # time.perf_counter() at the start
+    device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
+    looked: int | None = None  # the last step after which the model was looked at
+    evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
+    saved_step: int = 0
+    saving_due: bool = False
+    step_seconds: list[float] = field(default_factory=list)  # while the length is unknown
+
+    @property
+    def step(self) -> int:
+        return self.state.progress.step
+
+
+def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) -> Job:
+    """Everything that must stand before the first step."""
+    began = time.perf_counter()
+    set_up_process(plan)
+    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
+    state = build_state(plan, resume_from=resume_from)
+    check_attention(state.trainee.model, plan)
+    checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
+    has_validation = bool(read_manifest(prepared).validation.tokens)
+    job = Job(
+        plan=plan,
+        run_dir=run_dir,
+        emit=emit,
+        state=state,
+        objective=open_objective(plan),
+        loader=open_loader(plan, "train"),
+        validation=open_loader(plan, "validation") if has_validation else None,
+        tokenizer=load_tokenizer(prepared),
+        saver=Saver(checkpoints, plan.checkpoint.keep, plan.checkpoint.asynchronous, tokenizer=prepared, emit=emit),
+        checkup=Checkup(dict(state.trainee.model.named_parameters())),
+        recorder=Recorder(run_dir, state.trainee, emit),
+        began=began,
+        device=training_device(run_dir / "machine.json"),
+        saved_step=state.progress.step,
+    )
+    announce(job)
+    if resume_from is not None:
+        emit(Resumed(step=job.step, path=str(resume_from), seconds=time.perf_counter() - began))
+    return job
+
+
+def announce(job: Job) -> None:
+    """What this run is, and why."""
+    plan = job.plan
+    job.emit(
+        RunStarted(
+            step=job.step,
+            version=__version__,
+            parameters=sum(p.numel() for p in job.state.trainee.model.parameters()),
+            steps=plan.train.steps or 0,
+            attention=plan.model.attention,
+            device=plan.train.device,
+            because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
+        )
+    )
+    if plan.train.compile:
+        job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
+
+
+def open_objective(plan: Plan) -> Objective:
+    return pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+
+
+def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:
+    data = plan.data
+    return Loader(
+        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split
+    )
+
+
+def read_ahead(job: Job) -> Prefetcher:
+    """Micro-batches from where the run stands."""
+    data, rows = job.plan.data, job.plan.train.micro_batch
+    return Prefetcher(job.loader, job.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)
