@@ -1,5 +1,6 @@
 """Quantities as people write them: "10B", "12GiB", "5m", "3 epochs"."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def _split(text: str) -> tuple[float, str]:
 
 
 def parse_count(text: str | float) -> float:
-    """"10B" -> 1e10, "1.5k" -> 1500. Raises ValueError."""
+    """ "10B" -> 1e10, "1.5k" -> 1500. Raises ValueError."""
     if isinstance(text, int | float):
         return float(text)
     amount, suffix = _split(text)
@@ -56,7 +57,7 @@ def parse_count(text: str | float) -> float:
 
 
 def parse_bytes(text: str | float) -> float:
-    """"12GiB" -> bytes; GB is 1e9, GiB 2**30. Raises ValueError."""
+    """ "12GiB" -> bytes; GB is 1e9, GiB 2**30. Raises ValueError."""
     if isinstance(text, int | float):
         return float(text)
     amount, suffix = _split(text)
@@ -66,9 +67,9 @@ def parse_bytes(text: str | float) -> float:
 
 
 def parse_duration(text: str | float) -> Duration:
-    """"3 epochs", "10B tokens", "2000 steps", "20%", "8h". A bare number counts steps. Raises ValueError."""
+    """ "3 epochs", "10B tokens", "2000 steps", "20%", "8h". A bare number counts steps. Raises ValueError."""
     if isinstance(text, int | float):
-        return Duration(float(text), "steps")
+        return _steps(float(text), text)
     amount, rest = _split(text)
     if rest == "%":
         return Duration(amount, "percent")
@@ -77,7 +78,7 @@ def parse_duration(text: str | float) -> Duration:
     suffix, _, unit = rest.rpartition(" ")
     unit = unit + "s" if unit in ("step", "token", "epoch") else unit
     if unit == "steps" or (unit == "" and suffix == ""):
-        return Duration(amount * _COUNT_SUFFIX.get(suffix, 1.0), "steps")
+        return _steps(amount * _COUNT_SUFFIX.get(suffix, 1.0), text)
     if unit == "tokens" and suffix in _COUNT_SUFFIX:
         return Duration(amount * _COUNT_SUFFIX[suffix], "tokens")
     if unit == "epochs" and suffix == "":
@@ -85,8 +86,16 @@ def parse_duration(text: str | float) -> Duration:
     raise ValueError(f"{text!r} is not a length; write 2000 steps, 10B tokens, 3 epochs, 20% or 8h")
 
 
+def _steps(amount: float, text: str | float) -> Duration:
+    if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:  # 0.0011M steps are 1100, but for rounding
+        below = math.floor(amount)
+        meant = f"{below} or {below + 1} steps" if below else "1 step"
+        raise ValueError(f"{text} is no whole number of steps; write {meant}")
+    return Duration(amount, "steps")
+
+
 def parse_range(text: str | float, parse: Callable[[str], float | Duration]) -> tuple[float, float]:
-    """"5 to 7 days" -> (5 days, 7 days) in seconds; a single value is a range of itself. `parse` reads one end."""
+    """ "5 to 7 days" -> (5 days, 7 days) in seconds; a single value is a range of itself. `parse` reads one end."""
     if isinstance(text, int | float):
         return float(text), float(text)
     low, separator, high = text.partition(" to ")

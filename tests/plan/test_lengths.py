@@ -17,6 +17,7 @@ SCALE = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=1000, step
     ("length", "steps"),
     [
         ("195000 steps", 195_000),
+        ("0.0011M steps", 1_100),
         ("10B tokens", 610_352),
         ("16384 tokens", 1),
         ("16385 tokens", 2),
@@ -115,3 +116,9 @@ def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
     plan = resolve(loaded(train={"length": length}, eval={"tokens": 1000}), machine())
     assert plan.eval.rows == 8  # of 128 tokens
     assert complete(plan, steps=2000, step_seconds=0.05).eval.rows == 8
+
+
+@pytest.mark.parametrize("length", ["1.5 steps", "1.5", 1.5, "0.5 steps", "0.0011k steps"])
+def test_a_part_of_a_step_is_refused(length):
+    with pytest.raises(ValueError, match="no whole number of steps; write 1"):
+        parse_duration(length)
