@@ -80,8 +80,11 @@ def test_byte_order_mark_and_line_ends_do_not_matter(tmp_path, ends):
 
 
 def test_all_mistakes_at_once_each_with_its_line(write):
-    said = refused(write("model: {preset: x}\ndata: {path: y}\ntrain:\n  lenght: 3\n  clip: -1\noptimizr: {}\n"))
-    assert "3 mistakes" in said
+    text = "model: {preset: go-coder-tyny}\ndata: {path: y}\ntrain:\n  lenght: 3\n  clip: -1\noptimizr: {}\n"
+    said = refused(write(text))
+    assert "4 mistakes" in said
+    assert "line 1: model.preset: must be go-coder-tiny, go-coder-small or go-coder-medium" in said
+    assert "did you mean go-coder-tiny?" in said
     assert "line 4: train.lenght: there is no such key; did you mean train.length?" in said
     assert "line 5: train.clip: must be above 0, not -1" in said
     assert "line 6: optimizr: there is no such key; did you mean optimizer?" in said
@@ -98,6 +101,8 @@ def test_a_key_of_another_section_is_found(write):
         ("train: {precision: bf16}", "not 'bf16'"),
         ("train: {length: soon}", "'soon' is not a number with a unit"),
         ("train: {length: 0 steps}", "must be longer than nothing"),
+        ("train: {length: 1.5 steps}", "1.5 steps is no whole number of steps; write 1 or 2 steps"),
+        ("checkpoint: {every: 0.5}", "0.5 is no whole number of steps; write 1 step"),
         ("train: {seed: true}", "a whole number, not true"),
         ('optimizer: {learning_rate: "5e-4"}', "remove the quotes"),
         ("optimizer: {learning_rate: 1e}", "shows every key"),
@@ -108,6 +113,7 @@ def test_a_key_of_another_section_is_found(write):
         ("optimizer: {betas: [0.9, 0.95, 0.99]}", "a list of 2 values"),
         ("optimizer: {schedule: {kind: wsd, decy: 10%}}", "did you mean optimizer.schedule.decay?"),
         ("optimizer: {schedule: cosin}", "did you mean cosine?"),
+        ("model: {family: lama}", "did you mean llama?"),
         ("adapter: {kind: lorra}", "did you mean lora?"),
         ("adapter: {rank: 3}", "adapter.kind: must be none, lora, dora or peft"),
         ("eval: 3", "must be keys with values, not 3"),
@@ -126,7 +132,8 @@ def test_a_key_of_another_section_is_found(write):
 )
 def test_refused(write, text, said):
     section = text.partition(":")[0]
-    base = SMALL if section != "data" else "model: {preset: x}\n"
+    model, data = SMALL.splitlines(keepends=True)
+    base = {"model": data, "data": model}.get(section, SMALL)
     assert said in refused(write(base + text + "\n"))
 
 
@@ -203,7 +210,7 @@ def test_one_way_to_say_it_replaces_the_other(write):
     assert (recipe.data.path, recipe.data.builtin) == (None, "stdlib-code")
     assert (recipe.model.preset, recipe.model.from_) == (None, "someone/model")
     assert "only one of them" in refused(write("model: {preset: x, family: y}\ndata: {path: x}\n"))
-    assert "needs one of path, builtin, sources" in refused(write("model: {preset: x}\n"))
+    assert "needs one of path, builtin, sources" in refused(write("model: {preset: go-coder-tiny}\n"))
 
 
 def test_extends_a_file_and_a_packaged_recipe(write, tmp_path):
@@ -240,7 +247,7 @@ def test_paths_start_where_they_are_written(write, tmp_path, monkeypatch):
     assert load_recipe(write(text), ["data.path=corpus"]).recipe.data.path == str(elsewhere / "corpus")
     assert load_recipe("go-coder-tiny").recipe.data.path == str(elsewhere / "corpus")
     assert load_recipe(write(text), ["data.path=~/code"]).recipe.data.path == str(Path.home() / "code")
-    sources = "model: {preset: x}\ndata: {sources: [{path: one}, {path: two}], validation: held-out}\n"
+    sources = "model: {preset: go-coder-tiny}\ndata: {sources: [{path: one}, {path: two}], validation: held-out}\n"
     data = load_recipe(write(sources)).recipe.data
     assert [source.path for source in data.sources] == [str(tmp_path / "one"), str(tmp_path / "two")]
     assert data.validation == str(tmp_path / "held-out")

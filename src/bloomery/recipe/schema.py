@@ -68,6 +68,11 @@ Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int)
 Auto = Literal["auto"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
+# The names that bloomery.model knows, which is a layer above; a test holds them equal.
+Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo2", "phi3", "gpt2",
+]  # fmt: skip
 AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
 
 
@@ -128,8 +133,8 @@ class Model(Section):
     """
 
     from_: Annotated[str | None, Field(alias="from")] = None
-    preset: str | None = None
-    family: str | None = None
+    preset: Preset | None = None
+    family: Family | None = None
     implementation: Auto | Literal["native", "foreign"] = "auto"
     vocab_size: PositiveInt | None = None
     hidden_size: PositiveInt | None = None
