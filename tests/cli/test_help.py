@@ -66,6 +66,27 @@ def test_wrong_words(capsys):
     assert "did you mean go-coder-tiny?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (("plan", "go-coder-tiny", "--gpu"), "`bloomery plan`"),
+        (("tokenizer", "inspect", "folder", "--text"), "`bloomery tokenizer inspect`"),
+        (("--nonsense",), "`bloomery`"),
+    ],
+)
+def test_a_flag_without_its_value_names_the_verb(words, where, capsys):
+    assert exit_code(*words) == 2
+    told = capsys.readouterr().err
+    assert f"where: {where}\n" in told and f"mend:  {where[:-1]} --help`" in told
+
+
+@pytest.mark.parametrize("words", [("--nodes", "2"), ("--gpus", "8"), ("--gpus", "8", "--nodes", "2")])
+def test_several_devices_without_a_gpu_name_the_flag_that_was_typed(words, capsys):
+    assert exit_code("plan", "go-coder-tiny", *words) == 2
+    typed = " ".join(words)
+    assert f'where: {typed}\nmend:  name a GPU: --gpu "MI300X" {typed}\n' in capsys.readouterr().err
+
+
 def test_no_words_at_all_shows_the_help():
     done = bloomery_command()
     assert done.returncode == 2

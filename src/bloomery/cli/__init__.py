@@ -131,7 +131,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page
             error.show()
         else:
-            click.echo(str(_wrong_words(error)), err=True)
+            click.echo(str(_wrong_words(error, arguments)), err=True)
         return error.exit_code
     except click.Abort:
         click.echo("interrupted", err=True)
@@ -146,12 +146,24 @@ def _refuse_vanished_folder() -> None:
         raise UserError("the working folder was deleted", where="this shell", remedy="cd to one that exists") from error
 
 
-def _wrong_words(error: click.ClickException) -> UserError:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "bloomery"
+def _wrong_words(error: click.ClickException, arguments: Sequence[str]) -> UserError:
+    context = getattr(error, "ctx", None)  # none where a flag lacks its value
+    command = context.command_path if context is not None else _verb(arguments)
     message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
     remedy = f"`{command} --help` shows the words it knows"
     return UserError(message[:1].lower() + message[1:], where=f"`{command}`", remedy=remedy, code=error.exit_code)
+
+
+def _verb(arguments: Sequence[str]) -> str:
+    """ "bloomery tokenizer inspect": the words of a line before its arguments."""
+    command: click.Command | None = cli
+    path = "bloomery"
+    for word in (word for word in arguments if not word.startswith("-")):
+        if not isinstance(command, click.Group):
+            break
+        command = command.get_command(click.Context(command), word)
+        path += f" {word}" if command is not None else ""
+    return path
 
 
 def _explain_crash(kind: type[BaseException], error: BaseException, trace: object) -> None:

@@ -44,16 +44,18 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
             yield f"parallel.{key}={getattr(parallel, key)}"
 
 
-def refuse_mesh(profile: Profile, devices: int) -> None:
+def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
     """Raises UserError where several devices were asked for and there is none of which several make sense."""
-    if devices == 1:
+    asked = [f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1]
+    if not asked:
         return
+    where = " ".join(asked)
     if profile.accelerator is None:
-        problem, remedy = "a processor is one device", 'name a GPU: --gpu "MI300X" --gpus 8'
-        raise UserError(problem, where="--gpus", remedy=remedy, code=2)
+        remedy = f'name a GPU: --gpu "MI300X" {where}'
+        raise UserError("a processor is one device", where=where, remedy=remedy, code=2)
     if profile.gpu is None or profile.accelerator.integrated or profile.gpu.link == "APU":
         problem = f"nothing is known of several {profile.accelerator.name} joined together"
-        raise UserError(problem, where="--gpus", remedy="leave --gpus out", code=2)
+        raise UserError(problem, where=where, remedy=f"leave out {where}", code=2)
 
 
 def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:

@@ -69,7 +69,7 @@ def _resolution(
     recipe = loaded.recipe
     refuse.refuse_unbuilt(recipe)
     profile = build_profile(machine)
-    refuse.refuse_mesh(profile, gpus * nodes)
+    refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
     config = model_config(recipe, corpus)
     refuse.refuse_misfits(recipe, config, corpus)
     return _Resolution(loaded, machine, profile, config, corpus, gpus, nodes)
