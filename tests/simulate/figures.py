@@ -11,7 +11,7 @@ from steps_for_tests import both_of_stage, counted, laid, measured, simulated, s
 
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.plan.resolve import resolve  # noqa: E402
-from bloomery.recipe.load import load_recipe  # noqa: E402
+from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
 from bloomery.simulate.shards import Cut  # noqa: E402
 from bloomery.simulate.stages import places  # noqa: E402
 from bloomery.units import MIB  # noqa: E402
@@ -58,14 +58,17 @@ LLAMA = {
 }  # fmt: skip
 
 
-def shards() -> None:
-    large = loaded(
-        model=LLAMA, data={"sequence_length": 8192}, train={"tokens_per_step": 2**24, "precision": "bfloat16"}
+def large(tokens: int) -> LoadedRecipe:
+    return loaded(
+        model=LLAMA, data={"sequence_length": 8192}, train={"tokens_per_step": tokens, "precision": "bfloat16"}
     )
+
+
+def shards() -> None:
     jobs = [
         ("go-coder-125m", load_recipe("go-coder-125m"), "MI250X", 8, 1),
         ("go-coder-medium", load_recipe("go-coder-medium"), "MI300X", 8, 2),
-        ("Llama 3.1 8B's shape", large, "MI300X", 8, 64),
+        ("Llama 3.1 8B's shape", large(2**24), "MI300X", 8, 64),
     ]
     print("| recipe | devices | counted MiB | simulated MiB | difference |\n|---|---|--:|--:|--:|")
     for name, recipe, gpu, gpus, nodes in jobs:
@@ -80,17 +83,22 @@ def shards() -> None:
 
 
 def stages() -> None:
-    jobs = [("go-coder-125m", "RX 6700 XT"), ("go-coder-125m", "MI250X"), ("go-coder-medium", "MI300X")]
+    jobs = [
+        ("go-coder-125m", load_recipe("go-coder-125m"), "RX 6700 XT"),
+        ("go-coder-125m", load_recipe("go-coder-125m"), "MI250X"),
+        ("go-coder-medium", load_recipe("go-coder-medium"), "MI300X"),
+        ("Llama 3.1 8B's shape", large(2**20), "MI300X"),
+    ]
     print("| recipe | devices | stage | micro-batches | counted MiB | simulated MiB | difference |")
     print("|---|---|--:|--:|--:|--:|--:|")
-    for recipe, gpu in jobs:
+    for name, recipe, gpu in jobs:
         here = gpu_machine(gpu)
-        plan = resolve(load_recipe(recipe), here, gpus=8)
+        plan = resolve(recipe, here, gpus=8)
         for layout in plan.mesh.layouts:
-            for place in places(layout.pipeline) if layout.pipeline > 1 else []:
+            for place in places(layout.pipeline) if layout.pipeline == 8 else []:
                 own = laid(plan, layout)
                 told, fake = both_of_stage(own, place, fused=build_profile(here).attention.value == "fused")
-                row = f"| {recipe} | 8 x {gpu} | {place.index + 1} of {place.stages} | {place.under_way(own)} |"
+                row = f"| {name} | 8 x {gpu} | {place.index + 1} of {place.stages} | {place.under_way(own)} |"
                 print(row, f"{told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |", flush=True)
 
 

@@ -93,7 +93,7 @@ def test_the_page_and_json_have_the_fullest_stage_and_each():
     assert told["counted"] == pytest.approx(told["peak"], rel=0.08)
     text = " ".join(found.lines())
     assert "the fullest of 2 stages" in text
-    assert "stage 1: " in text
+    assert "with 1 micro-batch " in text
 
 
 def test_notes_say_that_stages_stand_alone():

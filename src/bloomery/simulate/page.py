@@ -74,7 +74,7 @@ class Beside:
 
 
 def _of_stage(stage: Stage, figure: str) -> str:
-    return f"stage {stage.number}: {figure}, micro-batches {stage.under_way}"
+    return f"stage {stage.number}: {figure} with {stage.under_way} micro-batch{'es' if stage.under_way > 1 else ''}"
 
 
 def _stage_document(stage: Stage) -> dict[str, Any]:
