@@ -146,6 +146,13 @@ def test_a_huge_log_is_searched_at_its_end():
     assert json.dumps(match("y" * 100_000 + "HIP out of memory")) == "[]"  # no message is that far into a line
 
 
+NO_RESOURCES = (
+    ":0:rocdevice.cpp :2724: Callback: Queue 0x150b4de00000 Aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES: "
+    "The runtime failed to allocate the necessary resources. This error may also occur when the core runtime library needs "
+    "to spawn threads or create internal OS-specific events. Code: 0x1008"
+)
+
+
 @pytest.mark.parametrize(
     ("line", "known"),
     [
@@ -156,7 +163,40 @@ def test_a_huge_log_is_searched_at_its_end():
         ),
         ("socketProgressOpt: Call to recv from 10.0.0.3<41234> failed : Connection reset by peer", "peer-left"),
         ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:41234", "peer-left"),
+        (f"{NO_RESOURCES} Available Free mem : 0 MB", "hip-out-of-memory"),
+        (f"{NO_RESOURCES} Available Free mem : 13386 MB", "hsa-out-of-resources"),
+        ("zsh: segmentation fault (core dumped)  comfy launch", "segmentation-fault"),
+        ("NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error", "nvidia-memory-error"),
+        ("NVRM: Xid (PCI:0000:ca:00): 31, pid=1587983, name=exe, Ch 0000000a, intr 00000000.", "nvidia-xid"),
+        (
+            "amdgpu 0000:de:ad.0: amdgpu: socket: 0 2 uncorrectable hardware errors detected in gfx block",
+            "amdgpu-memory-error",
+        ),
+        (
+            "*** WARNING (proc 1): Unexpected error -28 (No space left on device) from fi_mr_regattr()",
+            "slingshot-cannot-map",
+        ),
+        ("[1652783] UCX ERROR ibv_reg_mr failed: Cannot allocate memory", "locked-memory-limit"),
     ],
 )
 def test_other_words_for_the_same(line, known):
     assert match(line)[0].id == known
+
+
+@pytest.mark.parametrize("general", ["segmentation-fault", "bus-error", "elastic-child-failed"])
+def test_how_a_process_ended_says_less_than_why(general):
+    ended = next(symptom.log for symptom in symptoms() if symptom.id == general)
+    for symptom in symptoms():
+        if symptom.id not in ("segmentation-fault", "bus-error", "elastic-child-failed"):
+            assert match(f"{symptom.log}\n{ended}")[0].id == symptom.id
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "amdgpu 0000:01:00.0: amdgpu: 0 uncorrectable hardware errors detected in umc block",
+        "pcieport 0000:00:01.1: PCIe Bus Error: severity=Corrected, type=Data Link Layer",
+    ],
+)
+def test_counts_of_nothing_and_what_was_corrected_are_no_symptom(line):
+    assert match(line) == ()
