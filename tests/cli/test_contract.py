@@ -227,6 +227,14 @@ def test_json_of_a_run(workshop, monkeypatch):
     assert {"name", "state", "step", "steps", "loss", "bits_per_byte", "bytes", "command"} == set(line)
 
 
+def test_json_of_the_doctor(workshop, monkeypatch):
+    told = asked(workshop, monkeypatch, "doctor", "--json")
+    assert list(told) == ["ready", "findings", "machine", "then"]
+    machine = json.loads((the_run(workshop) / "machine.json").read_text())
+    assert set(told["machine"]) == set(machine) and set(told["machine"]["host"]) == set(machine["host"])
+    assert list(told["then"]) == ["recipe", "waits", "problem", "fits", "memory", "seconds", "choices"]
+
+
 def test_a_folder_that_holds_a_run_is_refused_naming_resume(workshop, monkeypatch, capsys):
     monkeypatch.chdir(workshop)
     with pytest.raises(SystemExit) as caught:

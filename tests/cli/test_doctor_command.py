@@ -67,12 +67,43 @@ def test_a_page_is_a_hundred_columns_wide_and_says_how_it_ends(name):
 def test_the_json_holds_what_the_contract_says(name):
     done = doctor("--machine", record(name), "--json")
     told = json.loads(done.output)
-    assert told.keys() == {"ready", "findings"}
+    assert told.keys() == {"ready", "findings", "machine", "then"}
     assert told["ready"] == (done.return_value == 0)
+    assert told["then"].keys() == {"recipe", "waits", "problem", "fits", "memory", "seconds", "choices"}
+    assert {choice["key"] for choice in told["then"]["choices"]} >= {"train.precision", "train.attention"}
     for finding in told["findings"]:
         assert finding.keys() == {"id", "level", "what", "evidence", "mend", "prove"}
         assert finding["level"] in ("stops", "slows", "note")
         assert isinstance(finding["mend"], list)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_machine_of_the_json_is_one_to_diagnose_and_says_the_same(name, tmp_path):
+    first = doctor("--machine", record(name), "--json").output
+    (tmp_path / "told.json").write_text(first)
+    again = json.loads(doctor("--machine", str(tmp_path / "told.json"), "--json").output)
+    assert [finding["id"] for finding in again["findings"]] == [one["id"] for one in json.loads(first)["findings"]]
+    assert again["then"] == json.loads(first)["then"] and again["machine"] == json.loads(first)["machine"]
+
+
+def test_then_says_as_json_what_it_says_to_people():
+    said = doctor("--machine", record("rx-6700-xt-wrong-wheel-override")).output
+    told = json.loads(doctor("--machine", record("rx-6700-xt-wrong-wheel-override"), "--json").output)["then"]
+    assert told["fits"] and f"{told['recipe']} fits" in said
+    total, limit = told["memory"]["total"]["value"], told["memory"]["limit"]
+    assert f"({total:.1f} of {limit:.1f} GiB)" in said
+    assert next(one["value"] for one in told["choices"] if one["key"] == "train.precision") in said
+
+
+def test_the_machine_of_the_json_holds_no_names(tmp_path):
+    whole = json.loads(Path(record("rx-6700-xt")).read_text())
+    whole["host"]["access"]["groups"] = ["secret-project", "render"]
+    whole["software"]["environment"] = {"HF_TOKEN": "hf_" + "a" * 34, "MASTER_ADDR": "10.1.2.3"}
+    whole["software"]["prefix"] = "/home/somebody/venv"
+    (tmp_path / "machine.json").write_text(json.dumps(whole))
+    said = doctor("--machine", str(tmp_path / "machine.json"), "--json").output
+    for name in ("secret-project", "hf_aaa", "10.1.2.3", "somebody"):
+        assert name not in said
 
 
 def test_a_laptop_without_a_gpu_is_told_what_that_means_and_what_to_do():

@@ -62,15 +62,22 @@ def command(
         return _fix(fix, findings, examined)
     if bundle is not None:
         return _bundle(bundle, findings, examined)
-    if as_json:
-        print_json({"ready": ready(findings), "findings": [document(finding) for finding in findings]})
-    else:
-        from bloomery.cli.doctor_page import page
-        from bloomery.cli.doctor_then import then_lines
-
-        then = then_lines(examined, findings)
-        click.echo("\n".join(page(examined, findings, seconds=time.monotonic() - began, then=then)))
+    _show(findings, examined, began=began, as_json=as_json)
     return 0 if ready(findings) else 1
+
+
+def _show(findings: "tuple[Finding, ...]", machine: "Machine", *, began: float, as_json: bool) -> None:
+    from bloomery.cli.doctor_bundle import nameless_document
+    from bloomery.cli.doctor_page import page
+    from bloomery.cli.doctor_then import prospect, then_document, then_lines
+    from bloomery.hardware.doctor import ready
+
+    seen = prospect(machine, findings)
+    if as_json:
+        told = {"ready": ready(findings), "findings": [document(finding) for finding in findings]}
+        print_json(told | {"machine": nameless_document(machine), "then": then_document(seen)})
+    else:
+        click.echo("\n".join(page(machine, findings, seconds=time.monotonic() - began, then=then_lines(seen))))
 
 
 def _only_here(machine: Path | None, **flags: bool) -> None:

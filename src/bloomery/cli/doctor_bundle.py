@@ -60,6 +60,12 @@ def _bundle(file: Path) -> bool:
         return True  # writing says why
 
 
+def nameless_document(machine: Machine) -> dict[str, Any]:
+    """A machine as machine.json holds it, without what a bundle leaves out."""
+    found: dict[str, Any] = json.loads(private(json.dumps(plain(nameless(machine)), ensure_ascii=False)))
+    return found
+
+
 def nameless(machine: Machine) -> Machine:
     """Without names of people, groups, hosts and single chips; what belongs together stays together."""
     groups: dict[str, str] = {}

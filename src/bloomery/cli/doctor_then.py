@@ -1,5 +1,9 @@
 """What training would do on a machine, once it is mended: the last lines of `bloomery doctor`."""
 
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bloomery.cli.plan import document
 from bloomery.errors import UserError
 from bloomery.hardware.assume import best_device, with_gpu
 from bloomery.hardware.doctor import ready
@@ -15,20 +19,48 @@ ROOM = 90  # of a line, behind its label
 ON_A_GPU, ON_A_CPU = "go-coder-125m", "go-coder-tiny"
 
 
-def then_lines(machine: Machine, findings: tuple[Finding, ...]) -> list[str]:
-    """The choices of the profile, and whether a packaged recipe fits: on the machine as it is when it is ready."""
+@dataclass(frozen=True, kw_only=True)
+class Prospect:
+    """A packaged recipe planned for a machine. `machine`: as it will be; `waits`: its GPU cannot be reached yet."""
+
+    recipe: str
+    machine: Machine
+    plan: Plan | None
+    problem: str = ""  # why there is no plan
+    waits: bool = False
+    alike: int = 0
+
+
+def prospect(machine: Machine, findings: tuple[Finding, ...]) -> Prospect:
+    """What training would choose, and whether a recipe fits: on the machine as it is when it is ready, else mended."""
     device, well = best_device(machine), ready(findings)
-    known = device or well or any(finding.id == "no-gpu" for finding in findings)
-    waits = [] if known else ["what the GPU will do is said once it can be reached; the CPU could do this:"]
+    known = device is not None or well or any(finding.id == "no-gpu" for finding in findings)
     recipe = ON_A_CPU if device is None else ON_A_GPU
-    try:
-        plan, _ = plan_here(load_recipe(recipe, ()), machine=machine if well else mended(machine))
-    except UserError as error:
-        return [f"{recipe} cannot be planned: {error.problem}"]
+    there = machine if well else mended(machine)
     alike = [one for one in machine.accelerators if device is not None and one.arch == device.arch]
-    choices, size = _choices(plan), _size(plan, recipe, len(alike))
+    found = Prospect(recipe=recipe, machine=there, plan=None, waits=not known, alike=len(alike))
+    try:
+        return replace(found, plan=plan_here(load_recipe(recipe, ()), machine=there)[0])
+    except UserError as error:
+        return replace(found, problem=error.problem)
+
+
+def then_lines(seen: Prospect) -> list[str]:
+    """For people: one line, or two where one is too long."""
+    if seen.plan is None:
+        return [f"{seen.recipe} cannot be planned: {seen.problem}"]
+    waits = ["what the GPU will do is said once it can be reached; the CPU could do this:"] if seen.waits else []
+    choices, size = _choices(seen.plan), _size(seen.plan, seen.recipe, seen.alike)
     together = f"{choices} · {size}"
     return [*waits, *([together] if len(together) <= ROOM else [choices, size])]
+
+
+def then_document(seen: Prospect) -> dict[str, Any]:
+    """For programs: the keys of `plan --json`, null where nothing can be planned."""
+    planned = {} if seen.plan is None else document(seen.plan, seen.machine)
+    keys = ("fits", "memory", "seconds", "choices")
+    told = {"recipe": seen.recipe, "waits": seen.waits, "problem": seen.problem}
+    return told | {key: planned.get(key) for key in keys}
 
 
 def mended(machine: Machine) -> Machine:
