@@ -148,8 +148,8 @@ def test_a_huge_log_is_searched_at_its_end():
 
 NO_RESOURCES = (
     ":0:rocdevice.cpp :2724: Callback: Queue 0x150b4de00000 Aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES: "
-    "The runtime failed to allocate the necessary resources. This error may also occur when the core runtime library needs "
-    "to spawn threads or create internal OS-specific events. Code: 0x1008"
+    "The runtime failed to allocate the necessary resources. This error may also occur when the core runtime library "
+    "needs to spawn threads or create internal OS-specific events. Code: 0x1008"
 )
 
 
