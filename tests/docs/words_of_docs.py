@@ -24,7 +24,7 @@ def quoted(text: str) -> list[str]:
 def commands_in(page: str) -> Iterator[str]:
     """Each `bloomery ...` in a fenced or indented block (up to its comment, after two blanks), or in backticks."""
     prose = []
-    for index, part in enumerate(page.split("\n```")):
+    for index, part in enumerate(re.sub(r" \\\n +", " ", page).split("\n```")):  # a command may go on below
         if index % 2:
             lines = part.splitlines()[1:]
         else:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 from click.testing import CliRunner
@@ -190,3 +191,19 @@ def test_of_several_gpus_the_page_names_the_one_that_trains():
     assert "GPU 0" not in rows(where)
     closed = where.host.model_copy(update={"access": Access(kfd="hung")})
     assert "but /dev/kfd does not answer" in rows(where.model_copy(update={"host": closed}))
+
+
+def test_no_line_is_wider_than_the_page_and_a_long_command_stays_one(tmp_path, monkeypatch):
+    """A person copies both lines: the shell reads the words that were typed, and the edit that helps."""
+    words = [
+        "go-coder-125m",
+        "train.micro_batch=16",
+        "train.activation_checkpointing=none",
+        'data.path=my long "folder"',
+    ]
+    for more in (("--gpu", "RX 6600"), ("--gpu", "RX 6600", "train.tokens_per_step=65536"), ("--gpu", "all")):
+        said = run(tmp_path, monkeypatch, *words, *more).stdout
+        assert max(map(len, said.splitlines())) <= 100
+        typed = {word for word in (*words, *more) if "=" in word}
+        commands = said[said.index("\nnext ") + 10 :].replace(" \\\n", "").split("\n")
+        assert all(typed <= set(shlex.split(command)) for command in commands if "bloomery" in command)

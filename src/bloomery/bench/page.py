@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from bloomery.bench.measuring import Largest, Row
 from bloomery.plan.types import Estimate, MemoryEstimate, Plan
+from bloomery.shell import labelled
 from bloomery.units import GIB, format_count, format_seconds
 
 WIDTH = 100
@@ -151,7 +152,7 @@ def closing(row: Row, *, remembered: bool, source: str) -> Iterator[str]:
             yield _line("kept", "bloomery plan uses this measurement from now on")
         elif row.disturbed:
             yield _line("kept", "nothing: end what else runs here, then measure again")
-    yield _line("next", f"bloomery train {source}")
+    yield from labelled("next", f"bloomery train {source}", indent=LABEL, width=WIDTH)
 
 
 def _line(label: str, text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from bloomery.hardware.doctor import ready
 from bloomery.hardware.doctor_finding import PROBE, Finding
 from bloomery.hardware.machine import Machine, Probe
+from bloomery.shell import broken
 from bloomery.units import GIB, format_bytes
 
 WIDTH, LABEL, BODY = 100, 10, 7
@@ -127,7 +128,7 @@ def step_lines(steps: Sequence[str]) -> Iterator[str]:
         if command.startswith("# "):
             yield from textwrap.wrap(command[2:], width)
             continue
-        *lines, last = _broken(command, width)
+        *lines, last = broken(command, width)
         yield from lines
         if not remark or len(last) + GAP + len(remark) > width:
             yield last
@@ -142,27 +143,6 @@ def _remark_column(steps: Sequence[str], width: int) -> int:
     parts = [step.partition("  # ") for step in steps]
     short = [len(c) + GAP for c, _, remark in parts if remark and len(c) + GAP + len(remark) <= width]
     return max([REMARKS, *short])
-
-
-def _broken(command: str, width: int) -> list[str]:
-    """A command over several lines, each but the last ending in a backslash; never within quotes."""
-    lines = [command]
-    while len(lines[-1]) > width:
-        at = max((place for place in _gaps(lines[-1]) if 4 < place <= width - 2), default=0)
-        if not at:
-            break
-        lines[-1:] = [lines[-1][:at] + " \\", "    " + lines[-1][at + 1 :]]
-    return lines
-
-
-def _gaps(line: str) -> Iterator[int]:
-    """Where blanks stand outside of quotes."""
-    quote = ""
-    for place, letter in enumerate(line):
-        if letter in "\"'" and quote in ("", letter):
-            quote = "" if quote else letter
-        elif letter == " " and not quote:
-            yield place
 
 
 def _inner(label: str, lines: Sequence[str]) -> Iterator[str]:

@@ -8,10 +8,11 @@ from bloomery.errors import UserError
 from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.specs import arch_spec, table
-from bloomery.plan.page_figures import SHORT_NAMES
+from bloomery.plan.page_figures import LABEL, SHORT_NAMES, WIDTH
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
+from bloomery.shell import labelled
 from bloomery.units import GIB, format_seconds
 
 HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
@@ -111,7 +112,8 @@ def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int
     ]
     if gpus * nodes > 1:
         lines.append("Planned only: this version trains on one device.")
-    return [*lines, f'next      bloomery plan {source} --gpu "{fitting[0].name if fitting else found[0].name}"{many}']
+    command = f'bloomery plan {source} --gpu "{fitting[0].name if fitting else found[0].name}"{many}'
+    return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
 
 def _line(card: Card) -> str:

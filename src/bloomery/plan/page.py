@@ -21,6 +21,7 @@ from bloomery.plan.page_figures import (
 )
 from bloomery.plan.page_mesh import mesh_lines
 from bloomery.plan.types import Decision, Plan, Verdict
+from bloomery.shell import broken
 from bloomery.units import GIB, format_bytes, format_seconds
 
 REASON = 24  # where reasons begin
@@ -56,7 +57,8 @@ def page(
     if plan.remedies:
         lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(plan))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
-    lines += [*_wrapped(confidence(plan, profile)), *_block("next", list(next_lines(plan, source, verbs, devices)))]
+    commands = [part for line in next_lines(plan, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
+    lines += [*_wrapped(confidence(plan, profile)), *_block("next", commands)]
     return [line.rstrip() for line in lines]
 
 
@@ -255,7 +257,7 @@ def remedy_lines(plan: Plan) -> Iterator[str]:
         if len(remedy.edit) < 40:
             yield f"{remedy.edit:<40}{rest.pop(0)}"
         else:
-            yield remedy.edit
+            yield from broken(remedy.edit, WIDTH - LABEL)
         yield from (" " * 40 + line for line in rest)
     for missing in plan.later:
         yield f"not in this version: {missing.edit} would save {missing.saves}"
