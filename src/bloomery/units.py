@@ -128,10 +128,17 @@ def format_bytes(value: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """80 -> "80 s", 600 -> "10 min", 518400 -> "6.0 days"."""
+    """80 -> "80 s", 600 -> "10 min", 518400 -> "6.0 days". Nobody measures years: two of their digits count."""
     if value < 120:
         return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
-    for size, name in ((365.25 * 86400, "years"), (86400 * 1.5, "days"), (5400, "h")):
+    if (years := value / 31557600) >= 1:
+        return f"{two_digits(years) if years >= 9.95 else f'{years:.1f}'} years"
+    for size, unit, name in ((86400 * 1.5, 86400, "days"), (5400, 3600, "h")):
         if value >= size:
-            return f"{value / {'years': 31557600, 'days': 86400, 'h': 3600}[name]:.1f} {name}"
+            return f"{value / unit:.1f} {name}"
     return f"{value / 60:.0f} min"
+
+
+def two_digits(value: float) -> str:
+    """5233 -> "5,200": an estimate has no more digits that count."""
+    return f"{float(f'{value:.2g}'):,.0f}"

@@ -1,6 +1,7 @@
 """`--gpu all`: every card of the table, each with its own plan."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -9,7 +10,7 @@ from plan_help import machine
 from bloomery.cli.plan import command
 from bloomery.errors import UserError
 from bloomery.hardware.specs import table
-from bloomery.plan.cards import cards, cards_page
+from bloomery.plan.cards import HEAD, cards, cards_page
 from bloomery.recipe.load import load_recipe
 
 
@@ -64,3 +65,11 @@ def test_several_of_each_are_asked_for_again(found):
 def test_a_recipe_that_is_wrong_everywhere_is_one_error():
     with pytest.raises(UserError, match="positions"):
         cards(load_recipe("go-coder-125m", ["data.sequence_length=2048"]), machine())
+
+
+def test_thousands_of_years_keep_their_column():
+    slow = load_recipe("go-coder-125m", ["train.length=900000B tokens"])
+    lines = cards_page(cards(slow, machine()), slow, gpus=1, nodes=1, source="go-coder-125m")
+    years = [line for line in lines if " years" in line]
+    assert any(re.search(r" \d,\d00 years", line) for line in years)
+    assert {line.index(" years") for line in years} == {len(HEAD) - 8 - len(" years")}

@@ -98,3 +98,6 @@ def test_times_read_like_a_person_writes_them():
     assert span((4.04 * 86400, 8 * 86400)) == "4.0 to 8.0 days"
     assert span((100.0, 9000.0)) == "100 s to 2.5 h"
     assert roughly(20.2 * 31_557_600) == "20 years"
+    assert roughly(5233 * 31_557_600) == "5,200 years"
+    assert roughly(1.26 * 31_557_600) == "1.3 years"
+    assert span((4411 * 31_557_600, 9870 * 31_557_600), trimmed=True) == "4,400 to 9,900 years"

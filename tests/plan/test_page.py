@@ -207,3 +207,18 @@ def test_no_line_is_wider_than_the_page_and_a_long_command_stays_one(tmp_path, m
         typed = {word for word in (*words, *more) if "=" in word}
         commands = said[said.index("\nnext ") + 10 :].replace(" \\\n", "").split("\n")
         assert all(typed <= set(shlex.split(command)) for command in commands if "bloomery" in command)
+
+
+def test_an_estimate_has_two_digits_that_count(tmp_path, monkeypatch):
+    """Steps of text that was only measured by its files, years, and the steps that fit into a time."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some words\n" * 400_000)
+    said = run(tmp_path, monkeypatch, "go-coder-tiny", "data.path=text", "data.glob=*.txt", "--gpu", "RX 6600").stdout
+    assert re.search(r"· about [1-9]\d?0* steps", said), said
+    timed = run(tmp_path, monkeypatch, "go-coder-tiny", "train.length=8h", "--gpu", "RX 6600").stdout
+    assert re.search(r"8\.0 h as asked, about [1-9]\d?,?0{2,3} steps", timed)
+    big = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24", "train.length=900B tokens")
+    years = run(tmp_path, monkeypatch, "go-coder-125m", *big, "--gpu", "RX 6600").stdout
+    assert "900 B tokens would take 5,700 years" in years and not re.search(r"\d\d\.\d years", years)
+    exact = run(tmp_path, monkeypatch, "go-coder-125m", "train.length=5213 steps", "--gpu", "RX 6600").stdout
+    assert "5,213 steps" in exact and "about 5,2" not in exact

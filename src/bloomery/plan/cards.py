@@ -13,7 +13,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.shell import labelled
-from bloomery.units import GIB, format_seconds
+from bloomery.units import GIB, format_seconds, two_digits
 
 HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
 
@@ -126,8 +126,9 @@ def _line(card: Card) -> str:
     dtype = SHORT_NAMES[card.plan.train.precision]
     if card.rate is None:
         return f"{head}{needs}{dtype:<5}speed unknown"
-    value, low, high = (f"{float(f'{rate:.2g}'):,.0f}" for rate in card.rate)
+    value, low, high = (two_digits(rate) for rate in card.rate)
     seconds, energy = card.plan.seconds, card.plan.energy_kwh
     takes = format_seconds(seconds.value) if seconds else "?"
-    kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else f"{float(f'{energy:.2g}'):,.0f}"
-    return f"{head}{needs}{dtype:<5}{value:>11}  {f'{low} to {high}':<22}{takes:>10}{kwh:>8}"
+    kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else two_digits(energy)
+    ends = f"{low} to {high}"
+    return f"{head}{needs}{dtype:<5}{value:>11}  {ends}{takes:>{32 - len(ends)}}{kwh:>8}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from bloomery.plan.types import CorpusFacts, Estimate, Plan, Verdict
 from bloomery.recipe.schema import ClaimedRange, Expect
-from bloomery.units import GIB, Duration, format_count, format_seconds
+from bloomery.units import GIB, Duration, format_count, format_seconds, two_digits
 
 ROUNDING = 0.05  # "10B tokens" is a round figure
 Need = Callable[[int], float]  # bytes that a step needs, by rows of its micro-batch
@@ -77,7 +77,7 @@ def _speed(claimed: ClaimedRange, plan: Plan) -> Verdict:
     if plan.step_seconds is None:
         return Verdict(claim=claim, verdict="open", because="nothing is known of this device's speed")
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step)
-    planned = f"{_rate(rate.low)} to {_rate(rate.high)} tokens/s"
+    planned = f"{two_digits(rate.low)} to {two_digits(rate.high)} tokens/s"
     if claimed[1] >= rate.low and claimed[0] <= rate.high:
         return Verdict(claim=claim, verdict="fits", because=f"inside {planned}")
     near = claimed[1] >= rate.low / 3 and claimed[0] <= rate.high * 3
@@ -133,14 +133,10 @@ def _plain(value: float) -> str:
     return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
 
 
-def _rate(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,.0f}"
-
-
 def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
     """ "4.0 to 8.0 days": the unit once where both ends share it. `trimmed`: whole numbers without their zero."""
     low, high = (format_seconds(end) for end in ends)
-    if trimmed and all(re.search(r"\.0 |^\d+ ", text) for text in (low, high)):
+    if trimmed and all(re.search(r"\.0 |^[\d,]+ ", text) for text in (low, high)):
         low, high = (text.replace(".0 ", " ") for text in (low, high))
     if low == high:
         return low
@@ -152,4 +148,4 @@ def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
 def roughly(seconds: float) -> str:
     """Ten or more of a unit need no decimals: "20 years"."""
     number, _, unit = format_seconds(seconds).partition(" ")
-    return f"{float(number):.0f} {unit}" if float(number) >= 10 else f"{number} {unit}"
+    return f"{number} {unit}" if unit == "years" or float(number) < 10 else f"{float(number):.0f} {unit}"

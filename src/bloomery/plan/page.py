@@ -22,7 +22,7 @@ from bloomery.plan.page_figures import (
 from bloomery.plan.page_mesh import mesh_lines
 from bloomery.plan.types import Decision, Plan, Verdict
 from bloomery.shell import broken
-from bloomery.units import GIB, format_bytes, format_seconds
+from bloomery.units import GIB, format_bytes, format_seconds, two_digits
 
 REASON = 24  # where reasons begin
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
@@ -94,6 +94,8 @@ def headline(plan: Plan) -> str:
 def about(seconds: float) -> str:
     """ "5.9 days" -> "6 days": a headline has no decimals that mean nothing."""
     number, _, unit = format_seconds(seconds).partition(" ")
+    if unit == "years":
+        return f"{number} {unit}".replace(".0 ", " ")
     return f"{float(number):.0f} {unit}" if float(number) >= 3 else f"{number} {unit}".replace(".0 ", " ")
 
 
@@ -164,7 +166,7 @@ def _total(plan: Plan) -> str:
         return "no text here to count steps"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
     if in_epochs and plan.corpus is not None and plan.corpus.spread > 0:
-        return f"about {plan.train.steps:,} steps"
+        return f"about {two_digits(plan.train.steps)} steps"
     length = next((choice for choice in plan.decisions if choice.key == "train.length"), None)
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.because}"
 

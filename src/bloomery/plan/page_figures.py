@@ -7,7 +7,7 @@ from bloomery.hardware.profile import Profile
 from bloomery.model.counting import flops_per_token
 from bloomery.plan.claims import span
 from bloomery.plan.types import Estimate, Plan
-from bloomery.units import GIB, MIB, format_bytes, format_seconds
+from bloomery.units import GIB, MIB, format_bytes, format_seconds, two_digits
 
 WIDTH = 100
 LABEL = 10
@@ -78,7 +78,7 @@ def time_lines(plan: Plan, profile: Profile) -> Iterator[str]:
         facts.append(f"{format_seconds(plan.seconds.value)} ({_inner_span(plan.seconds)})")
     elif plan.train.seconds is not None:
         facts.append(
-            f"{format_seconds(plan.train.seconds)} as asked, about {round(plan.train.seconds / step.value):,} steps"
+            f"{format_seconds(plan.train.seconds)} as asked, about {two_digits(plan.train.seconds / step.value)} steps"
         )
     if plan.energy_kwh is not None and profile.gpu is not None:
         each = f"{plan.mesh.devices:,} x " if plan.mesh else ""
@@ -161,11 +161,6 @@ def longest_line(plan: Plan) -> str:
     line = f"rows of {longest.as_planned:,} tokens would fit, one at a time; {longest.checkpointed:,}"
     again = " with every layer computed again"
     return line + (again if LABEL + len(line + again) <= WIDTH else " with layers computed again")
-
-
-def two_digits(value: float) -> str:
-    """Two digits that count: an estimate has no more."""
-    return f"{float(f'{value:.2g}'):,.0f}"
 
 
 def disk_lines(plan: Plan) -> Iterator[str]:
