@@ -12,6 +12,7 @@ from bloomery.hardware.symptoms import Level, match
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 BAD = ("wrong", "failed", "crashed", "hung")
 SAID = {"wrong": "computes wrong values", "failed": "fails", "crashed": "crashes", "hung": "hangs"}
+SAID_BY_OUTCOME = ("segmentation-fault", "bus-error")  # symptoms that say how a process ended: the outcome says it, too
 # What a probe's first word is about, and what to train with when it is bad.
 SUBJECTS: dict[str, tuple[str, Level, str]] = {
     "attention": ("fused attention", "slows", "train.attention=blockwise"),
@@ -57,7 +58,7 @@ def _finding(probe: Probe, kind: str, machine: Machine) -> Finding:
     subject = SUBJECTS.get(kind, (probe.name, "note", ""))[0]
     if kind == "matmul":
         subject += f" in {probe.name.partition('-')[2]}"
-    known = match(probe.said, machine=machine)
+    known = [one for one in match(probe.said, machine=machine) if one.id not in SAID_BY_OUTCOME]
     off = f" (off by {probe.error:.2g})" if probe.error else ""
     mend = _around(probe, kind, machine)
     mend += (known[0].remedy if known else _remedy(probe, kind, machine)) if probe.outcome != "wrong" else []
