@@ -126,3 +126,14 @@ def test_disk_and_energy():
     assert disk["checkpoint"] / GIB == pytest.approx(1.39, abs=0.01)
     assert disk["checkpoints"] == 5 * disk["checkpoint"]
     assert energy_kwh(None, Estimate(value=1, low=1, high=1, origin="table")) is None
+
+
+def test_keys_of_a_window_are_those_that_causal_queries_see():
+    """Counted query by query: `attention` is 14 width times the keys of a token, in each layer."""
+    width, layers, length, window = 768, 12, 4096, 512
+    counted = sum(min(query + 1, window) for query in range(length)) / length
+    config = replace(preset("go-coder-small"), sliding_window=(window,))
+    work = work_of(load(config=config, sequence_length=length), tokens=1)
+    assert work.attention == pytest.approx(14 * layers * width * counted, rel=0.002)
+    every = work_of(load(config=config, sequence_length=length, attention="math"), tokens=1)
+    assert every.attention == 12 * layers * width * length

@@ -44,6 +44,7 @@ class Card:
         """Of `--json`."""
         plan, rate = self.plan, self.rate
         seconds = plan.seconds if plan else None
+        origin = plan.step_seconds.origin if plan and plan.step_seconds else None
         return {
             "gpu": self.name,
             "arch": self.arch,
@@ -52,7 +53,7 @@ class Card:
             "needs_gib": plan.memory.total / GIB if plan else None,
             "precision": plan.train.precision if plan else None,
             "micro_batch": plan.train.micro_batch if plan else None,
-            "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": "table"},
+            "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
             "days": seconds.value / 86400 if seconds else None,
             "energy_kwh": plan.energy_kwh if plan else None,
             "refused": self.refused,
@@ -97,13 +98,19 @@ def _order(card: Card) -> tuple[int, float]:
     return (0, -card.rate[0]) if card.rate else (1, 0.0)
 
 
+def _origin(found: list[Card]) -> str:
+    speeds = [card.plan.step_seconds for card in found if card.plan and card.plan.step_seconds]
+    measured = sum(speed.origin == "measured" for speed in speeds)
+    return f"From the table, {measured} from measurements" if measured else "From the table"
+
+
 def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
     """The table that people compare cards with."""
     count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
     many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     fitting = [card for card in found if card.fits]
     lines = [
-        f"{loaded.name}{count}: {len(fitting)} of {len(found)} cards hold it. From the table, fastest first;"
+        f"{loaded.name}{count}: {len(fitting)} of {len(found)} cards hold it. {_origin(found)}, fastest first;"
         " nothing was run.",
         "",
         HEAD,

@@ -276,7 +276,7 @@ def confidence(plan: Plan, profile: Profile) -> str:
             return f"Speed and memory: {plan.step_seconds.by}."
         return f"Speed: {plan.step_seconds.by}. Memory: from the table."
     if profile.accelerator is None:
-        return "From the table: the first ten steps of a run measure this machine."
+        return "From the table: nobody has measured such a processor with Bloomery yet; `bloomery bench` does."
     if profile.gpu is None:
         return f"{profile.accelerator.name} ({profile.accelerator.arch}) is not in the table: its speed stays unknown."
     return "From the table: nobody has measured this card with Bloomery yet."

@@ -104,7 +104,7 @@ def work_of(
     loss = loss or ("kept" if load.score_chunk >= load.rows else "chunked")
     backward = 1.0 + trained / count  # gradients of the inputs always, of the weights where they are trained
     products = layers * (1 + backward + again.products) + head * (1 + backward + (loss == "chunked"))
-    quadratic = (1.0 if keeps_scores(load) else 0.5) * 4.0 * _seen(load) * config.query_width * config.num_layers
+    quadratic = 4.0 * _keys(load) * config.query_width * config.num_layers
     attention = quadratic * (1 + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
     between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
     passes = tokens / load.rows
@@ -120,10 +120,16 @@ def work_of(
     )
 
 
-def _seen(load: Occupancy) -> float:
-    """Keys that a query may see at most, averaged over the layers."""
-    windows = load.config.sliding_window or (None,)
-    return sum(min(load.sequence_length, window or load.sequence_length) for window in windows) / len(windows)
+def _keys(load: Occupancy) -> float:
+    """Keys that a query meets, averaged over queries and layers: all where scores are kept, else those it may see.
+
+    In a window of w of T tokens the first w queries see w/2 on average and all later ones w: w - w^2 / 2T.
+    """
+    length, windows = load.sequence_length, load.config.sliding_window or (None,)
+    if keeps_scores(load):
+        return float(length)
+    seen = [min(length, window or length) for window in windows]
+    return sum(window - window**2 / (2 * length) for window in seen) / len(seen)
 
 
 def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
