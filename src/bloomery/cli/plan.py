@@ -154,7 +154,7 @@ def _mesh(mesh: "MeshPlan") -> dict[str, Any]:
         "runs_here": False,  # this version trains on one device
         "chosen": mesh.layouts[mesh.chosen].name,
         "because": mesh.because,
-        "layouts": [_layout(layout) for layout in mesh.layouts],
+        "layouts": [{"chosen": at == mesh.chosen} | _layout(layout) for at, layout in enumerate(mesh.layouts)],
     }
 
 
