@@ -122,7 +122,10 @@ def train_step(
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits."""
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
+    gradients = list(gradients)
+    # Said only where it changes something: PyTorch 2.15 cannot place a dtype when gradients are sharded.
+    exact = {} if all(gradient.dtype == torch.float32 for gradient in gradients) else {"dtype": torch.float32}
+    norms = torch._foreach_norm(gradients, 2, **exact)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
