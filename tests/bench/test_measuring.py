@@ -42,7 +42,7 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
 def test_memory_that_runs_out_is_a_row(bench):
     """The planned limit becomes the process's own: 128 rows of this model need well over half a GiB."""
     row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point("train.micro_batch=128", on_phase=silent)
-    assert row.outcome == "memory" and row.said
+    assert row.outcome == "memory" and row.said, row
     assert row.tokens_per_second is None
 
 

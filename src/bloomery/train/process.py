@@ -27,8 +27,10 @@ def set_up_process(plan: Plan) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / whole))
 
 
+# The last is how oneDNN says on a CPU that it found no memory for a kernel.
 FULL = re.compile(
-    r"out of memory|ErrorOutOfMemory|ALLOC_FAILED|bad_alloc|not enough memory|(can't|cannot) allocate memory",
+    r"out of memory|ErrorOutOfMemory|ALLOC_FAILED|bad_alloc|not enough memory|(can't|cannot) allocate memory"
+    r"|could not create a (primitive|memory)",
     re.IGNORECASE,
 )
 
