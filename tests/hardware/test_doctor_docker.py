@@ -95,7 +95,7 @@ def test_that_proof_can_fail():
 def test_nothing_runs_as_root(file):
     """The last user is a number without rights, and owns the folder that runs are written to."""
     assert of(file, "USER") == ["1000:1000"]
-    assert any("chown 1000:1000 /work" in command for command in of(file, "RUN"))
+    assert any("chown 1000:1000 /workspace" in command for command in of(file, "RUN"))
     order = [word for word, _ in instructions(file)]
     assert order.index("USER") > max(at for at, word in enumerate(order) if word == "RUN")
 

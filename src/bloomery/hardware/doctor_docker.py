@@ -5,7 +5,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.symptoms import vendors
 
 IMAGES = {"amd": "rocm", "nvidia": "cuda"}
-MOUNT = '-v "$PWD":/work -w /work'
+MOUNT = '-v "$PWD":/workspace -w /workspace'
 
 
 def kind(machine: Machine) -> str:
