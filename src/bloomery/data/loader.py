@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,10 @@ class Batch:
     document and on padding);
     `positions` count from the start of the document, or of the row where a document goes on from the row before;
     `documents` number the documents of a row from 0 (padding is -1).
+
+    Of text with a structure, else None: `sequences` number the texts of the micro-batch that are judged as wholes from
+    0 (padding is -1), the chosen and the rejected answer of a pair being 2i and 2i + 1; `marks` are what the data says
+    of each (kto: 1 desirable, 0 not); `reference` is what the model of the start gives each label, a log-probability.
     """
 
     tokens: Tensor  # int64
@@ -33,6 +37,14 @@ class Batch:
     weights: Tensor  # float32
     positions: Tensor  # int64
     documents: Tensor  # int64
+    sequences: Tensor | None = None  # int64
+    marks: Tensor | None = None  # int64
+    reference: Tensor | None = None  # float32
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same batch with `change` made to every tensor that it has."""
+        found: dict[str, Tensor] = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return Batch(**{name: change(tensor) for name, tensor in found.items()})
 
 
 @dataclass(frozen=True)
@@ -122,12 +134,10 @@ class Loader:
 
 
 def _stack(rows: list[Row]) -> Batch:
-    return Batch(
-        **{
-            field.name: torch.from_numpy(np.stack([getattr(row, field.name) for row in rows]))
-            for field in fields(Batch)
-        }
-    )
+    stacked = {
+        field.name: torch.from_numpy(np.stack([getattr(row, field.name) for row in rows])) for field in fields(Row)
+    }
+    return Batch(**stacked)
 
 
 @final
@@ -176,7 +186,7 @@ class Prefetcher:
 
     def _read(self, consumed: int) -> Batch:
         batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._rows_each)
-        return Batch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(Batch)}) if self._pin else batch
+        return batch.each(Tensor.pin_memory) if self._pin else batch
 
     def _put(self, found: Batch | BaseException) -> None:
         while not self._closed.is_set():

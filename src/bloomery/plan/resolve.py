@@ -135,6 +135,9 @@ class _Resolution:
             checkpoint=sections.checkpoint(recipe, scale),
             eval=sections.evaluation(recipe, scale, cut.micro_batch.value),
             monitor=sections.monitor(recipe, scale),
+            objective=recipe.objective,
+            adapter=recipe.adapter,
+            quantize=recipe.quantize,
             torch=self.torch or "",
             memory=cut.memory,
             step_seconds=seconds,
@@ -225,6 +228,7 @@ class _Resolution:
             deterministic=choose_deterministic(self.recipe, self.profile).value,
             threads=threads(self.machine),
             device=self.profile.device.value,
+            offload_activations=asked.offload_activations,
         )
 
     def judged(self, plan: Plan, cut: batch.Cut) -> Plan:

@@ -58,6 +58,11 @@ def optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> Optimiz
         floor=asked.floor,
         warmup_steps=lengths.warmup_steps(asked.warmup, scale, timed=timed),
         decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
+        states=asked.states,
+        paged=asked.paged,
+        offload=asked.offload,
+        in_backward=asked.in_backward,
+        stochastic_rounding=asked.stochastic_rounding,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from bloomery.model.config import ModelConfig
-from bloomery.recipe.schema import Wsd
+from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
 from bloomery.units import Duration
 
 Origin = Literal["table", "probe", "measured"]
@@ -126,6 +126,11 @@ class OptimizerPlan(Part):
     floor: float
     warmup_steps: int
     decay_steps: int  # of wsd; 0 otherwise
+    states: Literal["float32", "bfloat16", "int8"] = "float32"
+    paged: bool = False
+    offload: bool = False
+    in_backward: bool = False
+    stochastic_rounding: bool = False
 
 
 class TrainPlan(Part):
@@ -144,6 +149,7 @@ class TrainPlan(Part):
     deterministic: bool
     threads: int
     device: str  # cpu, cuda
+    offload_activations: bool = False
 
 
 class CheckpointPlan(Part):
@@ -234,6 +240,9 @@ class Plan(Part):
     checkpoint: CheckpointPlan
     eval: EvalPlan
     monitor: MonitorPlan
+    objective: Objective = Pretrain()
+    adapter: Adapter = NoAdapter()
+    quantize: Quantize = Quantize()
     torch: str  # the version that the plan was made for
     memory: MemoryEstimate
     step_seconds: Estimate | None  # None: nothing is known of this device

@@ -163,9 +163,13 @@ class TrainTokenizer(Section):
 
 
 class Tokenizer(Section):
-    """`from`: "same" (the model's own), a folder, a tokenizer.json or .model file; or `train` one from the data."""
+    """`from`: "same" (the model's own), a folder, a tokenizer.json or .model file; or `train` one from the data.
+
+    `add_tokens`: special tokens added to it, for which the model's embeddings grow by rows of their mean.
+    """
 
     from_: Annotated[str | None, Field(alias="from")] = None
+    add_tokens: list[Annotated[str, Field(min_length=1)]] = []
     train: TrainTokenizer | None = None
 
 
@@ -219,10 +223,74 @@ class Data(Section):
     prefetch: Auto | PositiveInt = "auto"
 
 
-class Objective(Section):
-    kind: Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distil", "ppo", "grpo"] = (
-        "pretrain"
-    )
+class Pretrain(Section):
+    """Every token is learned."""
+
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class Sft(Section):
+    """The answers of conversations are learned, as `data.chat.train_on` says."""
+
+    kind: Literal["sft"]
+
+
+class Preference(Section):
+    """Of two answers, the chosen one is made likelier than the rejected one, compared with the model of the start."""
+
+    kind: Literal["dpo", "ipo"]
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0  # dpo: the share of pairs that are wrong way round
+
+
+class SimPo(Section):
+    """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
+
+    kind: Literal["simpo"]
+    beta: PositiveFloat = 2.0
+    gamma: NonNegativeFloat = 1.0
+
+
+class OrPo(Section):
+    """The chosen answer is learned, and its odds are raised above the rejected one's (arXiv:2403.07691)."""
+
+    kind: Literal["orpo"]
+    beta: PositiveFloat = 0.1
+
+
+class Kto(Section):
+    """Single answers, each marked desirable or not (arXiv:2402.01306)."""
+
+    kind: Literal["kto"]
+    beta: PositiveFloat = 0.1
+    desirable_weight: PositiveFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
+
+
+class Reward(Section):
+    """One number a text, higher for the chosen answer of a pair."""
+
+    kind: Literal["reward"]
+
+
+class Distil(Section):
+    """The probabilities of a larger model are learned, `share` of the loss, beside the labels."""
+
+    kind: Literal["distil"]
+    teacher: str  # a folder in Hugging Face's layout, or an id on the Hub
+    temperature: PositiveFloat = 1.0
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+
+
+class Online(Section):
+    """The model writes answers that are then judged."""
+
+    kind: Literal["ppo", "grpo"]
+
+
+Objective = Annotated[
+    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distil | Online, Field(discriminator="kind")
+]
 
 
 class NoAdapter(Section):
@@ -255,6 +323,7 @@ Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
 
 class Quantize(Section):
     base: Literal["none", "nf4", "int8"] = "none"
+    double: bool = True  # nf4: the scales are quantised, too (arXiv:2305.14314)
 
 
 class Wsd(Section):
@@ -366,7 +435,7 @@ class Recipe(Section):
     model: Model
     tokenizer: Tokenizer = Tokenizer()
     data: Data
-    objective: Objective = Objective()
+    objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
     optimizer: Optimizer = Optimizer()

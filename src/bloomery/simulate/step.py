@@ -43,7 +43,7 @@ def simulated_step(
         tracker.ask(lambda: gradients(trainee))
         batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
         tracker.call("weights", trainee.model.parameters())
-        tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values()])
+        tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
         objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
         for number, some in (("first", batches[:1]), ("second", batches)):
             say(f"the {number} of two steps")

@@ -69,8 +69,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The same batch there; from pinned memory the copy runs beside the computation."""
     if device.type == "cpu":
         return batch
-    tensors = batch.tokens, batch.labels, batch.weights, batch.positions, batch.documents
-    return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+    return batch.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precision: str) -> LossParts:
