@@ -7,29 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
-from bloomery.cli import cli, main
+from bloomery.cli import main
 from bloomery.cli.doctor_page import step_lines
 from bloomery.errors import UserError
 from bloomery.hardware.doctor_docker import run_lines
 from bloomery.hardware.machine import read_machine
-
-MACHINES = Path(__file__).parent.parent / "machines"
-NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
-
-
-@pytest.fixture(autouse=True)
-def _a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def doctor(*words: str, given: str | None = None):
-    return CliRunner().invoke(cli, ["doctor", *words], input=given, standalone_mode=False)
-
-
-def record(name: str) -> str:
-    return str(MACHINES / f"{name}.json")
 
 
 def test_the_page_of_the_wrong_wheel():

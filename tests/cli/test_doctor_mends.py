@@ -9,32 +9,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
-from bloomery.cli import cli
 from bloomery.cli.doctor_bundle import nameless, private
-from bloomery.cli.doctor_fix import BACKUP, changes, mend
+from bloomery.cli.doctor_fix import BACKUP, _typed, changes, mend
 from bloomery.errors import UserError
 from bloomery.hardware.doctor import diagnose
 from bloomery.hardware.doctor_finding import Fix
 from bloomery.hardware.machine import read_machine
-
-MACHINES = Path(__file__).parent.parent / "machines"
-NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
-
-
-@pytest.fixture(autouse=True)
-def _a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def doctor(*words: str, given: str | None = None):
-    return CliRunner().invoke(cli, ["doctor", *words], input=given, standalone_mode=False)
-
-
-def record(name: str) -> str:
-    return str(MACHINES / f"{name}.json")
-
 
 # --fix
 
@@ -201,6 +183,30 @@ def test_of_several_constraints_the_one_that_names_torch_is_changed(tmp_path, mo
     assert list(changes(Fix(kind="pin"), machine)) == [second]
 
 
+def test_the_pin_goes_where_pip_looks_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    file = tmp_path / "pins.txt"
+    file.write_text("numpy<3\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(file))
+    changed = changes(Fix(kind="pin"), read_machine(MACHINES / "mi300x-node.json"))
+    assert list(changed) == [file] and "torch==" in changed[file] and "numpy<3" in changed[file]
+
+
+def test_what_a_person_types_instead_survives_blanks_and_quotes(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "my env"))
+    (tmp_path / "my env").mkdir()
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
+    (tmp_path / "my env/torch-pin.txt").write_text("numpy<3; python_version > '3.8'\n")
+    typed = _typed(Fix(kind="pin"), changes(Fix(kind="pin"), read_machine(MACHINES / "mi300x-node.json")))
+    subprocess.run(typed.splitlines()[0], shell=True, check=True)
+    assert "numpy<3; python_version > '3.8'" in (tmp_path / "my env/torch-pin.txt").read_text().splitlines()
+    rc = tmp_path / "my rc"
+    rc.write_text("export A=1\nexport HSA_OVERRIDE_GFX_VERSION=1\n")
+    subprocess.run(_typed(Fix(kind="unset", file=str(rc), line=2, name="HSA_OVERRIDE_GFX_VERSION"), {}),
+                   shell=True, check=True)  # fmt: skip
+    assert rc.read_text().splitlines()[1].startswith("#")
+
+
 def test_a_wrong_build_is_never_pinned():
     with pytest.raises(UserError, match="not the one to pin") as caught:
         mend(*finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True)
@@ -360,6 +366,16 @@ def test_nothing_private_gets_into_a_bundle(kind, tmp_path, monkeypatch):
     text = (tmp_path / "report.json").read_text()
     assert [secret for secret in SECRETS[kind] if secret in text] == []
     assert "torch 2.13.0+rocm7.2 on 127.0.0.1 at 12:34:56" in text  # what is no secret stays
+
+
+@pytest.mark.parametrize("name", ["amd", "torch", "rocm", "machine", "stops"])
+def test_a_host_or_user_named_like_a_word_of_the_record(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.node", lambda: name)
+    monkeypatch.setenv("LOGNAME", name)
+    assert doctor("--machine", record("rx-6700-xt-wrong-wheel"), "--bundle", "report.json").exception is None
+    again = json.loads(doctor("--machine", "report.json", "--json").output)
+    direct = json.loads(doctor("--machine", record("rx-6700-xt-wrong-wheel"), "--json").output)
+    assert [one["id"] for one in again["findings"]] == [one["id"] for one in direct["findings"]]
 
 
 def test_a_host_name_is_taken_out(monkeypatch):

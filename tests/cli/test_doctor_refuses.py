@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from doctor_help import _a_folder_of_its_own, doctor  # noqa: F401
 
-from bloomery.cli import cli
 from bloomery.cli.doctor import MOST_BYTES
 from bloomery.errors import UserError
 
@@ -20,15 +19,6 @@ HOST = {
         "disk_free_bytes": 1,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def doctor(*words: str, given: bytes = b""):
-    return CliRunner().invoke(cli, ["doctor", *words], input=given, standalone_mode=False)
 
 
 def refusal(*words: str) -> UserError:

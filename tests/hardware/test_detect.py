@@ -9,7 +9,7 @@ import pytest
 
 from bloomery.hardware.detect import detect
 from bloomery.hardware.detect_gpus import parse_nvidia_smi
-from bloomery.hardware.detect_software import parse_torch_version
+from bloomery.hardware.detect_software import assignments, build_of
 from bloomery.hardware.doctor import diagnose
 from bloomery.hardware.kfd import gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software
@@ -171,7 +171,8 @@ def test_nvidia_smi_rows():
     ],
 )
 def test_the_build_of_torch_is_read_from_its_version_file(lines, found):
-    assert parse_torch_version(lines) == found
+    values = assignments(lines)
+    assert (values["__version__"], build_of(values)) == found
 
 
 def test_cards_without_a_driver_are_on_the_bus(tmp_path):

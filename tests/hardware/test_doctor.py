@@ -58,7 +58,7 @@ EXPECTED = {
         ("torch-not-pinned", PIN.format(3)),
     ],
     "rx-6800-driver-blacklisted": [
-        ("driver-blacklisted", "sudo sed -i.bak '/^ *blacklist  *amdgpu/d' /etc/modprobe.d/vfio.conf"),
+        ("driver-blacklisted", "sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' /etc/modprobe.d/vfio.conf"),
         ("torch-not-pinned", PIN.format(2)),
     ],
     "rx-7900-xt-cuda-wheel": [
@@ -237,6 +237,33 @@ def test_drivers_that_are_not_loaded():
     assert only(plain, "driver-not-loaded").mend[0].startswith("sudo modprobe amdgpu")
     nvidia = machine("h200", accelerators=(), host__driver__nvidia="")
     assert only(nvidia, "nvidia-driver-missing").level == "stops"
+
+
+@pytest.mark.parametrize(
+    ("says", "distribution", "before", "after", "again"),
+    [
+        ("/etc/modprobe.d/a.conf", "ubuntu 24.04", "blacklist amdgpu\nblacklist nouveau\n", "blacklist nouveau\n",
+         "sudo update-initramfs -u && sudo reboot"),
+        ("/etc/modprobe.d/a.conf", "fedora 43", "install amdgpu /bin/false\n", "",
+         "sudo dracut --force && sudo reboot"),
+        ("modprobe.blacklist=amdgpu in /proc/cmdline", "debian 13", 'LINUX="quiet modprobe.blacklist=amdgpu"\n',
+         'LINUX="quiet modprobe.blacklist="\n', "sudo update-grub && sudo reboot"),
+        ("module_blacklist=nouveau,amdgpu in /proc/cmdline", "rhel 9.6", 'L="module_blacklist=nouveau,amdgpu quiet"\n',
+         'L="module_blacklist=nouveau, quiet"\n', "sudo grub2-mkconfig -o /boot/grub2/grub.cfg && sudo reboot"),
+    ],
+)  # fmt: skip
+def test_what_keeps_the_driver_out_is_taken_out_where_it_stands(says, distribution, before, after, again, tmp_path):
+    found = machine("rx-6800-driver-blacklisted")
+    host = found.host.model_copy(
+        update={"distribution": distribution, "driver": found.host.driver.model_copy(update={"blacklisted": says})}
+    )
+    finding = only(found.model_copy(update={"host": host}), "driver-blacklisted")
+    file = says if says.startswith("/") else "/etc/default/grub"
+    assert finding.mend[-1] == again and file in finding.mend[0] and "/proc" not in finding.mend[0]
+    (tmp_path / "file").write_text(before)
+    command = finding.mend[0].removeprefix("sudo ").replace(file, str(tmp_path / "file"))
+    subprocess.run(command, shell=True, check=True)
+    assert (tmp_path / "file").read_text() == after
 
 
 def test_slurm_jobs_and_login_nodes():

@@ -28,7 +28,7 @@ LONGEST_NAME = 1_000  # of a file; a longer text after --explain is the message 
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option("--machine", type=click.Path(path_type=Path), metavar="FILE", help="Diagnose a record or bundle instead.")
 @click.option("--explain", metavar="TEXT", help="Say what a message, a log file or (-) what is piped in means.")
-@click.option("--fix", type=int, metavar="N", help="Mend finding N, after asking; never as root.")
+@click.option("--fix", type=int, metavar="N", help="Mend finding N, after asking; it never calls sudo.")
 @click.option("--bundle", type=click.Path(path_type=Path), metavar="FILE", help="Write what a maintainer needs.")
 @click.option("--docker", is_flag=True, help="Print the line that starts a container with this machine's GPUs.")
 def command(

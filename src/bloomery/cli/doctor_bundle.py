@@ -23,6 +23,7 @@ ADDRESS = re.compile(
     r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)\b"
     r"|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}\b|\bfe80::[\w:%]+"
 )
+OWN_WORDS = frozenset(("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin"))  # keys of fixed values
 PRIVATE_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PARTITION")
 
 
@@ -38,7 +39,7 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
         "findings": plain(list(findings)),
         "last_run_log": [placeless(line) for line in tail],
     }
-    text = private(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
+    text = json.dumps(_private_values(content), indent=1, ensure_ascii=False) + "\n"
     target = expanded(file)
     if target.is_file() and not _bundle(target):
         remedy = "name a new file: bloomery doctor --bundle report.json"
@@ -62,8 +63,17 @@ def _bundle(file: Path) -> bool:
 
 def nameless_document(machine: Machine) -> dict[str, Any]:
     """A machine as machine.json holds it, without what a bundle leaves out."""
-    found: dict[str, Any] = json.loads(private(json.dumps(plain(nameless(machine)), ensure_ascii=False)))
+    found: dict[str, Any] = _private_values(plain(nameless(machine)))
     return found
+
+
+def _private_values(value: Any, key: str = "") -> Any:
+    """A document whose texts are private, but for its own words: a host may be called "amd", a user "torch"."""
+    if isinstance(value, dict):
+        return {name: _private_values(one, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_private_values(one, key) for one in value]
+    return private(value) if isinstance(value, str) and key not in OWN_WORDS else value
 
 
 def nameless(machine: Machine) -> Machine:

@@ -128,7 +128,9 @@ def _pinned(prefix: Path, machine: Machine | None) -> dict[Path, str]:
     """As `make setup` pins: the environment's pip.conf names a file of constraints, and that names the versions."""
     config = prefix / "pip.conf"
     text = config.read_text(errors="surrogateescape") if config.is_file() else ""
-    named = _named_constraints(config, text)
+    # pip lets the variable win over its files.
+    said = [one for one in os.environ.get("PIP_CONSTRAINT", "").split() if one != os.devnull]
+    named = said or _named_constraints(config, text)
     if named:
         constraints, changed = _one_with_torch(named, config), {}
     else:
@@ -193,13 +195,19 @@ def _typed(fix: Fix, files: dict[Path, str]) -> str:
     if fix.kind == "unset":
         file = expanded(fix.file)
         silencer = _silencer(fix, file.read_text(errors="surrogateescape").splitlines(keepends=True))
-        return f"sed -i.bak '{fix.line}s/^/{silencer}/' {fix.file}"
+        return f"sed -i.bak '{fix.line}s/^/{silencer}/' {_quoted(fix.file)}"
     constraints = next(iter(files))
-    pins = " ".join(f"'{line}'" for line in files[constraints].splitlines() if line)
-    lines = [f"printf '%s\\n' {pins} > {constraints}"]
+    pins = shlex.join(line for line in files[constraints].splitlines() if line)
+    lines = [f"printf '%s\\n' {pins} > {shlex.quote(str(constraints))}"]
     if len(files) > 1:
         lines.append(f"python -m pip config --site set install.constraint {constraints.as_uri()}")
     return "\n       ".join(lines)
+
+
+def _quoted(path: str) -> str:
+    """For a shell; a leading ~/ stays outside of the quotes, where it means the home folder."""
+    home, rest = ("~/", path[2:]) if path.startswith("~/") else ("", path)
+    return home + shlex.quote(rest)
 
 
 def _write(file: Path, text: str, by_hand: str) -> None:

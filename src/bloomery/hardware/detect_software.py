@@ -56,12 +56,12 @@ def read_software(root: Path) -> Software:
     packages = tuple(sorted(_packages(), key=lambda package: package.name))
     versions = {package.name: package.version for package in packages}
     table = _torch_table()
-    values = _assignments(text_of(table)) if table else {}
+    values = assignments(text_of(table)) if table else {}
     torch = values.get("__version__") or versions.get("torch") or ""
     return Software(
         python=platform.python_version(),
         torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder of that name is no PyTorch
-        build=_build(values) if values else None,
+        build=build_of(values) if values else None,
         triton=next((versions[name] for name in TRITONS if name in versions), None),
         environment={name: _nameless(value) for name, value in sorted(os.environ.items()) if matters(name)},
         hip=values.get("hip", ""),
@@ -84,19 +84,13 @@ def _torch_table() -> Path | None:
     return Path(spec.origin).parent / "version.py" if spec and spec.origin else None
 
 
-def _assignments(text: str) -> dict[str, str]:
+def assignments(text: str) -> dict[str, str]:
     """The texts of torch/version.py, whose lines are `name: Optional[str] = 'value'`."""
     return dict(re.findall(r"^(\w+)\s*(?::[^=]+)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
 
 
-def _build(values: dict[str, str]) -> Build:
+def build_of(values: dict[str, str]) -> Build:
     return "rocm" if values.get("hip") else "cuda" if values.get("cuda") else "cpu"
-
-
-def parse_torch_version(text: str) -> tuple[str | None, Build]:
-    """(version, build) from the text of torch/version.py."""
-    values = _assignments(text)
-    return values.get("__version__"), _build(values)
 
 
 def _short(path: Path) -> str:

@@ -1,11 +1,13 @@
 """The doctor's rules about reaching a GPU: driver, devices, groups, containers, WSL, Slurm, variables that hide it."""
 
 import re
+import shlex
 from collections.abc import Iterator
+from typing import Literal
 
 from bloomery.hardware.assume import best_device
 from bloomery.hardware.doctor_finding import AGAIN, PROBE, Finding, Fix, has_amd
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Display, Host, Machine
 from bloomery.hardware.symptoms import Level
 from bloomery.hardware.visible import MASKS, hidden
 
@@ -21,29 +23,14 @@ def driver(machine: Machine) -> Iterator[Finding]:
     amd = [display for display in host.displays if display.vendor == AMD]
     nvidia = [display for display in host.displays if display.vendor == NVIDIA]
     if amd and host.driver.blacklisted:
-        machines = " for virtual machines" if amd[0].driver == "vfio-pci" else ""
-        held = (
-            f"; {amd[0].driver} holds the card {amd[0].address}{machines}"
-            if amd[0].driver not in ("", "amdgpu")
-            else ""
-        )
-        mend = [f"sudo sed -i.bak '/^ *blacklist  *amdgpu/d' {host.driver.blacklisted}"]
-        if amd[0].driver == "vfio-pci":
-            mend.append("# take the card's number out of `options vfio-pci ids=` in the same folder")
-        yield Finding(
-            id="driver-blacklisted",
-            level="stops",
-            what="the amdgpu driver is kept from loading",
-            evidence=f"{host.driver.blacklisted} says so{held}",
-            mend=(*mend, "sudo update-initramfs -u && sudo reboot"),
-        )
+        yield _blacklisted(amd[0], host)
     elif amd and "nomodeset" in host.driver.boot.split():
         yield Finding(
             id="driver-switched-off",
             level="stops",
             what="the kernel was started with nomodeset, which keeps graphics drivers out",
             evidence=f"nomodeset is on the kernel's command line; a card at {amd[0].address} waits",
-            mend=("sudo sed -i.bak 's/ *nomodeset//' /etc/default/grub", "sudo update-grub && sudo reboot"),
+            mend=("sudo sed -i.bak 's/ *nomodeset//' /etc/default/grub", _boot_again("grub", host.distribution)),
         )
     elif amd and not host.driver.amdgpu:
         yield Finding(
@@ -65,6 +52,43 @@ def driver(machine: Machine) -> Iterator[Finding]:
             ),
             prove="nvidia-smi",
         )
+
+
+def _blacklisted(display: Display, host: Host) -> Finding:
+    """By a line of a file of modprobe's, or by a parameter of the boot loader's."""
+    says, others = host.driver.blacklisted, display.driver not in ("", "amdgpu")
+    machines = " for virtual machines" if display.driver == "vfio-pci" else ""
+    held = f"; {display.driver} holds the card {display.address}{machines}" if others else ""
+    if says.startswith("/"):
+        mend = [f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(says)}"]
+    else:
+        edit = r"s/((modprobe\.blacklist|module_blacklist)=[^ \"]*)\bamdgpu\b,?/\1/"
+        mend = [f"sudo sed -i.bak -E '{edit}' /etc/default/grub"]
+    if display.driver == "vfio-pci":
+        mend.append("# take the card's number out of `options vfio-pci ids=` in the same folder")
+    return Finding(
+        id="driver-blacklisted",
+        level="stops",
+        what="the amdgpu driver is kept from loading",
+        evidence=f"{says} says so{held}",
+        mend=(*mend, _boot_again("initramfs" if says.startswith("/") else "grub", host.distribution)),
+    )
+
+
+def _boot_again(what: Literal["initramfs", "grub"], distribution: str) -> str:
+    """Makes the kernel's early files, or the boot loader's list, anew as the distribution does, and boots."""
+    name = distribution.partition(" ")[0]
+    dracut = name in (*SELINUX, "sles", "opensuse-leap", "opensuse-tumbleweed")
+    if what == "initramfs":
+        made = "dracut --force" if dracut else "mkinitcpio -P" if name == "arch" else "update-initramfs -u"
+    elif name in SELINUX:
+        made = "grub2-mkconfig -o /boot/grub2/grub.cfg"
+    elif dracut:
+        made = "update-bootloader"
+    else:
+        made = "grub-mkconfig -o /boot/grub/grub.cfg" if name == "arch" else "update-grub"
+    return f"sudo {made} && sudo reboot"
+
 
 
 def compute_device(machine: Machine) -> Iterator[Finding]:
