@@ -9,7 +9,8 @@ from bloomery.data.loader import Cursor, Loader
 from bloomery.errors import UserError
 from bloomery.monitor.events import Recovered, StepDone, Warned
 from bloomery.train import job, state
-from bloomery.train.objectives import LossParts, Objective, pretraining
+from bloomery.train.losses import LossParts
+from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.step import LossScale
 
 
@@ -29,10 +30,10 @@ def poison(plan, monkeypatch):
         bad = [loader.batch(Cursor(0, 4 * (step - 1)), 2).tokens for step in steps]
 
         def loss(output, batch):
-            total, count = clean.loss(output, batch)
+            total, count, _ = clean.loss(output, batch)
             return LossParts(total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count)
 
-        monkeypatch.setattr(job, "pretraining", lambda **_: Objective(clean.head, loss))
+        monkeypatch.setattr(job, "build_objective", lambda _: Objective(clean.head, loss))
 
     return poisoned_steps
 
@@ -94,10 +95,10 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan,
 
     def loss(output, batch):
         taken.append(1)
-        total, count = clean.loss(output, batch)
+        total, count, _ = clean.loss(output, batch)
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
-    monkeypatch.setattr(job, "pretraining", lambda **_: Objective(clean.head, loss))
+    monkeypatch.setattr(job, "build_objective", lambda _: Objective(clean.head, loss))
     with pytest.raises(UserError, match="rows 60 to 63"):
         Run(plan, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))

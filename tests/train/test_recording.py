@@ -167,11 +167,12 @@ def test_equal_tensors_are_one_line():
 @needs_kept
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
     from bloomery.data.loader import Cursor
-    from bloomery.train.job import open_loader, open_objective
+    from bloomery.train.job import open_loader
+    from bloomery.train.objectives import build_objective
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)
-    parts = compute_loss(state.trainee.model, batch, open_objective(plan), precision="float32")
+    parts = compute_loss(state.trainee.model, batch, build_objective(plan), precision="float32")
     kept = [live for live in live_tensors(state.trainee) if live.purpose == KEPT]
     wide = [live for live in kept if live.shape[-1:] == (CONFIG.intermediate_size,)]
     assert len(wide) >= 2 * CONFIG.num_layers  # gate and up of each layer at least

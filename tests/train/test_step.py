@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.data.loader import Batch
 from bloomery.parallel.apply import apply
-from bloomery.train.objectives import LossParts, Objective, pretraining
+from bloomery.train.losses import LossParts
+from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import LossScale, Trainee, clip_factor, global_norm, train_step
 

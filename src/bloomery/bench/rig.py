@@ -12,7 +12,7 @@ import torch
 from bloomery.data.loader import Batch, Cursor, Loader
 from bloomery.errors import UserError
 from bloomery.plan.types import Plan
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives import build_objective
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -59,7 +59,7 @@ class Rig:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan.train
         self._trainee = build_state(plan).trainee
-        self._objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+        self._objective = build_objective(plan)
 
     def warm_up(self, batches: list[Batch]) -> None:
         """The first step that is taken: it makes the optimizer's states and compiles. Raises UserError."""

@@ -46,7 +46,9 @@ class Phase(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """One optimizer step. `loss` is nats per learned token, None when the step was skipped as not finite."""
+    """One optimizer step. `loss` is nats per learned token, or what the objective has a pair or an answer (see
+    docs/objectives.md); None when the step was skipped as not finite. `metrics` are means over the step.
+    """
 
     loss: float | None
     learning_rate: float
@@ -58,6 +60,7 @@ class StepDone(Event):
     data_wait_seconds: float
     memory_gib: float
     learned_tokens: int | None = None  # labels that counted in the loss of this step
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +85,12 @@ class Vitals(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    loss: float | None  # nats per token; None when it was not finite
-    perplexity: float | None
+    loss: float | None  # nats per token, or a pair's or an answer's loss; None when it was not finite
+    perplexity: float | None  # None: of an objective that does not learn a text's tokens
     bits_per_byte: float | None
     tokens: int
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +173,12 @@ _REQUIRED = {
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN: what is not finite is written as null, which readers show as "skipped", never as a number."""
+    """JSON has no NaN: what is not finite is written as null, which readers show as "skipped", never as a number.
+
+    Of metrics it is left out.
+    """
+    if isinstance(value, dict):
+        return {key: one for key, one in value.items() if not isinstance(one, float) or math.isfinite(one)}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

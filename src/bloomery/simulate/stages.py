@@ -25,7 +25,7 @@ from bloomery.simulate.compiled import fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.step import batch_of, decoder_of, gradients, prepared, states
 from bloomery.simulate.tracker import Tracker
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives import build_objective
 from bloomery.train.step import Trainee, clip_factor, global_norm, precision_context, scale_gradients
 
 Edge = Tensor | GradientEdge  # where backward begins
@@ -118,7 +118,7 @@ class _Stage:
     place: Place
 
     def __post_init__(self) -> None:
-        self.objective = pretraining(score_chunk=self.plan.model.score_chunk, compiled=self.plan.train.compile)
+        self.objective = build_objective(self.plan)
 
     def step(self, count: int) -> None:
         """So many micro-batches as 1F1B orders them, and the update."""

@@ -17,7 +17,7 @@ from bloomery.simulate.compiled import compile_blocks, fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, shard
 from bloomery.simulate.tracker import Tracker
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives import build_objective
 from bloomery.train.optimizers import build_optimizer
 from bloomery.train.step import LossScale, Trainee, train_step
 
@@ -44,7 +44,7 @@ def simulated_step(
         batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
         tracker.call("weights", trainee.model.parameters())
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
-        objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+        objective = build_objective(plan)
         for number, some in (("first", batches[:1]), ("second", batches)):
             say(f"the {number} of two steps")
             tracker.forget_peak()

@@ -2,12 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bloomery.data.loader import Batch, Loader
 from bloomery.data.tokenizer import Tokenizer
@@ -15,21 +16,28 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, sample_tokens
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.types import EvalPlan, Plan
+from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective
 from bloomery.train.step import compute_loss, precision_context, to_device
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` is nats per scored token; `bytes` are those that the scored tokens stand for."""
+    """`loss` is nats per scored token, or what the objective has a pair or an answer; `bytes` are those that the scored
+    tokens stand for, None where the loss is not about them.
+    """
 
     loss: float
     tokens: int
-    bytes: int
+    bytes: int | None
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def perplexity(self) -> float:
+    def perplexity(self) -> float | None:
+        """None of a loss that is not nats per token."""
+        if self.bytes is None:
+            return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
@@ -46,6 +54,7 @@ class Evaluation:
             bits_per_byte=_finite(self.bits_per_byte),
             tokens=self.tokens,
             seconds=self.seconds,
+            metrics=self.metrics,
         )
 
 
@@ -81,14 +90,21 @@ def evaluate(
     """
     begun = time.perf_counter()
     device = next(model.parameters()).device
-    nats, tokens, size = 0.0, 0, 0
+    total, count, tokens, size = 0.0, 0, 0, 0
+    sums: dict[str, Tensor] = {}
+    batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch, limit=limit)
     with looking(model):
-        for batch in loader.validation_batches(plan.micro_batch, limit=limit):
+        for batch in batches if objective.before is None else objective.before(model, list(batches)):
             parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
-            nats += float(parts.total)
-            tokens += round(float(parts.count))
+            total += float(parts.total)
+            count += round(float(parts.count))
+            sums = added(sums, parts.metrics)
+            tokens += int((batch.weights > 0).sum())
             size += scored_bytes(batch, token_bytes)
-    return Evaluation(nats / tokens, tokens, size, time.perf_counter() - begun) if tokens else None
+    if count == 0:
+        return None
+    scored = size if objective.per == "token" else None
+    return Evaluation(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
 
 
 def scored_bytes(batch: Batch, token_bytes: np.ndarray) -> int:

@@ -12,7 +12,7 @@ from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
 from bloomery.plan.types import Plan
 from bloomery.train.checkpoint import Saver
-from bloomery.train.objectives import Objective, pretraining
+from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
 from bloomery.train.self_test import check_attention
@@ -62,7 +62,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         run_dir=run_dir,
         emit=emit,
         state=state,
-        objective=open_objective(plan),
+        objective=build_objective(plan),
         loader=open_loader(plan, "train"),
         validation=open_loader(plan, "validation") if has_validation else None,
         tokenizer=load_tokenizer(prepared),
@@ -95,10 +95,6 @@ def announce(job: Job) -> None:
     )
     if plan.train.compile:
         job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
-
-
-def open_objective(plan: Plan) -> Objective:
-    return pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
 
 
 def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:

@@ -18,9 +18,10 @@ from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
 from bloomery.train.checkpoint import newest_valid
 from bloomery.train.evaluation import Evaluation, evaluate, samples
-from bloomery.train.job import Job, open_job, open_objective, read_ahead
+from bloomery.train.job import Job, open_job, read_ahead
 from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
+from bloomery.train.objectives import build_objective
 from bloomery.train.process import allocator_sample, peak_memory_gib
 from bloomery.train.schedules import planned_share
 from bloomery.train.state import go_back
@@ -114,6 +115,7 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
             data_wait_seconds=waited,
             memory_gib=peak_memory_gib(plan.device),
             learned_tokens=result.learned,
+            metrics=result.metrics,
         )
     )
     if checkup is not None:
@@ -141,7 +143,7 @@ def shrink(job: Job, full: Full) -> Action:
 
 def replan(job: Job, plan: Plan) -> None:
     """Goes on with another plan of the same training; what was measured under the old one is forgotten."""
-    job.plan, job.objective = plan, open_objective(plan)
+    job.plan, job.objective = plan, build_objective(plan)
     job.step_seconds.clear()
     write_plan(plan, job.run_dir / "plan.json")
 

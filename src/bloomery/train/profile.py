@@ -15,7 +15,8 @@ from bloomery.data.loader import Batch
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.plan.types import Plan
 from bloomery.train.live_tensors import write_memory
-from bloomery.train.objectives import LossParts, Objective
+from bloomery.train.losses import LossParts
+from bloomery.train.objectives import Objective
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, asked_steps
 from bloomery.train.step import Trainee
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from bloomery.data.loader import Batch
 from bloomery.model.decoder import Decoder
 from bloomery.plan.types import TrainPlan
-from bloomery.train.objectives import LossParts, Objective
+from bloomery.train.losses import LossParts, added
+from bloomery.train.objectives import Objective
 from bloomery.train.optimizers import Optimizer
 from bloomery.train.vitals import Checkup
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss` is nats per learned token, `grad_norm` the norm before clipping; both as computed, finite or not."""
+    """`loss` is per learned token, pair or answer, `grad_norm` the norm before clipping; as computed, finite or not."""
 
     loss: float
     grad_norm: float
     overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
     learned: int = 0  # labels that counted
+    metrics: dict[str, float] = field(default_factory=dict)  # means over the step, those that are finite
 
     @property
     def taken(self) -> bool:
@@ -90,23 +92,28 @@ def train_step(
 ) -> StepResult:
     """Takes one step with `share` of the peak learning rate; a step that is not finite leaves weights and states alone.
 
-    The count of learned tokens is that of all micro-batches together, known before the first backward, so that
-    accumulation gives the gradient of one large batch. The host waits for the device once: loss and norm decide whether
-    the step is taken, and what the optimizer then does runs while the host goes on.
+    The count (of learned tokens, of pairs) is that of all micro-batches together, known before the first backward, so
+    that accumulation gives the gradient of one large batch. The host waits for the device once: loss and norm decide
+    whether the step is taken, and what the optimizer then does runs while the host goes on.
     """
     device = next(trainee.model.parameters()).device
     learned = sum(float(batch.weights.sum()) for batch in batches)
-    count = max(1.0, learned)
+    count = max(1.0, sum(objective.count(batch) for batch in batches))
+    if objective.before is not None:
+        batches = objective.before(trainee.model, batches)
     factor = trainee.scale.value if trainee.scale is not None else 1.0
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
     for batch in batches:
         parts = compute_loss(trainee.model, to_device(batch, device), objective, precision=plan.precision)
         (parts.total * (factor / count)).backward()  # type: ignore[no-untyped-call]
         total += parts.total.detach()
+        sums = added(sums, parts.metrics)
     gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
-    loss, norm = torch.stack([total / count, global_norm(gradients) / factor]).tolist()
+    means = [some[0] / some[1] for some in sums.values()]
+    loss, norm, *told = torch.stack([total / count, global_norm(gradients) / factor, *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
-    result = StepResult(loss, norm, overflowed, round(learned))
+    metrics = {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
+    result = StepResult(loss, norm, overflowed, round(learned), metrics)
     if result.taken:
         scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
         trainee.updating = True

@@ -1,0 +1,145 @@
+"""What an answer is worth: the losses of labels, of pairs of answers and of marked ones, as sums.
+
+Legend: B batch, T time, S places for sequences, P places for pairs. There are as many places as a micro-batch could
+hold at most, so that no shape depends on the data and the host never waits for the device.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class LossParts(NamedTuple):
+    """Sums, never means: whoever knows the count of the whole step divides, once."""
+
+    total: Tensor  # summed over what is counted
+    count: Tensor  # type: ignore[assignment]  # how many those are: learned labels, pairs, answers; hides tuple.count
+    metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: a sum, and how many it is over
+
+
+def next_token_loss(scores_BT: Tensor, weights_BT: Tensor) -> LossParts:
+    """Negative log-likelihood of the labels; scores are float32 log-probabilities."""
+    return LossParts(-(scores_BT * weights_BT).sum(), weights_BT.sum())
+
+
+def sequence_sums(values_BT: Tensor, sequences_BT: Tensor) -> Tensor:
+    """[S], S even: the sum over each sequence's positions; 0 for a place that none has. Padding is -1."""
+    numbers = sequences_BT.flatten()
+    inside = torch.where(numbers >= 0, values_BT.flatten(), 0)
+    sums_S = values_BT.new_zeros(len(numbers) + len(numbers) % 2)
+    return sums_S.index_add(0, numbers.clamp(min=0), inside)
+
+
+def mean_of(values: Tensor, there: Tensor) -> Tensor:
+    """[2]: the sum of those that are there, and how many; nothing flows back."""
+    return torch.stack([torch.where(there, values.detach(), 0).sum(), there.sum().to(values.dtype)])
+
+
+def added(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics of two micro-batches together."""
+    return dict(sums) | {name: sums[name] + some if name in sums else some for name, some in more.items()}
+
+
+def means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Of those that are over something. The host waits for the device."""
+    told = torch.stack([some[0] / some[1] for some in sums.values()]).tolist() if sums else []
+    return {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
+
+
+class Answers(NamedTuple):
+    """One side of each pair, [P]: the sum of its labels' scores, and how many labels those are."""
+
+    score_P: Tensor
+    labels_P: Tensor
+
+    @property
+    def mean_P(self) -> Tensor:
+        return self.score_P / self.labels_P.clamp(min=1)
+
+
+class Pairs(NamedTuple):
+    chosen: Answers
+    rejected: Answers
+    there_P: Tensor  # bool: a place that holds a pair
+
+
+def pairs_of(scores_BT: Tensor, weights_BT: Tensor, sequences_BT: Tensor) -> Pairs:
+    """Sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one, wherever they lie."""
+    scores_P2 = sequence_sums(scores_BT * weights_BT, sequences_BT).view(-1, 2)
+    labels_P2 = sequence_sums(weights_BT.to(scores_BT.dtype), sequences_BT).view(-1, 2)
+    chosen, rejected = (Answers(scores_P2[:, side], labels_P2[:, side]) for side in (0, 1))
+    return Pairs(chosen, rejected, there_pairs(sequences_BT))
+
+
+def there_pairs(sequences_BT: Tensor) -> Tensor:
+    """bool [P]: both sequences of the pair have a position."""
+    positions_S = sequence_sums(torch.ones_like(sequences_BT), sequences_BT)
+    return (positions_S.view(-1, 2) > 0).all(1)
+
+
+def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], there_P: Tensor) -> LossParts:
+    """Sums over pairs. `rewards_P`: what the loss makes of the chosen and of the rejected answer."""
+    chosen_P, rejected_P = rewards_P
+    metrics = {
+        "accuracy": mean_of((chosen_P > rejected_P).to(losses_P.dtype), there_P),
+        "margin": mean_of(chosen_P - rejected_P, there_P),
+        "chosen_reward": mean_of(chosen_P, there_P),
+        "rejected_reward": mean_of(rejected_P, there_P),
+    }
+    return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
+
+
+def dpo_loss(pairs: Pairs, reference: Pairs, *, beta: float, label_smoothing: float) -> LossParts:
+    """-log sigmoid of beta times how much further than the reference the chosen answer is ahead.
+
+    arXiv:2305.18290, eq. 7; with `label_smoothing` e, the share of pairs that stand the wrong way round, the
+    conservative loss of Mitchell's note "cDPO" (2023): (1 - e) of it and e of the loss of the pair turned round.
+    """
+    chosen_P = beta * (pairs.chosen.score_P - reference.chosen.score_P)
+    rejected_P = beta * (pairs.rejected.score_P - reference.rejected.score_P)
+    margins_P = chosen_P - rejected_P
+    losses_P = -F.logsigmoid(margins_P) * (1 - label_smoothing) - F.logsigmoid(-margins_P) * label_smoothing
+    return pair_parts(losses_P, (chosen_P, rejected_P), pairs.there_P)
+
+
+def ipo_loss(pairs: Pairs, reference: Pairs, *, beta: float) -> LossParts:
+    """The square of how far the lead over the reference is from 1 / (2 beta). arXiv:2310.12036, eq. 17.
+
+    The lead is that of mean log-probabilities a token, as TRL has it after asking the authors: sums would ask a long
+    answer for no more than a short one.
+    """
+    chosen_P = pairs.chosen.mean_P - reference.chosen.mean_P
+    rejected_P = pairs.rejected.mean_P - reference.rejected.mean_P
+    losses_P = (chosen_P - rejected_P - 1 / (2 * beta)).square()
+    return pair_parts(losses_P, (beta * chosen_P, beta * rejected_P), pairs.there_P)
+
+
+def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> LossParts:
+    """-log sigmoid(beta times the chosen answer's lead in mean log-probability - gamma). arXiv:2405.14734, eq. 6."""
+    chosen_P, rejected_P = beta * pairs.chosen.mean_P, beta * pairs.rejected.mean_P
+    return pair_parts(-F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P)
+
+
+def orpo_loss(pairs: Pairs, *, beta: float) -> LossParts:
+    """The chosen answer's nats a token, and beta times -log sigmoid of the log odds ratio (arXiv:2403.07691, eq. 6, 7).
+
+    The probability of an answer is the geometric mean of its tokens'.
+    """
+    chosen_P, rejected_P = (torch.where(pairs.there_P, side.mean_P, -1.0) for side in (pairs.chosen, pairs.rejected))
+    odds_P = log_odds(chosen_P) - log_odds(rejected_P)
+    parts = pair_parts(-chosen_P - beta * F.logsigmoid(odds_P), (beta * chosen_P, beta * rejected_P), pairs.there_P)
+    more = {"nats": mean_of(-chosen_P, pairs.there_P), "log_odds": mean_of(odds_P, pairs.there_P)}
+    return parts._replace(metrics={**parts.metrics, **more})
+
+
+def log_odds(scores: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p; a probability within 1e-6 of 1 counts as that far from it, lest it be infinite."""
+    scores = scores.clamp(max=-1e-6)
+    return scores - torch.log(-torch.expm1(scores))

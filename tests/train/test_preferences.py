@@ -1,0 +1,188 @@
+"""Losses of pairs by hand, and what a step over them must not depend on."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from torch.testing import assert_close
+
+from bloomery.data.loader import Batch
+from bloomery.recipe.schema import OrPo, Preference, SimPo
+from bloomery.train.losses import dpo_loss, ipo_loss, means, orpo_loss, pairs_of, simpo_loss
+from bloomery.train.objectives import build_objective
+from bloomery.train.state import build_state
+from bloomery.train.step import compute_loss, train_step
+
+# One row: a pair whose rejected answer lies first, a place of padding; the first label of each text is its prompt.
+SEQUENCES = torch.tensor([[1, 1, 1, 0, 0, 0, 0, -1]])
+WEIGHTS = torch.tensor([[0.0, 1, 1, 0, 1, 1, 1, 0]], dtype=torch.float64)
+SCORES = torch.tensor([[-9.0, -1, -2, -9, -0.5, -0.25, -1, -9]], dtype=torch.float64)
+REFERENCE = torch.tensor([[-8.0, -1.5, -1, -8, -1, -1, -0.5, -8]], dtype=torch.float64)
+POLICY, START = (pairs_of(scores, WEIGHTS, SEQUENCES) for scores in (SCORES, REFERENCE))
+KINDS = [
+    Preference(kind="dpo"), Preference(kind="dpo", beta=0.3, label_smoothing=0.2), Preference(kind="ipo"),
+    SimPo(kind="simpo"), OrPo(kind="orpo"),
+]  # fmt: skip
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def test_dpo_by_hand():
+    chosen, rejected = 0.1 * (-1.75 + 2.5), 0.1 * (-3 + 2.5)
+    parts = dpo_loss(POLICY, START, beta=0.1, label_smoothing=0.0)
+    assert parts.total.item() == pytest.approx(-log_sigmoid(chosen - rejected), rel=1e-12)
+    assert parts.count == 1
+    expected = {"accuracy": 1, "margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
+    assert means(parts.metrics) == pytest.approx(expected)
+    smoothed = dpo_loss(POLICY, START, beta=0.1, label_smoothing=0.2).total.item()
+    both = -0.8 * log_sigmoid(chosen - rejected) - 0.2 * log_sigmoid(rejected - chosen)
+    assert smoothed == pytest.approx(both, rel=1e-12)
+
+
+def test_ipo_by_hand():
+    lead = (-1.75 + 2.5) / 3 - (-3 + 2.5) / 2
+    assert ipo_loss(POLICY, START, beta=0.1).total.item() == pytest.approx((lead - 5) ** 2, rel=1e-12)
+
+
+def test_simpo_by_hand():
+    expected = -log_sigmoid(2.0 * (-1.75 / 3) - 2.0 * (-3 / 2) - 1.5)
+    assert simpo_loss(POLICY, beta=2.0, gamma=1.5).total.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_orpo_by_hand():
+    chosen, rejected = math.exp(-1.75 / 3), math.exp(-3 / 2)
+    ratio = math.log(chosen / (1 - chosen)) - math.log(rejected / (1 - rejected))
+    parts = orpo_loss(POLICY, beta=0.1)
+    assert parts.total.item() == pytest.approx(1.75 / 3 - 0.1 * log_sigmoid(ratio), rel=1e-12)
+    assert means(parts.metrics)["log_odds"] == pytest.approx(ratio)
+    assert means(parts.metrics)["nats"] == pytest.approx(1.75 / 3)
+
+
+def test_a_certain_answer_does_not_make_orpo_infinite():
+    scores = torch.zeros(1, 8, requires_grad=True)
+    parts = orpo_loss(pairs_of(scores, WEIGHTS.float(), SEQUENCES), beta=0.1)
+    parts.total.backward()
+    assert parts.total.isfinite()
+    assert scores.grad.isfinite().all()
+
+
+def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
+    """Rows of `pairs` pairs each, of texts of 3 to 7 tokens whose first two are the prompt; the rest is padding."""
+    numbers = torch.Generator().manual_seed(seed)
+    length = 32
+    parts = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "labels", "positions")}
+    documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
+    weights = torch.zeros(rows, length)
+    for row in range(rows):
+        at = 0
+        for document in range(2 * pairs):
+            size = int(torch.randint(3, 8, (), generator=numbers))
+            text, here = torch.randint(97, (size,), generator=numbers), slice(at, at + size)
+            parts["tokens"][row, here] = text
+            parts["labels"][row, at : at + size - 1] = text[1:]
+            parts["positions"][row, here] = torch.arange(size)
+            documents[row, here], sequences[row, here] = document, row * 2 * pairs + document
+            weights[row, at + 1 : at + size - 1] = 1
+            at += size
+    reference = torch.where(weights > 0, -torch.rand(rows, length, generator=numbers) * 5, 0)
+    return Batch(**parts, documents=documents, weights=weights, sequences=sequences, reference=reference)
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some rows, their sequences numbered anew from 0."""
+    part = batch.each(lambda tensor: tensor[rows])
+    inside = part.sequences >= 0
+    first = part.sequences[inside].min()
+    return replace(part, sequences=torch.where(inside, part.sequences - first, -1))
+
+
+def padded(batch: Batch) -> Batch:
+    """Every text in a row of its own."""
+    rows = []
+    for number in range(int(batch.sequences.max()) + 1):
+        row, places = batch.sequences.eq(number).nonzero().T
+        empty = Batch(*(torch.zeros(1, 32, dtype=torch.int64) for _ in range(2)), torch.zeros(1, 32),
+                      torch.zeros(1, 32, dtype=torch.int64), *(torch.full((1, 32), -1) for _ in range(2)),
+                      reference=torch.zeros(1, 32))  # fmt: skip
+        for name, tensor in vars(empty).items():
+            if tensor is not None:
+                tensor[0, : len(places)] = getattr(batch, name)[row, places]
+        empty.documents[0, : len(places)] = 0
+        rows.append(empty)
+    found = {name: torch.cat([getattr(row, name) for row in rows]) for name in vars(rows[0]) if name != "marks"}
+    return Batch(**found)
+
+
+def trainee(asked, **sections):
+    plan = tiny_plan(**sections).model_copy(update={"objective": asked})
+    return build_state(plan).trainee, build_objective(plan), plan.train
+
+
+def gradients(asked, batches: list[Batch]) -> tuple[float, list[torch.Tensor]]:
+    """Of the mean over all pairs."""
+    who, objective, _ = trainee(asked)
+    count, total = sum(objective.count(batch) for batch in batches), 0.0
+    for batch in batches:
+        parts = compute_loss(who.model, batch, objective, precision="float32")
+        (parts.total / count).backward()
+        total += parts.total.item()
+    return total / count, [p.grad for p in who.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("asked", KINDS)
+def test_accumulation_takes_the_step_of_one_large_batch(asked):
+    whole = batch_of_pairs(5)
+    results = []
+    for batches in ([whole], [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]):
+        who, objective, plan = trainee(asked)
+        result = train_step(who, batches, objective, plan=plan, share=1.0)
+        results.append((result, [p.detach().clone() for p in who.model.parameters()]))
+    (one, ours), (two, theirs) = results
+    assert one.loss == pytest.approx(two.loss, rel=1e-6)
+    assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
+    assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
+    assert set(one.metrics) >= {"accuracy", "margin", "chosen_reward", "rejected_reward"}
+    assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("asked", KINDS)
+def test_packed_rows_train_as_padded_ones_do(asked):
+    packed = batch_of_pairs(2, pairs=3)
+    (loss, ours), (expected, theirs) = gradients(asked, [packed]), gradients(asked, [padded(packed)])
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("asked", KINDS)
+def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
+    who, objective, _ = trainee(asked)
+    row = batch_of_pairs(1, pairs=3)
+    others = row.sequences >= 2
+    changed = replace(
+        row, tokens=torch.where(others, 5, row.tokens), labels=torch.where(others, 7, row.labels),
+        sequences=row.sequences.clamp(max=1), weights=torch.where(others, 0, row.weights),
+    )  # fmt: skip
+    alone = replace(row, sequences=torch.where(others, -1, row.sequences), weights=changed.weights)
+    changed = replace(changed, sequences=alone.sequences)
+    with torch.no_grad():
+        losses = [compute_loss(who.model, batch, objective, precision="float32").total for batch in (alone, changed)]
+    assert losses[0] == losses[1] > 0
+
+
+@pytest.mark.parametrize("asked", KINDS)
+def test_gradients_are_those_of_finite_differences(asked):
+    objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
+    batch = replace(batch_of_pairs(1, pairs=2), reference=None)
+    batch = replace(batch, reference=-torch.rand(1, 32, dtype=torch.float64), weights=batch.weights.double())
+    scores = (-3 * torch.rand(1, 32, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda scores: objective.loss(scores, batch).total, (scores,))
+
+
+def test_counts_are_known_before_the_forward():
+    objective = build_objective(tiny_plan().model_copy(update={"objective": KINDS[0]}))
+    batch = batch_of_pairs(3, pairs=2)
+    assert objective.count(batch) == 6 == objective.loss(torch.zeros(3, 32), batch).count
