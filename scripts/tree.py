@@ -22,6 +22,7 @@ FOLDERS = {
     "monitor": "layer 2: events and who reads them",
     "recipe": "layer 1: what a person writes",
     "hardware": "layer 1: what the machine is",
+    "hub": "layer 0: models and data sets of the Hugging Face Hub",
 }
 TABLES = {
     "hardware/gpus.toml": "every GPU and processor that is known: memory, rates, kernels, each with its source",

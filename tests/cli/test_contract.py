@@ -41,6 +41,7 @@ FLAGS = {
         "--repetition-penalty", "--stop", "--seed", "--step", "--json",
     },
     "export": {"--to", "--out", "--step", "--verify", "--no-verify"},
+    "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": set(),
     "runs": {"--json"},

@@ -32,7 +32,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "watch": ("bloomery.cli.watch:command", "Show a run on the terminal, while it goes on or after it has ended."),
     "eval": ("bloomery.cli.eval:command", "Loss, perplexity and bits per byte of a model on a text."),
     "generate": ("bloomery.cli.generate:command", "Let a model continue prompts."),
+    "chat": ("bloomery.cli.chat:command", "Talk to a model on the terminal."),
     "export": ("bloomery.cli.export:command", "Write a model in the layout of other programs."),
+    "download": ("bloomery.cli.download:command", "Fetch a model or a data set from the Hugging Face Hub."),
     "report": ("bloomery.cli.report:command", "Write the report of a run: one page that works offline."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
 }

@@ -1,0 +1,26 @@
+"""`bloomery download ID`: a model or a data set of the Hugging Face Hub, into its cache or into a folder"""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("name", metavar="ID")
+@click.option("--dataset", is_flag=True, help="ID is a data set.")
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="A folder of your own [default: the cache].")
+def command(name: str, dataset: bool, to: Path | None) -> None:
+    """Fetch ID (ORG/NAME or ORG/NAME@REVISION) from the Hugging Face Hub; run again, it goes on with what is missing.
+
+    Prints the folder. Weights come as safetensors only. A private or gated one needs a token in HF_TOKEN.
+
+    Example: bloomery download Qwen/Qwen2.5-0.5B
+    """
+    from bloomery.hub import download
+
+    try:
+        folder = download(name, kind="dataset" if dataset else "model", to=to)
+    except KeyboardInterrupt:
+        click.echo("stopped: the same command goes on with the files that are missing", err=True)
+        raise
+    click.echo(folder)

@@ -1,0 +1,64 @@
+"""What an id of the Hub names, where its files are kept, and the token that asks for them. Nothing here asks anybody"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from bloomery.errors import UserError
+
+Kind = Literal["model", "dataset"]
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(@[\w./-]{1,200})?")
+
+
+@final
+@dataclass(frozen=True)
+class Named:
+    """`ORG/NAME` or `ORG/NAME@REVISION`, a branch, tag or commit."""
+
+    repo: str
+    revision: str | None
+    kind: Kind
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+    @property
+    def command(self) -> str:
+        """What a person types to fetch it."""
+        return f"bloomery download {self}" + (" --dataset" if self.kind == "dataset" else "")
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of an id, `ORG/NAME` or `ORG/NAME@REVISION`, and nothing of that name lies here."""
+    return _ID.fullmatch(name) is not None and ".." not in name and not Path(name).exists()
+
+
+def parse(name: str, kind: Kind) -> Named:
+    """Raises UserError for what is neither a path that exists nor an id."""
+    if not _ID.fullmatch(name) or ".." in name:
+        what = "model" if kind == "model" else "data set"
+        raise UserError(
+            f"there is no such folder, and no {what} of the Hub can have this name",
+            where=name[:200] or "an empty name",
+            remedy="mend the path, or write ORG/NAME as it stands on huggingface.co", code=2,
+        )  # fmt: skip
+    repo, _, revision = name.partition("@")
+    return Named(repo, revision or None, kind)
+
+
+def token() -> str | Literal[False]:
+    """HF_TOKEN of the environment; False keeps the library from looking for one in the home folder."""
+    return os.environ.get("HF_TOKEN", "").strip() or False
+
+
+def cache_folder() -> Path:
+    """Where the Hub's own tools keep what they fetch: HF_HUB_CACHE, or below HF_HOME."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)

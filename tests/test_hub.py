@@ -1,0 +1,214 @@
+"""Fetching from a Hub: through huggingface_hub itself, from a server of this machine."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bloomery import hub
+from bloomery.errors import UserError
+from bloomery.hub.named import Named
+from bloomery.hub.refusals import checked
+from fake_hub import COMMIT, FakeHub, fake_hub
+
+WEIGHTS = os.urandom(25_000_000)  # the library writes ten million bytes at a time
+MODEL = {
+    "config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle",
+    "modeling.py": b"import os", "original/consolidated.safetensors": b"once more", "onnx/config.json": b"{}",
+}  # fmt: skip
+FILES = {
+    "org/model": MODEL,
+    "org/large": {"config.json": b"{}", "model.safetensors": WEIGHTS},
+    "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+    "org/rows": {"data/train-0.parquet": b"1", "data/test-0.parquet": b"2", "README.md": b"# x", "x.py": b"import os"},
+    "org/script": {"rows.py": b"import os"},
+    "org/gguf": {"model-Q4.gguf": b"GGUF"},
+    "org/evil": {"config.json": b"{}", "model.safetensors": b"", "../../out.json": b"{}"},
+}
+CODE = """
+import sys
+from bloomery import hub
+from bloomery.errors import UserError
+try:
+    print(getattr(hub, sys.argv[1])(*sys.argv[2:]))
+except UserError as error:
+    print(error.problem, error.remedy, sep="\\n", file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fake_hub(FILES, gated={"org/gated"}) as hub:
+        yield hub
+
+
+class Client:
+    """Calls a function of bloomery.hub in a process of its own: the library reads its variables once."""
+
+    def __init__(self, home, url, **variables):
+        self.home, drop = home, ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE")
+        kept = {name: value for name, value in os.environ.items() if name not in drop}
+        own = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        self.environment = kept | own | variables
+
+    def start(self, *words):
+        return subprocess.Popen([sys.executable, "-c", CODE, *words], env=self.environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+    def __call__(self, *words):
+        process = self.start(*words)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in (0, 1), err
+        return out.strip(), err.strip()
+
+
+def until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def asked(server: FakeHub, name: str) -> list[str | None]:
+    """The Range of each GET of a file."""
+    return [part for method, path, part, _ in server.asked if method == "GET" and path.endswith(name)]
+
+
+def test_a_model_is_fetched_without_pickles_programs_and_copies_and_then_needs_no_network(server, tmp_path):
+    client = Client(tmp_path, server.url)
+    folder, told = client("fetch_model", "org/model")
+    names = sorted(path.name for path in (tmp_path / folder).iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert told == f"org/model: 3 files, 11 B, into {tmp_path}/hub"
+    count = len(server.asked)
+    again = Client(tmp_path, server.url, HF_HUB_OFFLINE="1")("fetch_model", "org/model")
+    assert again == (folder, "") and len(server.asked) == count
+
+
+def test_planning_fetches_no_weights_and_training_the_rest(server, tmp_path):
+    client = Client(tmp_path, server.url)
+    server.asked.clear()
+    planning = "print(hub.fetch_model('org/model', weights=False))"
+    done = subprocess.run([sys.executable, "-c", f"from bloomery import hub; {planning}"], env=client.environment,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert asked(server, "model.safetensors") == [] and asked(server, "config.json") == [None]
+    folder, _ = client("fetch_model", "org/model")
+    assert folder == done.stdout.strip()
+    assert asked(server, "model.safetensors") == [None] and asked(server, "config.json") == [None]
+
+
+def test_a_file_whose_connection_breaks_goes_on_in_its_middle(server, tmp_path):
+    server.asked.clear()
+    server.cut_after["model.safetensors"] = 22_000_000
+    folder, _ = Client(tmp_path, server.url)("fetch_model", "org/large")
+    first, second = asked(server, "model.safetensors")
+    assert first is None and second is not None and int(second[6:-1]) >= 10_000_000
+    assert (tmp_path / folder / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_download_that_was_killed_keeps_its_whole_files_and_leaves_no_rest_behind(tmp_path):
+    files = {"config.json": b"{}", "first.safetensors": b"1", "model.safetensors": WEIGHTS}
+    with fake_hub({"org/large": files}, hold=True, cut_after={"model.safetensors": 22_000_000}) as server:
+        client = Client(tmp_path, server.url)
+        process = client.start("fetch_model", "org/large")
+        assert server.stalled.wait(30)
+        until(lambda: any(path.stat().st_size for path in tmp_path.rglob("*.incomplete")))
+        until(lambda: len(list(tmp_path.rglob("snapshots/*/*"))) == 2)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        folder, _ = client("fetch_model", "org/large")
+        assert [len(asked(server, name)) for name in files] == [1, 1, 2]
+        assert (tmp_path / folder / "model.safetensors").read_bytes() == WEIGHTS
+        assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def test_a_download_into_a_folder_holds_files_and_no_links(server, tmp_path):
+    code = "from pathlib import Path; from bloomery import hub; hub.download('org/model', to=Path('here'))"
+    environment = Client(tmp_path, server.url).environment
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    files = [path for path in (tmp_path / "here").iterdir() if path.is_file()]
+    assert len(files) == 3 and not any(path.is_symlink() for path in files)
+
+
+def test_a_data_set_is_a_folder_of_its_data_files(server, tmp_path):
+    client = Client(tmp_path, server.url)
+    folder, _ = client("fetch_dataset", "hub:org/rows")
+    files = [path.relative_to(folder) for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert sorted(map(str, files)) == ["data/test-0.parquet", "data/train-0.parquet"]
+    assert client("data_place", "hub:org/rows") == (folder, "")
+    assert client("data_place", "hub:org/other") == ("hub:org/other", "")
+
+
+def test_the_token_is_that_of_the_environment_and_never_the_one_that_lies_about(server, tmp_path):
+    (tmp_path / "token").write_text("from-a-file")
+    server.asked.clear()
+    Client(tmp_path, server.url)("fetch_model", "org/model")
+    assert {token for *_, token in server.asked} == {None}
+    server.asked.clear()
+    Client(tmp_path / "other", server.url, HF_TOKEN=" hf_said ")("fetch_model", "org/model")
+    assert {token for *_, token in server.asked} == {"Bearer hf_said"}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "remedy"),
+    [
+        (("fetch_model", "org/pickled"), "its weights are pickles (pytorch_model.bin)", "safetensors"),
+        (("fetch_model", "org/nobody"), "the Hub knows no model org/nobody, or it is private", "export HF_TOKEN"),
+        (("fetch_model", "org/gguf"), "holds no config.json", "converted it from"),
+        (("fetch_model", "org/rows"), "holds no config.json", "bloomery download org/rows --dataset"),
+        (("fetch_model", "org/evil"), "a file named '../../out.json', which leads out", "a source that you trust"),
+        (("fetch_model", "org/model@nowhere"), "it has no revision nowhere", "tree/main"),
+        (("fetch_model", "./nothing/here"), "there is no such folder", "write ORG/NAME"),
+        (("fetch_dataset", "org/script"), "its data come from a program, rows.py", "org/script@refs/convert/parquet"),
+        (("fetch_dataset", "org/nothing"), "the Hub knows no data set org/nothing", "mend the name"),
+        (("local_model", "org/nobody"), "org/nobody has not been downloaded", "`bloomery download org/nobody`"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_sentence_with_its_remedy(server, tmp_path, words, problem, remedy):
+    _, told = Client(tmp_path, server.url)(*words)
+    assert problem in told and remedy in told.splitlines()[-1]
+    assert not list(tmp_path.rglob("out.json"))
+
+
+def test_a_gated_model_says_where_to_agree(tmp_path):
+    with fake_hub({"org/gated": MODEL}, gated={"org/gated"}) as server:
+        _, told = Client(tmp_path, server.url)("fetch_model", "org/gated")
+        assert "asks for an agreement" in told and "agree on https://huggingface.co/org/gated" in told
+        folder, _ = Client(tmp_path, server.url, HF_TOKEN="hf_mine")("fetch_model", "org/gated")
+        assert folder
+
+
+def test_offline_and_without_a_network_nothing_is_waited_for(tmp_path):
+    offline = Client(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")("fetch_model", "org/model")[1]
+    assert "HF_HUB_OFFLINE forbids" in offline and "bloomery download org/model --to DIR" in offline
+    unreachable = Client(tmp_path, "http://127.0.0.1:9")("fetch_model", "org/model")[1]
+    assert "the Hub cannot be reached" in unreachable and "refused" in unreachable.lower()
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_snapshot", None)
+    assert hub.fetch_model(tmp_path) == tmp_path and hub.cached_model(str(tmp_path)) == tmp_path
+    assert hub.data_place("some/where.jsonl").name == "where.jsonl"
+    assert not hub.is_hub_id(str(tmp_path)) and hub.is_hub_id("Qwen/Qwen2.5-0.5B") and not hub.is_hub_id("a/../b")
+
+
+def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path):
+    folder = tmp_path / "models--org--m" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (tmp_path / "secret").write_text("x")
+    (folder / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="leads out of the folder"):
+        checked(folder, {"config.json": 1}, Named("org/m", None, "model"))
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(server, tmp_path, monkeypatch):
+    from bloomery.hub import refusals
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    with pytest.raises(UserError, match=r"takes 1.0 GiB, and 10 B are free"):
+        refusals.refuse_full(Named("org/m", None, "model"), tmp_path, 2**30)
