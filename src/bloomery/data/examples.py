@@ -17,6 +17,7 @@ class Message:
     name: str | None = None
     thinking: str | None = None
     call_id: str | None = None  # of a tool's result: the call that it answers
+    learned: bool = True  # OpenAI's "weight" of an assistant's turn
 
 
 Turns = tuple[Message, ...] | str
