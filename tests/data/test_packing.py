@@ -33,7 +33,8 @@ def write_split(folder: Path, parts: list[list[list[int]]], shard_tokens: int = 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
     rows = Rows(split, sequence_length=length, layout=layout, pad_id=PAD)
     read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
-    return [{name: getattr(row, name).tolist() for name in vars(row)} for row in read]
+    names = ("tokens", "labels", "weights", "positions", "documents")
+    return [{name: getattr(row, name).tolist() for name in names} for row in read]
 
 
 def test_packed_rows_by_hand(tmp_path):

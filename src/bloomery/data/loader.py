@@ -3,16 +3,17 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bloomery.data.packing import Layout, Row, Rows
+from bloomery.data.reference import open_reference, reference_of
 from bloomery.data.shards import Name, open_split, read_manifest
 from bloomery.data.shuffle import feistel, mix
 from bloomery.errors import UserError
@@ -30,6 +31,7 @@ class Batch:
     Of text with a structure, else None: `sequences` number the texts of the micro-batch that are judged as wholes from
     0 (padding is -1), the chosen and the rejected answer of a pair being 2i and 2i + 1; `marks` are what the data says
     of each (kto: 1 desirable, 0 not); `reference` is what the model of the start gives each label, a log-probability.
+    `baseline`, one number, is what the rewards of a whole step are measured from (kto).
     """
 
     tokens: Tensor  # int64
@@ -40,6 +42,7 @@ class Batch:
     sequences: Tensor | None = None  # int64
     marks: Tensor | None = None  # int64
     reference: Tensor | None = None  # float32
+    baseline: Tensor | None = None  # float32, []
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `change` made to every tensor that it has."""
@@ -61,13 +64,18 @@ class Loader:
 
     A source of weight w comes floor(w) times in an epoch, and a share w - floor(w) of its rows once more, another share
     in each epoch. Raises UserError as `read_manifest` does, and when the split has no row.
+
+    `reference`: a file that a ReferenceWriter filled from `stored_batches`, for Batch.reference.
     """
 
-    def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int,
-                 split: Name = "train", rank: int = 0, world: int = 1) -> None:  # fmt: skip
+    def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int, split: Name = "train",
+                 rank: int = 0, world: int = 1, reference: Path | None = None) -> None:  # fmt: skip
         manifest = read_manifest(prepared)
         opened = open_split(prepared, split, manifest)
+        self.kind, self.tokens = manifest.kind, opened.record.tokens
         self._rows = Rows(opened, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id)
+        self._reference_path = reference
+        self._reference = None if reference is None else open_reference(reference, self.tokens)
         self._seed, self._rank, self._world = seed, rank, world
         self._vocab_size, self._prepared = manifest.vocab_size, prepared
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
@@ -75,9 +83,7 @@ class Loader:
         self._ends = np.cumsum(self._visits)
         self.rows = sum(self._visits)
         if self.rows == 0:
-            raise UserError(
-                f"the {split} split is empty", where=str(prepared), remedy="add text, or set data.validation"
-            )
+            raise _no_rows(split, prepared, opened.record.tokens)
 
     def batch(self, cursor: Cursor, rows: int) -> Batch:
         """Rows consumed .. consumed + `rows` of the run; of these, this rank's: every world-th from its own number
@@ -116,9 +122,22 @@ class Loader:
                 ]
             )
 
+    def stored_batches(self, rows: int) -> Iterator[tuple[Batch, Tensor]]:
+        """Every row of the split once, in order, this rank's share; and int64 [B, T], which of the split's tokens each
+        label is (-1: none). What is missing at the end is padding.
+        """
+        counts = np.cumsum(self._rows.counts)
+        for start in range(0, int(counts[-1]), rows * self._world):
+            found = []
+            for place in (start + self._rank + self._world * offset for offset in range(rows)):
+                part = int(np.searchsorted(counts, place, side="right"))
+                index = place - int(counts[part - 1] if part else 0)
+                found.append(self._rows.read(part, index) if part < len(counts) else self._rows.empty())
+            yield self._stacked(found), torch.from_numpy(np.stack([row.stored for row in found]))
+
     def _stacked(self, rows: list[Row]) -> Batch:
         """The checksums of shards are too slow for every start; an id without an embedding is noticed here instead."""
-        batch = _stack(rows)
+        batch = self._stack(rows)
         largest = max(int(batch.tokens.max()), int(batch.labels.max()))
         if largest >= self._vocab_size:
             raise UserError(
@@ -128,16 +147,46 @@ class Loader:
             )
         return batch
 
+    def _stack(self, rows: list[Row]) -> Batch:
+        def stacked(arrays: list[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
+            return torch.from_numpy(np.stack(arrays))
+
+        reference = None
+        if self._reference is not None and self._reference_path is not None:
+            where, values = self._reference_path, self._reference
+            reference = stacked([reference_of(values, row.stored, row.weights, where) for row in rows])
+        return Batch(
+            tokens=stacked([row.tokens for row in rows]),
+            labels=stacked([row.labels for row in rows]),
+            weights=stacked([row.weights for row in rows]),
+            positions=stacked([row.positions for row in rows]),
+            documents=stacked([row.documents for row in rows]),
+            sequences=stacked(_numbered(rows)) if self._rows.fitted else None,
+            marks=stacked([row.marks for row in rows if row.marks is not None]) if self.kind == "kto" else None,
+            reference=reference,
+        )
+
     def _in_order(self, number: int) -> Row:
         part = int(np.searchsorted(self._ends, number, side="right"))
         return self._rows.read(part, (number - int(self._ends[part]) + self._visits[part]) % self._rows.counts[part])
 
 
-def _stack(rows: list[Row]) -> Batch:
-    stacked = {
-        field.name: torch.from_numpy(np.stack([getattr(row, field.name) for row in rows])) for field in fields(Row)
-    }
-    return Batch(**stacked)
+def _numbered(rows: list[Row]) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """The documents of all rows counted on from row to row; padding stays -1."""
+    ends = np.cumsum([int(row.documents.max()) + 1 for row in rows])
+    begins = [0, *ends[:-1].tolist()]
+    return [np.where(row.documents < 0, -1, row.documents + begin) for row, begin in zip(rows, begins, strict=True)]
+
+
+def _no_rows(split: Name, prepared: Path, tokens: int) -> UserError:
+    if not tokens:
+        remedy = "add text, or set data.validation"
+        return UserError(f"the {split} split is empty", where=str(prepared), remedy=remedy)
+    return UserError(
+        f"no row of the {split} split has anything to learn within its length",
+        where=str(prepared),
+        remedy="raise data.sequence_length; bloomery prepare RECIPE --check says more",
+    )
 
 
 @final

@@ -1,11 +1,17 @@
 """Rows of a split: where each begins, and what of it is learned.
 
+Of plain text:
 packed  the stream of a source's documents cut every T positions; a row knows its documents: attention keeps them apart
 padded  one document a row, cut at T
 fixed   the stream cut every T positions, documents not kept apart
 
+Of structured text (conversations, pairs), which is never cut in the middle: see fitting
+packed  as many as fit, chosen best-fit; attention keeps them apart, positions begin anew
+padded  one a row; both answers of a pair share theirs
+fixed   as of plain text; for conversations alone
+
 A position is learned when its label, the next token of the stream, belongs to the same document (fixed: to the same
-source).
+source) and, in structured text, is marked as learned.
 """
 
 from dataclasses import dataclass
@@ -13,7 +19,9 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from bloomery.data.shards import Split
+from bloomery.data.fitting import Fitted, fit_part
+from bloomery.data.shards import ANSWERS, Split
+from bloomery.errors import UserError
 
 Layout = Literal["packed", "padded", "fixed"]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,54 +29,123 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Row:
-    """int64 and float32 arrays [T]; see loader.Batch."""
+    """int64 and float32 arrays [T]; see loader.Batch. `stored`: which token of the split a label is, -1 where the
+    label belongs to another document; `marks`: of the documents, of kto alone.
+    """
 
     tokens: Ids
     labels: Ids
     weights: np.ndarray[Any, np.dtype[np.float32]]
     positions: Ids
     documents: Ids
+    stored: Ids
+    marks: Ids | None = None
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Tokens that a row is made of, one more than it has positions: number and begin (in the row) of each one's
+    document, its place in the split, and whether it is learned.
+    """
+
+    ids: Ids
+    documents: Ids
+    begins: Ids
+    places: Ids
+    learned: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+    marks: Ids | None = None
 
 
 def part_rows(tokens: int, documents: int, *, sequence_length: int, layout: Layout) -> int:
-    """Rows of one source. The last token has no label, so that it takes no position of its own."""
+    """Rows of one source of plain text. The last token has no label, so that it takes no position of its own."""
     return documents if layout == "padded" else -(-max(tokens - 1, 0) // sequence_length)
 
 
 @final
 class Rows:
-    """Row `index` of part `part` of a split, padded with `pad_id` to `sequence_length`."""
+    """Row `index` of part `part` of a split, padded with `pad_id` to `sequence_length`.
+
+    `fitted` says for each source of structured text what was cut and dropped. Raises UserError for a layout that cuts
+    pairs.
+    """
 
     def __init__(self, split: Split, *, sequence_length: int, layout: Layout, pad_id: int | None) -> None:
         self._split, self._length, self._layout = split, sequence_length, layout
         self._pad_id = pad_id or 0
-        self.counts = [
-            part_rows(p.tokens, p.documents, sequence_length=sequence_length, layout=layout) for p in split.record.parts
+        self.fitted: list[Fitted] = []
+        parts = split.record.parts
+        if split.kind == "text" or (split.kind == "chat" and layout == "fixed"):
+            self.counts = [
+                part_rows(p.tokens, p.documents, sequence_length=sequence_length, layout=layout) for p in parts
+            ]
+            return
+        if layout == "fixed":
+            raise UserError(
+                "the layout fixed cuts the text anywhere, and a pair must stay in one row",
+                where="data.layout",
+                remedy="set data.layout=packed",
+            )
+        self.fitted = [
+            fit_part(split, part, sequence_length=sequence_length, layout=layout) for part in range(len(parts))
         ]
+        self.counts = [fitted.rows for fitted in self.fitted]
 
     def read(self, part: int, index: int) -> Row:
         assert 0 <= index < self.counts[part]
+        if self.fitted:
+            return self._row(self._fitted(part, index))
         if self._layout == "padded":
             return self._document_row(self._split.part_starts[part][1] + index)
         return self._stream_row(part, index)
 
     def empty(self) -> Row:
         """A row of padding."""
-        return self._row(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        none = np.zeros(0, np.int64)
+        marks = none if self._split.kind == "kto" else None
+        return self._row(_Stretch(none, none, none, none, None, marks))
+
+    def _fitted(self, part: int, index: int) -> _Stretch:
+        fitted, answers = self.fitted[part], ANSWERS[self._split.kind]
+        units = fitted.units[fitted.starts[index] : fitted.starts[index + 1]]
+        numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[part][1]
+        sizes = fitted.lengths[units].ravel()
+        starts = np.asarray(self._split.bounds[numbers]).astype(np.int64)
+        ends = np.cumsum(sizes)
+        documents = np.repeat(np.arange(len(sizes)), sizes)
+        begins = np.repeat(ends - sizes, sizes)
+        places = np.arange(len(documents)) - begins + np.repeat(starts, sizes)
+        texts = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+        ids = np.concatenate([self._split.tokens[start:end] for start, end in texts])
+        assert self._split.learned is not None
+        learned = np.concatenate([self._split.learned[start:end] for start, end in texts]) > 0
+        marks = None
+        if self._split.marks is not None:
+            marks = np.repeat(np.asarray(self._split.marks[numbers]).astype(np.int64), sizes)
+        return _Stretch(
+            ids=np.append(ids, self._pad_id),  # the last position has a label, too, of another document
+            documents=np.append(documents, -1),
+            begins=np.append(begins, 0),
+            places=np.append(places, -1),
+            learned=np.append(learned, False),
+            marks=marks,
+        )
 
     def _document_row(self, document: int) -> Row:
         start, end = int(self._split.bounds[document]), int(self._split.bounds[document + 1])
         count = min(end - start, self._length + 1)
-        ids = self._split.tokens[start : start + count]
-        return self._row(ids, np.zeros(count, np.int64), np.zeros(count, np.int64))
+        none = np.zeros(count, np.int64)
+        return self._row(_Stretch(self._split.tokens[start : start + count], none, none, start + np.arange(count)))
 
     def _stream_row(self, part: int, index: int) -> Row:
         first, end = self._split.part_starts[part][0], self._split.part_starts[part + 1][0]
         start = first + index * self._length
-        ids = self._split.tokens[start : min(start + self._length + 1, end)]
+        stop = min(start + self._length + 1, end)
+        ids, places = self._split.tokens[start:stop], np.arange(start, stop)
+        learned = None if self._split.learned is None else self._split.learned[start:stop] > 0
         if self._layout == "fixed":
-            return self._row(ids, np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64))
-        return self._row(ids, *self._documents(start, len(ids)))
+            none = np.zeros(len(ids), np.int64)
+            return self._row(_Stretch(ids, none, none, places, learned))
+        return self._row(_Stretch(ids, *self._documents(start, len(ids)), places, learned))
 
     def _documents(self, start: int, count: int) -> tuple[Ids, Ids]:
         """Number of the document of each token, from 0 in this row, and where in the row that document begins."""
@@ -80,13 +157,24 @@ class Rows:
         numbers = np.searchsorted(begins, np.arange(count), side="right") - 1
         return numbers, begins[numbers]
 
-    def _row(self, ids: Ids, documents: Ids, begins: Ids) -> Row:
+    def _row(self, of: _Stretch) -> Row:
         """One more token than positions where the stream goes on; the rest is padding (document -1, weight 0)."""
-        count, length = max(min(len(ids) - 1, self._length), 0), self._length
-        tokens = np.full(length, self._pad_id, np.int64)
-        labels, positions = np.full(length, self._pad_id, np.int64), np.zeros(length, np.int64)
-        numbers, weights = np.full(length, -1, np.int64), np.zeros(length, np.float32)
-        tokens[:count], labels[:count] = ids[:count], ids[1 : count + 1]
-        numbers[:count], positions[:count] = documents[:count], np.arange(count) - begins[:count]
-        weights[:count] = documents[1 : count + 1] == documents[:count]
-        return Row(tokens, labels, weights, positions, numbers)
+        count, length = max(min(len(of.ids) - 1, self._length), 0), self._length
+
+        def padded(values: Ids, fill: int) -> Ids:
+            row = np.full(length, fill, np.int64)
+            row[:count] = values[:count]
+            return row
+
+        together = of.documents[1 : count + 1] == of.documents[:count]
+        weights = np.zeros(length, np.float32)
+        weights[:count] = together if of.learned is None else together & of.learned[1 : count + 1]
+        return Row(
+            tokens=padded(of.ids, self._pad_id),
+            labels=padded(of.ids[1:], self._pad_id),
+            weights=weights,
+            positions=padded(np.arange(count) - of.begins[:count], 0),
+            documents=padded(of.documents, -1),
+            stored=padded(np.where(together, of.places[1 : count + 1], -1), -1),
+            marks=None if of.marks is None else padded(of.marks, 0),
+        )

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
@@ -9,13 +10,14 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel
 
-from bloomery.data.shards import FileRecord, Name, Part, SplitRecord
+from bloomery.data.shards import FileRecord, Name, Part, ShardKind, SplitRecord
 
 
 class Progress(BaseModel):
     """What of a split is safely on disk; `parts` are (tokens, documents) of each source begun so far."""
 
     bytes: int = 0
+    learned: int = 0
     parts: list[tuple[int, int]] = []
 
     @property
@@ -27,37 +29,57 @@ class Progress(BaseModel):
         return sum(documents for _, documents in self.parts)
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What stands beside the tokens of structured text: see SplitRecord. `marks` are of kto alone."""
+
+    learned: np.ndarray[Any, np.dtype[np.uint8]]  # a token
+    marks: np.ndarray[Any, np.dtype[np.uint8]]  # a document
+
+
 @final
 class SplitWriter:
     """Appends documents to `<name>-00000.bin`, ... and their starts to `<name>-documents.bin`. Every shard but the
-    last is full.
+    last is full. Structured text has `<name>-learned-00000.bin`, ..., `<name>-first.bin` and `<name>-marks.bin`, too.
     """
 
-    def __init__(self, folder: Path, name: Name, dtype: str, shard_tokens: int, progress: Progress) -> None:
-        self._folder, self._name, self._dtype, self._shard_tokens = folder, name, np.dtype(dtype), shard_tokens
+    def __init__(
+        self, folder: Path, name: Name, dtype: str, shard_tokens: int, progress: Progress, kind: ShardKind = "text"
+    ) -> None:
+        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._sharded = {"": np.dtype(dtype)} | ({} if kind == "text" else {"learned-": np.dtype(np.uint8)})
+        self._columns = {"documents": np.dtype(np.uint64)}
+        if kind != "text":
+            self._columns["first"] = np.dtype(np.uint32)
+        if kind == "kto":
+            self._columns["marks"] = np.dtype(np.uint8)
         self._files: dict[Path, FileIO] = {}
         self.cut_back(progress)
 
-    def _shard_path(self, number: int) -> Path:
-        return self._folder / f"{self._name}-{number:05d}.bin"
+    def _shard_path(self, number: int, what: str = "") -> Path:
+        return self._folder / f"{self._name}-{what}{number:05d}.bin"
 
-    @property
-    def _bounds_path(self) -> Path:
-        return self._folder / f"{self._name}-documents.bin"
+    def _column_path(self, column: str) -> Path:
+        return self._folder / f"{self._name}-{column}.bin"
 
     def cut_back(self, progress: Progress) -> None:
         """Forgets what was written after `progress`. Raises Lost when the disk holds less than that."""
         self.close()
         self.progress = progress.model_copy(deep=True)
         self._tokens, self._documents = progress.tokens, progress.documents
-        _cut(self._bounds_path, 8 * self._documents)
+        for column, dtype in self._columns.items():
+            _cut(self._column_path(column), dtype.itemsize * self._documents)
+        for what, dtype in self._sharded.items():
+            self._cut_shards(what, dtype.itemsize)
+
+    def _cut_shards(self, what: str, itemsize: int) -> None:
         full, rest = divmod(self._tokens, self._shard_tokens)
         for number in range(full):
-            _cut(self._shard_path(number), self._shard_tokens * self._dtype.itemsize)
-        _cut(self._shard_path(full), rest * self._dtype.itemsize)
+            _cut(self._shard_path(number, what), self._shard_tokens * itemsize)
+        _cut(self._shard_path(full, what), rest * itemsize)
         number = full + 1
-        while self._shard_path(number).exists():
-            self._shard_path(number).unlink()
+        while self._shard_path(number, what).exists():
+            self._shard_path(number, what).unlink()
             number += 1
 
     def begin_part(self) -> None:
@@ -65,21 +87,34 @@ class SplitWriter:
         self.progress.parts.append((0, 0))
 
     def add(
-        self, ids: np.ndarray[Any, np.dtype[Any]], lengths: np.ndarray[Any, np.dtype[np.uint64]], text_bytes: int
+        self,
+        ids: np.ndarray[Any, np.dtype[Any]],
+        lengths: np.ndarray[Any, np.dtype[np.uint64]],
+        text_bytes: int,
+        structure: Structure | None = None,
     ) -> None:
         """Documents one after the other in `ids`."""
-        starts = np.cumsum(lengths, dtype=np.uint64) - lengths + np.uint64(self._tokens)
-        self._write(self._bounds_path, starts.astype(np.uint64).tobytes())
-        ids, done = np.ascontiguousarray(ids, dtype=self._dtype), 0
-        while done < len(ids):
-            shard, offset = divmod(self._tokens + done, self._shard_tokens)
-            count = min(len(ids) - done, self._shard_tokens - offset)
-            self._write(self._shard_path(shard), ids[done : done + count].tobytes())
-            done += count
+        starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+        columns = {"documents": starts + np.uint64(self._tokens)}
+        if structure is not None:
+            columns |= {"first": first_learned(structure.learned, starts, lengths), "marks": structure.marks}
+            self.progress.learned += int(structure.learned.sum())
+            self._append("learned-", structure.learned)
+        self._append("", ids)
+        for column, dtype in self._columns.items():
+            self._write(self._column_path(column), columns[column].astype(dtype).tobytes())
         self._tokens, self._documents = self._tokens + len(ids), self._documents + len(lengths)
         tokens, documents = self.progress.parts[-1]
         self.progress.parts[-1] = (tokens + len(ids), documents + len(lengths))
         self.progress.bytes += text_bytes
+
+    def _append(self, what: str, values: np.ndarray[Any, np.dtype[Any]]) -> None:
+        values, done = np.ascontiguousarray(values, dtype=self._sharded[what]), 0
+        while done < len(values):
+            shard, offset = divmod(self._tokens + done, self._shard_tokens)
+            count = min(len(values) - done, self._shard_tokens - offset)
+            self._write(self._shard_path(shard, what), values[done : done + count].tobytes())
+            done += count
 
     def _write(self, path: Path, content: bytes) -> None:
         if path not in self._files:
@@ -93,7 +128,7 @@ class SplitWriter:
         for file in self._files.values():
             os.fsync(file.fileno())
         full = self._tokens // self._shard_tokens
-        for path in [self._shard_path(number) for number in range(full)]:
+        for path in [self._shard_path(number, what) for number in range(full) for what in self._sharded]:
             if path in self._files:
                 self._files.pop(path).close()
         return self.progress.model_copy(deep=True)
@@ -105,22 +140,50 @@ class SplitWriter:
 
     def finish(self, weights: list[float]) -> SplitRecord:
         """Writes where the last document ends, and returns the split's record with the checksum of every file."""
-        self._write(self._bounds_path, np.uint64(self._tokens).tobytes())
+        self._write(self._column_path("documents"), np.uint64(self._tokens).tobytes())
         self.sync()
         self.close()
-        shards = [self._shard_path(number) for number in range(-(-self._tokens // self._shard_tokens))]
-        spare = self._shard_path(len(shards))
-        if spare.exists():
-            spare.unlink()
+        columns = {name: file_record(self._column_path(name)) for name in self._columns if self._made(name)}
+        shards = {what: self._finish_shards(what) for what in self._sharded}
         parts = [Part(tokens=t, documents=d, weight=w) for (t, d), w in zip(self.progress.parts, weights, strict=True)]
         return SplitRecord(
             tokens=self._tokens,
             documents=self._documents,
             bytes=self.progress.bytes,
             parts=tuple(parts),
-            shards=tuple(file_record(path) for path in shards),
-            bounds=file_record(self._bounds_path),
+            shards=shards[""],
+            bounds=columns["documents"],
+            learned_tokens=self.progress.learned if "learned-" in shards else None,
+            learned=shards.get("learned-", ()),
+            first=columns.get("first"),
+            marks=columns.get("marks"),
         )
+
+    def _made(self, column: str) -> bool:
+        """A column of no document has no file."""
+        return self._column_path(column).exists()
+
+    def _finish_shards(self, what: str) -> tuple[FileRecord, ...]:
+        paths = [self._shard_path(number, what) for number in range(-(-self._tokens // self._shard_tokens))]
+        spare = self._shard_path(len(paths), what)
+        if spare.exists():
+            spare.unlink()
+        return tuple(file_record(path) for path in paths)
+
+
+def first_learned(
+    learned: np.ndarray[Any, np.dtype[np.uint8]],
+    starts: np.ndarray[Any, np.dtype[np.uint64]],
+    lengths: np.ndarray[Any, np.dtype[np.uint64]],
+) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Place in each document of its first learned token, its length where there is none. The token that begins a
+    document is no label of anything.
+    """
+    places = np.flatnonzero(learned).astype(np.int64)
+    begins, sizes = starts.astype(np.int64), lengths.astype(np.int64)
+    index = np.searchsorted(places, begins + 1)
+    found = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
+    return np.minimum(found, sizes).astype(np.uint32)
 
 
 def open_to_append(path: Path) -> FileIO:

@@ -13,6 +13,8 @@ from bloomery.errors import UserError
 FORMAT = 1
 MANIFEST = "manifest.json"
 Name = Literal["train", "validation"]
+ShardKind = Literal["text", "chat", "pairs", "kto"]
+ANSWERS: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}  # documents that belong together
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -35,7 +37,11 @@ class Part(Record):
 
 
 class SplitRecord(Record):
-    """`bytes` counts the text (UTF-8); pre-tokenised documents have none."""
+    """`bytes` counts the text (UTF-8); pre-tokenised documents have none.
+
+    Of structured text also: `learned`, a byte a token, in shards as the tokens; `first`, uint32 a document, the place
+    of its first learned token (its length: none is); `marks`, a byte a document, of kto alone.
+    """
 
     tokens: int
     documents: int
@@ -43,6 +49,14 @@ class SplitRecord(Record):
     shards: tuple[FileRecord, ...]
     bounds: FileRecord
     parts: tuple[Part, ...]
+    learned_tokens: int | None = None
+    learned: tuple[FileRecord, ...] = ()
+    first: FileRecord | None = None
+    marks: FileRecord | None = None
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return (*self.shards, self.bounds, *self.learned, *(file for file in (self.first, self.marks) if file))
 
 
 class SourceRecord(Record):
@@ -55,7 +69,11 @@ class SourceRecord(Record):
 
 
 class Manifest(Record):
-    """What `prepare` made, written last. `identity` is the hash of the recipe's part that decides the tokens."""
+    """What `prepare` made, written last. `identity` is the hash of the recipe's part that decides the tokens.
+
+    `kind` pairs: documents 2i and 2i + 1 are the chosen and the rejected answer. kto: document 2i is the example and
+    2i + 1 the same prompt with the answer of another example.
+    """
 
     format: int = FORMAT
     recipe: str
@@ -75,6 +93,8 @@ class Manifest(Record):
     first_skipped: str = ""
     empty: int = 0
     held_back: int = 0  # train documents left out because the validation source holds them too
+    kind: ShardKind = "text"
+    formats: tuple[str, ...] = ()  # of structured text: what its rows were read as
 
     def split(self, name: Name) -> SplitRecord:
         return self.train if name == "train" else self.validation
@@ -96,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
             remedy=f"delete {folder} and prepare again",
         ) from error
     for split in (manifest.train, manifest.validation):
-        for record in (*split.shards, split.bounds):
+        for record in split.files:
             _check_file(folder, record)
     tokenizer = load_tokenizer(folder)
     if tokenizer.hash != manifest.tokenizer_hash:
@@ -137,17 +157,32 @@ class Tokens:
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
+def _mapped(path: Path, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """An empty file cannot be mapped."""
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
 @final
 class Split:
-    """Documents of a split. `bounds` is uint64 [documents + 1]: where each begins, and where the last ends."""
+    """Documents of a split. `bounds` is uint64 [documents + 1]: where each begins, and where the last ends.
+
+    `learned`, `first` and `marks` are those of SplitRecord, None where it has none.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, name: Name) -> None:
         record = manifest.split(name)
-        self.record = record
-        self.tokens = Tokens(
-            [folder / shard.name for shard in record.shards], manifest.dtype, manifest.shard_tokens, record.tokens
-        )
-        self.bounds = np.memmap(folder / record.bounds.name, dtype=np.uint64, mode="r")
+        self.record, self.kind = record, manifest.kind
+
+        def shards(files: tuple[FileRecord, ...], dtype: str) -> Tokens:
+            return Tokens([folder / file.name for file in files], dtype, manifest.shard_tokens, record.tokens)
+
+        def column(file: FileRecord | None, dtype: str) -> np.ndarray[Any, np.dtype[Any]] | None:
+            return None if file is None else _mapped(folder / file.name, dtype)
+
+        self.tokens = shards(record.shards, manifest.dtype)
+        self.bounds = _mapped(folder / record.bounds.name, "uint64")
+        self.learned = shards(record.learned, "uint8") if record.learned else None
+        self.first, self.marks = column(record.first, "uint32"), column(record.marks, "uint8")
 
     def __len__(self) -> int:
         return self.record.documents
