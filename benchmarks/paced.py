@@ -27,6 +27,7 @@ class Cost:
     resident_bytes: int  # the process at its largest during the step
     live_bytes: int | None
     loss: float | None = None
+    learned: int | None = None  # labels that the step learned from, where the side counts them
 
 
 class Ended(Exception):
@@ -60,9 +61,9 @@ class Pace:
         self.stack.close()
         self.cost = Cost(wall, cpu, resident, self.held + self.peak() if self.watched else None)
 
-    def tell(self, loss: float | None) -> None:
+    def tell(self, loss: float | None, learned: int | None = None) -> None:
         assert self.cost is not None, "a step was told of that never stopped"
-        self.cost.loss = loss
+        self.cost.loss, self.cost.learned = loss, learned
         print(json.dumps(asdict(self.cost)), file=self.answers, flush=True)
         self.cost = None
 

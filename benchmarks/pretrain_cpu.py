@@ -9,20 +9,17 @@ borders, start from the same weights and take the same optimizer. See README.md 
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from side_bloomery import RECIPE, planned
 from stdlib_pieces import described, write_pieces
+from turns import Side, compare, machine, quicker, started
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "pretrain_cpu.json"
@@ -38,60 +35,6 @@ BARS = [  # our side, figure, bar; memory must not exceed its bar, speed must re
     ("lean", "memory", 0.5),
 ]  # fmt: skip
 TRAINERS = ("guide", "best", "best2")
-WARM = 2  # steps that are not measured: both sides compile in the first, the Trainer once more in the second
-
-
-@dataclass
-class Side:
-    """A process of its own. `real_share`: how many of its positions hold a token of the text."""
-
-    name: str
-    process: subprocess.Popen
-    real_share: float
-    warm: list[dict] = field(default_factory=list)
-    steps: list[dict] = field(default_factory=list)
-    watched: dict = field(default_factory=dict)
-
-    def take(self, order: str) -> dict:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(order + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}; see {self.name}.log")
-        return json.loads(answer)
-
-    @property
-    def speed(self) -> float:
-        """Tokens of the text a second, padding not counted."""
-        return ROWS * LENGTH * self.real_share / statistics.median(step["seconds"] for step in self.steps)
-
-    @property
-    def result(self) -> dict:
-        return {
-            "real_tokens_per_second": self.speed, "real_share": self.real_share,
-            "seconds": [step["seconds"] for step in self.steps],
-            "cpu_seconds": [step["cpu_seconds"] for step in self.steps],
-            "warm_seconds": [step["seconds"] for step in self.warm],
-            "live_bytes": self.watched["live_bytes"],
-            "resident_bytes": max(step["resident_bytes"] for step in self.steps),
-            "losses": [step["loss"] for step in (*self.warm, *self.steps, self.watched)],
-        }  # fmt: skip
-
-
-@contextmanager
-def started(name: str, command: Sequence[str], folder: Path, *, real_share: float):
-    """A side that waits for orders; it ends with the block."""
-    with (folder / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
-        try:
-            yield Side(name, process, real_share)
-        finally:
-            process.communicate()
 
 
 def make_text(folder: Path, preset: str, extra: list[str]) -> dict:
@@ -135,19 +78,6 @@ def write_first_weights(folder: Path, extra: list[str]) -> None:
     write_model(dict(model.named_parameters()), plan.model.config, folder / "init")
 
 
-def compare(sides: list[Side], rounds: int) -> None:
-    """Warm steps; then one each in turn, back and forth; then one with memory watched."""
-    for side in sides:
-        side.warm = [side.take("step") for _ in range(WARM)]
-        print(f"  {side.name}: warm after {sum(step['seconds'] for step in side.warm):.0f} s", flush=True)
-    for number in range(rounds):
-        for side in sides if number % 2 == 0 else sides[::-1]:
-            side.steps.append(side.take("step"))
-        print("  " + ", ".join(f"{side.name} {side.steps[-1]['seconds']:.2f} s" for side in sides), flush=True)
-    for side in sides:
-        side.watched = side.take("watch")
-
-
 def table(sides: list[Side]) -> str:
     """One line a side."""
     lines = [f"{'':<34}{'real tok/s':>11}{'s/step':>8}{'live MiB':>10}{'RSS MiB':>9}  losses"]
@@ -176,18 +106,12 @@ def judged(sides: list[Side]) -> list[dict]:
     return verdicts
 
 
-def quicker(one: Side, other: Side) -> float:
-    """How many times as many tokens of text a second: the median over rounds."""
-    pairs = zip(one.steps, other.steps, strict=True)
-    return statistics.median(b["seconds"] / a["seconds"] for a, b in pairs) * one.real_share / other.real_share
-
-
 def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float], asked: argparse.Namespace) -> dict:
     """Trains the sides in turn and prints what came of it."""
     print(f"\n{comparison}: {', '.join(NAMES[name] for name in commands)}", flush=True)
     with ExitStack() as stack:
         sides = [
-            stack.enter_context(started(name, command, asked.work, real_share=shares[name]))
+            stack.enter_context(started(name, command, asked.work, positions=ROWS * LENGTH, real_share=shares[name]))
             for name, command in commands.items()
         ]
         compare(sides, asked.steps)
@@ -221,18 +145,6 @@ def comparisons(asked: argparse.Namespace, real_share: float) -> dict:
         }
         found["best"] = run("best", commands, shares, asked)
     return found
-
-
-def machine() -> dict:
-    import torch
-    import transformers
-
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    return {
-        "cpu": model.partition(":")[2].strip(), "cores": os.cpu_count(), "threads": os.environ["OMP_NUM_THREADS"],
-        "load": os.getloadavg()[0], "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }  # fmt: skip
 
 
 def parse() -> argparse.Namespace:

@@ -31,7 +31,7 @@ def main() -> None:
     def emit(event: Event) -> None:
         if isinstance(event, StepDone):
             pace.stop()
-            pace.tell(event.loss)
+            pace.tell(event.loss, event.learned_tokens)
 
     def stop() -> bool:
         pace.begin()

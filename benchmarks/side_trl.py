@@ -1,0 +1,104 @@
+"""TRL's trainers, paced: `side_trl.py FOLDER sft|dpo best|defaults MICRO_BATCH SEQUENCES`.
+
+FOLDER holds `init/` (weights, tokenizer and chat template), `messages.jsonl` and `pairs.jsonl`. A step takes SEQUENCES
+rows (sft) or pairs (dpo). Answers alone are learned. best: bfloat16, no recomputation, fused AdamW, packed where the
+trainer can (best-compiled: torch.compile, too). defaults: what the trainer does when nothing else is said.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from paced import Ended, Pace
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+LENGTH, SEED = 1024, 0
+RANK, ALPHA, TARGETS = 16, 32, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class Counting:
+    """A collator that counts the labels that a step learns from. Batches are made ahead of the step that takes them."""
+
+    def __init__(self, collate: Collator) -> None:
+        self.collate, self.counts = collate, list[int]()
+
+    def __call__(self, rows: list[Any]) -> Mapping[str, Any]:
+        batch = self.collate(rows)
+        learned = batch["labels"][:, 1:] != -100 if "labels" in batch else batch["completion_mask"][:, 1:] > 0
+        self.counts.append(int(learned.sum()))
+        return batch
+
+    def take(self, batches: int) -> int:
+        taken, self.counts = self.counts[:batches], self.counts[batches:]
+        return sum(taken)
+
+
+class Paced(TrainerCallback):
+    def __init__(self, batches: int) -> None:
+        self.pace, self.batches, self.counting = Pace(), batches, Counting(dict)
+
+    def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
+        self.pace.begin()
+
+    def on_step_end(self, *_args: object, **_kwargs: object) -> None:
+        self.pace.stop()
+
+    def on_log(self, *_args: object, logs: dict[str, float], **_kwargs: object) -> None:
+        if "loss" in logs:
+            self.pace.tell(float(logs["loss"]), self.counting.take(self.batches))
+
+
+def rows_of(file: Path) -> Dataset:
+    return Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
+
+
+def settings(place: str, *, best: bool, micro_batch: int, sequences: int) -> dict[str, Any]:
+    """What both trainers are told. The learning rate is constant, so that a few steps learn something."""
+    tuned = {
+        "bf16": True, "gradient_checkpointing": False, "optim": "adamw_torch_fused",
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    return {
+        "output_dir": place, "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "max_steps": 100_000,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+        "dataloader_pin_memory": False, "seed": SEED, "max_length": LENGTH, **(tuned if best else {}),
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder, kind, way, micro_batch, sequences = Path(sys.argv[1]), sys.argv[2], sys.argv[3], *map(int, sys.argv[4:6])
+    best = way.startswith("best")
+    paced = Paced(max(1, sequences // micro_batch))
+    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa")
+    given = {
+        "model": model,
+        "processing_class": AutoTokenizer.from_pretrained(folder / "init"),
+        "peft_config": LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        "callbacks": [paced],
+    }
+    with tempfile.TemporaryDirectory() as place:
+        said = settings(place, best=best, micro_batch=micro_batch, sequences=sequences)
+        said |= {"torch_compile": True} if way == "best-compiled" else {}
+        if kind == "sft":
+            said |= {"assistant_only_loss": True, "packing": best}
+            trainer = SFTTrainer(args=SFTConfig(**said), train_dataset=rows_of(folder / "messages.jsonl"), **given)
+        else:
+            trainer = DPOTrainer(args=DPOConfig(**said), train_dataset=rows_of(folder / "pairs.jsonl"), **given)
+        trainer.data_collator = paced.counting = Counting(trainer.data_collator)
+        try:
+            trainer.train()
+        except Ended:
+            print("ended as asked", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Sides of a comparison that take their steps in turn: processes that wait while another one computes."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WARM = 2  # steps that are not measured: both sides compile in the first, the Trainer once more in the second
+
+
+@dataclass
+class Side:
+    """A process of its own. `positions`: what a step computes; None: what counts are the labels that it learned from.
+
+    `real_share`: how many of the positions hold a token of the text.
+    """
+
+    name: str
+    process: subprocess.Popen
+    real_share: float
+    positions: int | None
+    warm: list[dict] = field(default_factory=list)
+    steps: list[dict] = field(default_factory=list)
+    watched: dict = field(default_factory=dict)
+
+    def take(self, order: str) -> dict:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}; see {self.name}.log")
+        return json.loads(answer)
+
+    def rates(self) -> list[float]:
+        """Tokens that count a second, by round."""
+        return [
+            (step["learned"] if self.positions is None else self.positions * self.real_share) / step["seconds"]
+            for step in self.steps
+        ]
+
+    @property
+    def speed(self) -> float:
+        """Tokens that count a second: of text, padding left out, or learned ones."""
+        return statistics.median(self.rates())
+
+    @property
+    def result(self) -> dict:
+        return {
+            "real_tokens_per_second": self.speed, "real_share": self.real_share,
+            "seconds": [step["seconds"] for step in self.steps],
+            "cpu_seconds": [step["cpu_seconds"] for step in self.steps],
+            "warm_seconds": [step["seconds"] for step in self.warm],
+            "live_bytes": self.watched["live_bytes"],
+            "resident_bytes": max(step["resident_bytes"] for step in self.steps),
+            "learned": [step["learned"] for step in self.steps],
+            "losses": [step["loss"] for step in (*self.warm, *self.steps, self.watched)],
+        }  # fmt: skip
+
+
+@contextmanager
+def started(name: str, command: Sequence[str], folder: Path, *, positions: int | None = None, real_share: float = 1.0):
+    """A side that waits for orders; it ends with the block."""
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
+        try:
+            yield Side(name, process, real_share, positions)
+        finally:
+            process.communicate()
+
+
+def compare(sides: list[Side], rounds: int) -> None:
+    """Warm steps; then one each in turn, back and forth; then one with memory watched."""
+    for side in sides:
+        side.warm = [side.take("step") for _ in range(WARM)]
+        print(f"  {side.name}: warm after {sum(step['seconds'] for step in side.warm):.0f} s", flush=True)
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            side.steps.append(side.take("step"))
+        print("  " + ", ".join(f"{side.name} {side.steps[-1]['seconds']:.2f} s" for side in sides), flush=True)
+    for side in sides:
+        side.watched = side.take("watch")
+
+
+def quicker(one: Side, other: Side) -> float:
+    """How many times as many tokens that count a second: the median over rounds."""
+    return statistics.median(a / b for a, b in zip(one.rates(), other.rates(), strict=True))
+
+
+def machine() -> dict:
+    """The processor, and the versions that decide about speed."""
+    import peft
+    import torch
+    import transformers
+    import trl
+
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    return {
+        "cpu": model.partition(":")[2].strip(), "cores": os.cpu_count(), "threads": os.environ["OMP_NUM_THREADS"],
+        "load": os.getloadavg()[0], "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "peft": peft.__version__, "trl": trl.__version__,
+    }  # fmt: skip
