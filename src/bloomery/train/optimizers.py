@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from bloomery.errors import UserError
 from bloomery.plan.types import OptimizerPlan
+from bloomery.train.optim_adafactor import Adafactor
+from bloomery.train.optim_pieces import Rounding
 
 # Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -167,17 +169,17 @@ def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> lis
     return [{"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p]
 
 
-def build_optimizer(model: nn.Module, plan: OptimizerPlan) -> Optimizer:
-    """The plan's optimizer over every parameter that takes a gradient.
+def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> Optimizer:
+    """The plan's optimizer over every parameter that takes a gradient. `seed`: of stochastic rounding.
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
     Muon at `matrix_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rounding = Rounding({p: name for name, p in named.items()}, seed, plan.stochastic_rounding)
     if plan.kind == "adafactor":
-        members: list[torch.optim.Optimizer] = [
-            torch.optim.Adafactor(_decay_groups(named, plan.weight_decay), lr=plan.learning_rate)
-        ]
+        groups = _decay_groups(named, plan.weight_decay)
+        members: list[torch.optim.Optimizer] = [Adafactor(groups, lr=plan.learning_rate, rounding=rounding)]
     elif plan.kind == "muon":
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}

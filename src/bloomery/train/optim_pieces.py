@@ -1,0 +1,116 @@
+"""What our own optimizers share: work in pieces of bounded size, weights of any type, and a gate for bad gradients."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.train.rounding import key_of, random_bits, rounded
+
+State = dict[str, Tensor]
+
+# Numbers worked on at once: 16 million (64 MiB of float32) keep a device busy, 128 thousand stay in a core's cache.
+GPU_PIECE, CPU_PIECE = 2**24, 2**17
+
+
+def piece_size(device: torch.device) -> int:
+    """Numbers whose float32 intermediates exist at once."""
+    return CPU_PIECE if device.type == "cpu" else GPU_PIECE
+
+
+@final
+@dataclass(frozen=True)
+class Gate:
+    """What a gradient is multiplied with, on its device: the host does not wait. Closed, nothing changes at all.
+
+    A closed gate makes the gradient zero (whatever it holds) and every rate, too: weights, moments and squares keep
+    their bits. `open` and `factor` have no dimensions; `open` is 1.0 or 0.0.
+    """
+
+    open: Tensor
+    factor: Tensor
+
+    def through(self, gradient: Tensor) -> Tensor:
+        return torch.where(self.open > 0, gradient * self.factor, torch.zeros_like(gradient))
+
+
+def exact_gradient(gradient: Tensor, gate: Gate | None) -> Tensor:
+    """float32, through the gate; the gradient itself where that changes nothing."""
+    exact = gradient.to(torch.float32)
+    return exact if gate is None else gate.through(exact)
+
+
+def times(rate: float, gate: Gate | None) -> Any:
+    """A rate, zero behind a closed gate."""
+    return rate if gate is None else gate.open * rate
+
+
+@final
+@dataclass(frozen=True)
+class Rounding:
+    """How bfloat16 numbers are written: to the nearest, or at random by a key of seed, parameter, step and place."""
+
+    names: Mapping[nn.Parameter, str]
+    seed: int
+    stochastic: bool
+
+    def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> Tensor:
+        """At random whatever the setting says: for what must not drift."""
+        key = key_of(self.seed, self.names[parameter], *place)
+        return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
+
+    def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> None:
+        """In place, in the target's own type. `place`: step and offset, which no two writes share."""
+        if self.stochastic and target.dtype == torch.bfloat16:
+            target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
+        elif target.data_ptr() != exact.data_ptr():
+            target.copy_(exact)
+
+
+def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object]) -> list[list[nn.Parameter]]:
+    """Runs of parameters with equal keys, of one piece's size together, or alone when larger; in a fixed order."""
+    waiting: dict[object, list[nn.Parameter]] = {}
+    runs: list[list[nn.Parameter]] = []
+    for parameter in parameters:
+        run = waiting.get(key(parameter), [])
+        if run and sum(p.numel() for p in run) + parameter.numel() <= piece_size(parameter.device):
+            run.append(parameter)
+        else:
+            waiting[key(parameter)] = run = [parameter]
+            runs.append(run)
+    return runs
+
+
+def gathered(tensors: Sequence[Tensor]) -> Tensor:
+    """One behind the other; a single one is itself, not a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """A dimension before all others; a view of a single one."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def counted(state: State) -> float:
+    """Counts one step more; the count lives on the host, as in torch."""
+    state["step"] += 1
+    return float(state["step"])
+
+
+def no_steps() -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Rows of a matrix that are worked on at once."""
+    step = max(1, piece_size(device) // max(1, width))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def root_mean_square(tensors: Sequence[Tensor]) -> Tensor:
+    """[N], float32."""
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+    return torch.stack(list(norms)) / math.sqrt(tensors[0].numel())

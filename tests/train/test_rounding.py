@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from bloomery.train.rounding import key_of, random_bits, rounded
+
+CPU = torch.device("cpu")
+# Between two neighbours (2^-7 apart above 1), below 1, negative, huge, tiny and subnormal.
+VALUES = [1.001, 1.0039, 1.0077, 0.3, -2.7182, -1e-3, 1e30, -3e-38, 1e-39]
+
+
+def draws(value: float, count: int = 1 << 16) -> torch.Tensor:
+    exact = torch.full((count,), value, dtype=torch.float32)
+    return rounded(exact, random_bits(count, key=key_of(0, value), device=CPU)).double()
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_the_mean_is_the_number_and_only_its_two_neighbours_are_drawn(value):
+    exact = torch.tensor(value, dtype=torch.float32).double().item()
+    drawn = draws(value)
+    low, high = (drawn.min().item(), drawn.max().item())
+    assert low <= exact <= high
+    assert set(drawn.tolist()) == {low, high}
+    words = torch.tensor([low, high], dtype=torch.bfloat16).view(torch.int16).tolist()
+    assert abs(words[0] - words[1]) == 1  # nothing lies between them
+    share = (exact - low) / (high - low)
+    deviation = (share * (1 - share) / len(drawn)) ** 0.5
+    assert drawn.mean().item() == pytest.approx(exact, abs=5 * deviation * (high - low))
+
+
+def test_a_bfloat16_stays_what_it_is_and_nothing_becomes_finite():
+    exact = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+    assert torch.equal(rounded(exact, random_bits(4096, key=1, device=CPU)).float(), exact)
+    words = [0x7F800000, -0x800000, 0x7FFFFFFF, 0x7FC00000, -1]  # both infinities, NaN as devices and as hosts write it
+    odd = torch.tensor(words * 1000, dtype=torch.int32).view(torch.float32)
+    found = rounded(odd, random_bits(5000, key=2, device=CPU)).float()
+    torch.testing.assert_close(found, odd, equal_nan=True, rtol=0, atol=0)
+
+
+def test_bits_are_uniform_and_follow_from_the_key_alone():
+    bits = random_bits(1 << 18, key=key_of(7, "w", 3), device=CPU)
+    torch.randn(5)
+    assert torch.equal(bits, random_bits(1 << 18, key=key_of(7, "w", 3), device=CPU))
+    assert torch.equal(bits[:1001], random_bits(1001, key=key_of(7, "w", 3), device=CPU))
+    assert (bits == random_bits(1 << 18, key=key_of(7, "w", 4), device=CPU)).float().mean() < 1e-3
+    counts = torch.bincount((bits.int() + 32768) >> 12, minlength=16).double()
+    expected = (1 << 18) / 16
+    assert ((counts - expected) ** 2 / expected).sum() < 44  # chi-squared, 15 degrees: 1e-4
+    for bit in range(16):
+        assert ((bits.int() >> bit) & 1).float().mean() == pytest.approx(0.5, abs=0.005)
+
+
+def test_keys_do_not_mix_up_their_parts():
+    assert key_of(1, "a") != key_of("1a") != key_of("1", "", "a")
+    assert 0 <= key_of("x") < 2**63
