@@ -1,0 +1,54 @@
+"""Quantised bases without torch: the sizes of their blocks, the bytes that they take, whose kernels read them."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from bloomery.choice import Choice
+from bloomery.hardware.machine import Machine
+
+BLOCK = 64  # weights that share a scale (arXiv:2305.14314, section 3; bitsandbytes' default)
+SCALES_BLOCK = 256  # scales that share a scale of their own under double quantisation (the same section)
+SCALE_BYTES = 4  # float32
+OLDEST = (0, 50)  # of bitsandbytes: before 0.50 its 4-bit kernels were wrong on AMD GPUs
+
+
+def storage_bytes(shape: Sequence[int], base: str, double: bool) -> int:
+    """What a quantised weight of `shape` takes: exactly the bytes of the buffers of `QuantisedWeight`."""
+    return sum(buffer_bytes(math.prod(shape), base, double))
+
+
+def buffer_bytes(count: int, base: str, double: bool) -> tuple[int, int, int]:
+    """Bytes of `count` weights' codes, of their scales, and of what those are scaled by (empty unless `double`)."""
+    blocks = -(-count // BLOCK)
+    if base == "int8":
+        return count, blocks * SCALE_BYTES, 0
+    assert base == "nf4"
+    codes = -(-count // 2)
+    if not double:
+        return codes, blocks * SCALE_BYTES, 0
+    return codes, blocks, (-(-blocks // SCALES_BLOCK) + 1) * SCALE_BYTES  # one more: what is subtracted from them all
+
+
+def backend(machine: Machine, base: str) -> Choice[str]:
+    """Whose code turns the stored weights back into floats: "bitsandbytes" or "torch", which is ours."""
+    if base != "nf4":
+        return Choice("torch", "its int8 has a scale for each 64 weights, which only Bloomery's own code reads")
+    if not machine.accelerators:
+        return Choice("torch", "on the processor Bloomery's own code turns the weights back")
+    installed = next((package for package in machine.software.packages if package.name == "bitsandbytes"), None)
+    if installed is None:
+        return Choice("torch", "bitsandbytes is not installed; Bloomery's own code needs nothing")
+    if _series(installed.version) < OLDEST:
+        return Choice("torch", f"bitsandbytes {installed.version} is older than 0.50, whose 4-bit kernels are right")
+    probe = next((probe for probe in machine.probes if probe.name == "bitsandbytes"), None)
+    if probe is None:
+        return Choice("torch", "`bloomery doctor --probe` has not shown yet that bitsandbytes computes right here")
+    if probe.outcome != "ok":
+        return Choice("torch", f"the probe of bitsandbytes came out {probe.outcome} on this GPU")
+    return Choice("bitsandbytes", f"its {installed.version} kernel computed right values on this GPU")
+
+
+def _series(version: str) -> tuple[int, int]:
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
