@@ -25,8 +25,9 @@ from bloomery.simulate.compiled import fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.step import batch_of, decoder_of, gradients, prepared, states
 from bloomery.simulate.tracker import Tracker
+from bloomery.train.forward import precision_context
 from bloomery.train.objectives import build_objective
-from bloomery.train.step import Trainee, clip_factor, global_norm, precision_context, scale_gradients
+from bloomery.train.step import Trainee, clip_factor, global_norm, scale_gradients
 
 Edge = Tensor | GradientEdge  # where backward begins
 

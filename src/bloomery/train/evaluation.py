@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +15,10 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, sample_tokens
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.types import EvalPlan, Plan
+from bloomery.train.forward import looking, precision_context, to_device
 from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective
-from bloomery.train.step import compute_loss, precision_context, to_device
+from bloomery.train.step import compute_loss
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,6 @@ class Evaluation:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-@contextmanager
-def looking(model: Decoder) -> Iterator[None]:
-    """No gradients, no dropout, no random number drawn; the mode of before afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def evaluate(

@@ -139,6 +139,32 @@ def orpo_loss(pairs: Pairs, *, beta: float) -> LossParts:
     return parts._replace(metrics={**parts.metrics, **more})
 
 
+def kto_drift(twins: Answers, reference: Answers, there_P: Tensor) -> Tensor:
+    """[2]: how much likelier than at the start answers of other prompts are, summed, and how many there are."""
+    return mean_of(twins.score_P - reference.score_P, there_P)
+
+
+def kto_loss(
+    pairs: Pairs, reference: Pairs, marks_P: Tensor, drift: Tensor, *, beta: float, weights: tuple[float, float]
+) -> LossParts:
+    """1 - sigmoid of beta times how far an answer is on the right side of the drift. arXiv:2402.01306, eq. 7.
+
+    A place holds an answer and, as the rejected side, its prompt with another one's answer. `marks_P`: whether it is
+    desirable. `drift`: the estimate of the divergence from the start, at least 0 and a constant. `weights`: of
+    desirable and of undesirable answers.
+    """
+    rewards_P, there_P = pairs.chosen.score_P - reference.chosen.score_P, pairs.there_P
+    lead_P = torch.where(marks_P, rewards_P - drift, drift - rewards_P)
+    losses_P = torch.where(marks_P, *weights) * (1 - torch.sigmoid(beta * lead_P))
+    metrics = {
+        "accuracy": mean_of((lead_P > 0).to(losses_P.dtype), there_P),
+        "chosen_reward": mean_of(beta * rewards_P, there_P & marks_P),
+        "rejected_reward": mean_of(beta * rewards_P, there_P & ~marks_P),
+        "kl": mean_of(drift.expand_as(rewards_P), there_P),
+    }
+    return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
+
+
 def log_odds(scores: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p; a probability within 1e-6 of 1 counts as that far from it, lest it be infinite."""
     scores = scores.clamp(max=-1e-6)

@@ -1,7 +1,7 @@
 """What training minimises: a head for the decoder to run, and how its output becomes sums."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -11,15 +11,19 @@ from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head, LabelScores
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import OrPo, Preference, SimPo
+from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
+from bloomery.train.forward import forward, looking, to_device
 from bloomery.train.losses import (
     LossParts,
     Pairs,
     dpo_loss,
     ipo_loss,
+    kto_drift,
+    kto_loss,
     next_token_loss,
     orpo_loss,
     pairs_of,
+    sequence_sums,
     simpo_loss,
     there_pairs,
 )
@@ -71,10 +75,12 @@ def build_objective(plan: Plan) -> Objective:
         return preference(asked, scoring)
     if isinstance(asked, SimPo | OrPo):
         return preference(asked, scoring)
+    if isinstance(asked, Kto):
+        return marked(asked, scoring, plan.train.precision)
     raise UserError(
         f"objective.kind={asked.kind} is not in this version of Bloomery",
         where="objective.kind",
-        remedy="set objective.kind to pretrain, sft, dpo, ipo, simpo or orpo",
+        remedy="set objective.kind to pretrain, sft, dpo, ipo, simpo, orpo or kto",
         code=2,
     )
 
@@ -98,13 +104,60 @@ def preference(asked: Preference | SimPo | OrPo, scoring: Scoring) -> Objective:
             return simpo_loss(pairs, beta=asked.beta, gamma=asked.gamma)
         if isinstance(asked, OrPo):
             return orpo_loss(pairs, beta=asked.beta)
-        assert batch.reference is not None, "the scores of the model of the start come with the batch"
-        reference = _pairs(batch.reference.to(scores_BT.dtype), batch)
+        reference = _reference(scores_BT, batch)
         if asked.kind == "ipo":
             return ipo_loss(pairs, reference, beta=asked.beta)
         return dpo_loss(pairs, reference, beta=asked.beta, label_smoothing=asked.label_smoothing)
 
     return Objective(head=scoring, loss=loss, count=_count_pairs, per="pair")
+
+
+def marked(asked: Kto, scoring: Scoring, precision: str) -> Objective:
+    """Of single answers, the desirable ones are made likelier and the others less likely.
+
+    What both are measured from is estimated over the whole step, so that it does not matter how the step is cut: of a
+    single micro-batch by its own forward, of several by one more forward of each before the first.
+    """
+
+    def drift(scores_BT: Tensor, batch: Batch) -> Tensor:
+        pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
+        return kto_drift(pairs.rejected, reference.rejected, pairs.there_P)
+
+    def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        if len(batches) == 1:
+            return list(batches)
+        device = next(model.parameters()).device
+        with looking(model):
+            there = (to_device(batch, device) for batch in batches)
+            sums = [drift(forward(model, batch, _twins(batch, scoring), precision=precision), batch) for batch in there]
+        baseline = _at_least_0(sum(sums[1:], start=sums[0]))
+        return [replace(batch, baseline=baseline) for batch in batches]
+
+    def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
+        assert batch.sequences is not None and batch.marks is not None, "answers are numbered and marked"
+        own = _at_least_0(drift(scores_BT, batch)) if batch.baseline is None else batch.baseline
+        desirable = sequence_sums(batch.marks, batch.sequences).view(-1, 2)[:, 0] > 0
+        pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
+        weights = asked.desirable_weight, asked.undesirable_weight
+        return kto_loss(pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights)
+
+    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, per="answer")
+
+
+def _at_least_0(drift: Tensor) -> Tensor:
+    """The mean of a sum and its count; a divergence is never negative, its estimate may be."""
+    return (drift[0] / drift[1].clamp(min=1)).clamp(min=0)
+
+
+def _twins(batch: Batch, scoring: Scoring) -> LabelScores:
+    """The labels of sequences 2i + 1 alone."""
+    assert batch.sequences is not None
+    return replace(scoring(batch), weights_BT=batch.weights * (batch.sequences % 2 == 1), into_grad=False)
+
+
+def _reference(scores_BT: Tensor, batch: Batch) -> Pairs:
+    assert batch.reference is not None, "the scores of the model of the start come with the batch"
+    return _pairs(batch.reference.to(scores_BT.dtype), batch)
 
 
 def _pairs(scores_BT: Tensor, batch: Batch) -> Pairs:

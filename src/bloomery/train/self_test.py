@@ -10,8 +10,8 @@ from torch import Tensor
 from bloomery.model.attention import attend, layout_of
 from bloomery.model.decoder import Attention, Decoder
 from bloomery.plan.types import Plan
+from bloomery.train.forward import precision_context
 from bloomery.train.run import Unsound
-from bloomery.train.step import precision_context
 
 TOKENS = 128
 # Greatest difference that rounding explains, as a share of the largest value; float32 may be TF32 on a GPU.

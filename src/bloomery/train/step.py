@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bloomery.data.loader import Batch
 from bloomery.model.decoder import Decoder
 from bloomery.plan.types import TrainPlan
+from bloomery.train.forward import forward, to_device
 from bloomery.train.losses import LossParts, added
 from bloomery.train.objectives import Objective
 from bloomery.train.optimizers import Optimizer
@@ -60,31 +61,9 @@ class Trainee:
     updating: bool = False  # True outside a step: an update was cut short, and weights and states do not fit together
 
 
-def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
-    """Matrix products in half precision over float32 weights. `bfloat16-pure` needs none: its weights are bfloat16."""
-    if precision not in ("bfloat16", "float16"):
-        return nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float16)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch there; from pinned memory the copy runs beside the computation."""
-    if device.type == "cpu":
-        return batch
-    return batch.each(lambda tensor: tensor.to(device, non_blocking=True))
-
-
 def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precision: str) -> LossParts:
-    """Forward of one micro-batch on the model's device. Documents are kept apart unless the kernel is plain `sdpa`."""
-    isolated = model.model.backend != "sdpa"
-    with precision_context(precision, batch.tokens.device.type):
-        output = model(
-            batch.tokens,
-            positions_BT=batch.positions,
-            documents_BT=batch.documents if isolated else None,
-            head=objective.head(batch),
-        )
-    return objective.loss(output, batch)
+    """Forward of one micro-batch on the model's device."""
+    return objective.loss(forward(model, batch, objective.head(batch), precision=precision), batch)
 
 
 def train_step(

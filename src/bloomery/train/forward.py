@@ -1,0 +1,50 @@
+"""One micro-batch through the model: in the run's precision, documents kept apart, with or without gradients."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from bloomery.data.loader import Batch
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import Head
+
+
+def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
+    """Matrix products in half precision over float32 weights. `bfloat16-pure` needs none: its weights are bfloat16."""
+    if precision not in ("bfloat16", "float16"):
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float16)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch there; from pinned memory the copy runs beside the computation."""
+    if device.type == "cpu":
+        return batch
+    return batch.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tensor:
+    """What the head makes of a batch on the model's device. Documents are kept apart unless the kernel is `sdpa`."""
+    isolated = model.model.backend != "sdpa"
+    with precision_context(precision, batch.tokens.device.type):
+        output: Tensor = model(
+            batch.tokens,
+            positions_BT=batch.positions,
+            documents_BT=batch.documents if isolated else None,
+            head=head,
+        )
+    return output
+
+
+@contextmanager
+def looking(model: Decoder) -> Iterator[None]:
+    """No gradients, no dropout, no random number drawn; the mode of before afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
