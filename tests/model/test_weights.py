@@ -20,14 +20,8 @@ import bloomery
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.families import config_from_hf
-from bloomery.model.weights import (
-    fresh_decoder,
-    from_hf_names,
-    load_decoder,
-    model_state,
-    to_hf_names,
-    write_model,
-)
+from bloomery.model.renaming import from_hf_names, to_hf_names
+from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
 
 SHAPES = ["gpt2", "phi3", "qwen3", "gemma2", "olmo2", "llama2"]
 INDEX = "model.safetensors.index.json"

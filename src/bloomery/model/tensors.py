@@ -91,6 +91,11 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
+def stored_in(folder: Path, name: str) -> dict[str, Stored]:
+    """What one file of the folder holds. Raises UserError as `find_tensors` does."""
+    return stored_tensors(_inside(folder, name))
+
+
 def _nothing(folder: Path) -> UserError:
     pickled = next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
     if pickled is None:

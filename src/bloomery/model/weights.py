@@ -1,6 +1,5 @@
 """Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +9,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.errors import UserError
+from bloomery.model.adapters import is_adapter
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
 from bloomery.model.names import places
 from bloomery.model.presets import read_config
+from bloomery.model.randomness import stream
+from bloomery.model.renaming import to_hf_names
 from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards
 
 SHARD_BYTES = 4 * 2**30
@@ -80,6 +82,8 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
     last = min(1.0, LOGIT_DEVIATION / (config.initializer_range * config.hidden_size**0.5 or 1.0))
     for name, parameter in decoder.named_parameters():
+        if is_adapter(name):
+            continue
         if name.endswith(".bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
@@ -88,40 +92,12 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             std = config.initializer_range
             if name.endswith(RESIDUAL):
                 std /= (2 * config.num_layers) ** 0.5
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=_stream(seed, name)))
-
-
-def _stream(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=stream(seed, name)))
 
 
 def model_state(decoder: nn.Module) -> dict[str, Tensor]:
     """The parameters by name, without copies; a tied head appears once, as the embedding."""
     return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-
-
-def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our tensors as transformers stores them; fused and transposed ones are new, the others are the same tensors."""
-    pieces: dict[str, list[str]] = {}
-    where = places(config)
-    for name, place in where.items():
-        pieces.setdefault(place.name, []).append(name)
-    stored = {}
-    for target, names in pieces.items():
-        parts = [state[name] for name in names]  # in the order of their rows, as parameter_shapes lists them
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        stored[target] = (whole.t() if where[names[0]].transposed else whole).contiguous()
-    return stored
-
-
-def from_hf_names(stored: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Undoes `to_hf_names`: views where the storage allows it."""
-    state = {}
-    for name, place in places(config).items():
-        whole = stored[place.name].t() if place.transposed else stored[place.name]
-        state[name] = whole[place.first : place.first + place.rows]
-    return state
 
 
 def write_model(
@@ -131,6 +107,7 @@ def write_model(
 
     `state`: parameters by our names, on any device. transformers opens the folder.
     """
+    assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
     stored = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
     dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
     _write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
@@ -160,6 +137,8 @@ def read_model(decoder: Decoder, folder: Path) -> None:
     stored, where = stored_parameters(folder, decoder.config), places(decoder.config)
     with Reader() as reader:
         for name, parameter in decoder.named_parameters():
+            if is_adapter(name):
+                continue
             place = where[name]
             reader.fill(parameter.data, stored[name], first=place.first, transposed=place.transposed)
 

@@ -1,7 +1,8 @@
 """Checkpoints: whole tensors in safetensors, the rest in JSON, each a folder that transformers opens. No pickle.
 
 `checkpoints/step-00001000/` holds `model.safetensors`, `config.json` and the tokenizer in transformers' names and
-shapes, one `<part>.safetensors` for every other part, `state.json`, and `MANIFEST.json`, which seals them.
+shapes (or an adapter in PEFT's format), one `<part>.safetensors` for every other part, `state.json`, and
+`MANIFEST.json`, which seals them.
 """
 
 import errno
@@ -22,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bloomery.errors import UserError
+from bloomery.model.adapter_files import write_adapter
+from bloomery.model.adapter_names import Adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.weights import write_model
 from bloomery.monitor.events import Emit, Event, Saved, Warned
@@ -56,6 +59,14 @@ SLACK = 2**20  # bytes that headers, JSON and the file system's own records take
 
 
 @dataclass(frozen=True)
+class AdapterOf:
+    """What a checkpoint of an adapter says beside its tensors: what it changes, and in which model."""
+
+    settings: Adaptation
+    base: str
+
+
+@dataclass(frozen=True)
 class _Staged:
     step: int
     parts: Parts
@@ -79,10 +90,18 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, keep: int, asynchronous: bool, *, tokenizer: Path | None = None, emit: Emit | None = None
+        self,
+        folder: Path,
+        keep: int,
+        asynchronous: bool,
+        *,
+        tokenizer: Path | None = None,
+        adapter: AdapterOf | None = None,
+        emit: Emit | None = None,
     ) -> None:
         """`tokenizer`: a folder whose tokenizer checkpoints carry. Deletes what killed saves left in `folder`."""
         self.folder, self.keep, self.asynchronous, self.tokenizer = folder, keep, asynchronous, tokenizer
+        self.adapter = adapter
         self._emit = emit
         self._thread: threading.Thread | None = None
         self._events: list[Event] = []  # made by the writing thread, emitted by the caller's
@@ -92,10 +111,10 @@ class Saver:
             clear_drafts(folder)
 
     def save(self, step: int, parts: Parts, config: ModelConfig, state: dict[str, Any], *, best: bool = False) -> None:
-        """Checkpoint after `step`: `parts["model"]` in the decoder's names, other parts as they are, `state` as JSON.
+        """Checkpoint after `step`: `parts["model"]` or `parts["adapter"]` in our names, other parts as they are.
 
-        `best` marks it as the one with the best evaluation. Waits for the save before it. Raises ValueError when a
-        number of `state` is not finite.
+        `state` is written as JSON. `best` marks it as the one with the best evaluation. Waits for the save before it.
+        Raises ValueError when a number of `state` is not finite.
         """
         self.drain()
         copied = self._staged(step, parts)
@@ -208,6 +227,9 @@ class Saver:
             with _system_errors():
                 if name == "model":
                     write_model(tensors, staged.config, draft)
+                elif name == "adapter":
+                    assert self.adapter is not None
+                    write_adapter(tensors, self.adapter.settings, staged.config, draft, base=self.adapter.base)
                 else:
                     save_file(dict(tensors), draft / f"{name}.safetensors")
         (draft / "state.json").write_text(json.dumps(staged.state, indent=1), encoding="utf-8")

@@ -11,12 +11,12 @@ from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
 from bloomery.plan.types import Plan
-from bloomery.train.checkpoint import Saver
+from bloomery.train.checkpoint import AdapterOf, Saver
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
 from bloomery.train.self_test import check_attention
-from bloomery.train.state import TrainState, build_state
+from bloomery.train.state import TrainState, build_state, settings_of
 from bloomery.train.vitals import Checkup
 
 
@@ -66,8 +66,8 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
         loader=open_loader(plan, "train"),
         validation=open_loader(plan, "validation") if has_validation else None,
         tokenizer=load_tokenizer(prepared),
-        saver=Saver(checkpoints, plan.checkpoint.keep, plan.checkpoint.asynchronous, tokenizer=prepared, emit=emit),
-        checkup=Checkup(dict(state.trainee.model.named_parameters())),
+        saver=open_saver(plan, checkpoints, state, emit),
+        checkup=Checkup({name: p for name, p in state.trainee.model.named_parameters() if p.requires_grad}),
         recorder=Recorder(run_dir, state.trainee, emit),
         began=began,
         device=training_device(run_dir / "machine.json"),
@@ -95,6 +95,13 @@ def announce(job: Job) -> None:
     )
     if plan.train.compile:
         job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
+
+
+def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> Saver:
+    settings = settings_of(plan)
+    adapter = None if settings is None or state.base is None else AdapterOf(settings, state.base.name)
+    keep, asynchronous, tokenizer = plan.checkpoint.keep, plan.checkpoint.asynchronous, plan.data.prepared
+    return Saver(checkpoints, keep, asynchronous, tokenizer=tokenizer, adapter=adapter, emit=emit)
 
 
 def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:

@@ -7,18 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bloomery.data.loader import Cursor
 from bloomery.errors import UserError
+from bloomery.model.adapter_files import read_trained
+from bloomery.model.adapter_names import Adaptation, adaptation
+from bloomery.model.adapters import adapt_as, adapted, init_adapters, is_adapter, trained_state
+from bloomery.model.base import Base, base_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import init_weights, read_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Lora
 from bloomery.train.checkpoint import Parts, read_part, read_state
 from bloomery.train.optimizers import build_optimizer
 from bloomery.train.recover import NonFinite
-from bloomery.train.step import LossScale, Trainee, prepare_weights
+from bloomery.train.step import LossScale, Trainee
+
+FROZEN = {"float32": torch.float32, "float16": torch.float16}  # dtypes of frozen matrices; else bfloat16
 
 
 @dataclass
@@ -46,17 +53,23 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """`trainee` is what a step changes, `cursor` the next row of data, `policy` judges steps that are not finite."""
+    """`trainee` is what a step changes, `cursor` the next row of data, `policy` judges steps that are not finite.
+
+    `base`: the model that an adapter adapts; None where every parameter is trained.
+    """
 
     trainee: Trainee
     cursor: Cursor
     progress: Progress
     policy: NonFinite
+    base: Base | None = None
 
     def parts(self) -> Parts:
         """Tensors by part of a checkpoint; the live ones, not copies."""
+        model = self.trainee.model
+        adapter = any(adapted(model))
         return {
-            "model": dict(self.trainee.model.named_parameters()),
+            "adapter" if adapter else "model": trained_state(model) if adapter else dict(model.named_parameters()),
             "optimizer": self.trainee.optimizer.named_tensors(),
             "rng": random_states(),
         }
@@ -71,25 +84,65 @@ class TrainState:
             "loss_scale": None if scale is None else asdict(scale),
             "policy": self.policy.state(),
             "torch": torch.__version__,
+            "base": None if self.base is None else asdict(self.base),
         }
 
 
 def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
     """The state before the first step, or that of a checkpoint: built on the meta device, filled in place.
 
-    The optimizer is built before the first forward. Raises UserError when the checkpoint is of another model.
+    The optimizer is built before the first forward. Raises UserError when the checkpoint is of another model, and when
+    an adapter's base is not the one that it was trained on.
     """
-    with torch.device("meta"):
-        model = Decoder(plan.model.config, attention=plan.model.attention)
-    prepare_weights(model, plan.train.precision)
+    model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     trainee = Trainee(model, build_optimizer(model, plan.optimizer), scale)
-    state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite())
+    source = plan.model.source
+    base = base_of(source) if source is not None and any(adapted(model)) else None
+    state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), base)
+    if resume_from is not None and any(adapted(model)):
+        _read_base(state, plan, resume_from)
     go_back(state, plan, resume_from, policy=True)
     return state
+
+
+def empty_model(plan: Plan) -> Decoder:
+    """The model that is trained, on the meta device: adapted, and in the dtypes that its weights are kept in."""
+    with torch.device("meta"):
+        model = Decoder(plan.model.config, attention=plan.model.attention)
+        if (settings := settings_of(plan)) is not None:
+            adapt_as(model, settings)
+    prepare_weights(model, plan.train.precision)
+    return model
+
+
+def settings_of(plan: Plan) -> Adaptation | None:
+    """What the plan's adapter means for its model; None where every parameter is trained."""
+    return adaptation(plan.model.config, plan.adapter) if isinstance(plan.adapter, Lora) else None
+
+
+def prepare_weights(model: Decoder, precision: str) -> None:
+    """Trained weights are float32 ones, of `bfloat16-pure` bfloat16 ones; an adapter's have the dtype that was asked.
+
+    Frozen ones are kept as matrix products read them. float16 keeps frozen embeddings and norms in float32 all the
+    same, so that the sums between the layers, which outgrow 65,504 in some models, are float32 too.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_adapter(name):
+                parameter.data = parameter.data.to(_kept_as(parameter, module, model, precision))
+
+
+def _kept_as(parameter: nn.Parameter, module: nn.Module, model: Decoder, precision: str) -> torch.dtype:
+    if parameter.requires_grad:
+        return torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
+    embeds = parameter is model.model.embed_tokens.weight
+    if precision == "float16" and (embeds or not isinstance(module, nn.Linear)):
+        return torch.float32
+    return FROZEN.get(precision, torch.bfloat16)
 
 
 def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:
@@ -101,20 +154,40 @@ def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool 
     if policy:
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is not None:
-        _restore(state, folder)
+        _restore(state, plan, folder)
         return
     torch.manual_seed(plan.train.seed)
-    if plan.model.source is not None:
-        read_model(state.trainee.model, plan.model.source)
-    else:
-        init_weights(state.trainee.model, plan.train.seed)
+    _begin(state.trainee.model, plan)
+    init_adapters(state.trainee.model, plan.train.seed)
     state.trainee.optimizer.load({}, {})
     state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
 
 
-def _restore(state: TrainState, folder: Path) -> None:
+def _begin(model: Decoder, plan: Plan) -> None:
+    """The weights of the model that training starts from."""
+    if plan.model.source is not None:
+        read_model(model, plan.model.source)
+    else:
+        init_weights(model, plan.train.seed)
+
+
+def _read_base(state: TrainState, plan: Plan, folder: Path) -> None:
+    """What an adapter's checkpoint does not hold. Raises UserError when it is no longer what the run began with."""
+    stored = read_state(folder).get("base")
+    if state.base is not None and stored is not None:
+        state.base.refuse_change(stored["digest"], where=str(folder))
+    _begin(state.trainee.model, plan)
+    for _, module in adapted(state.trainee.model):
+        module.note_base()
+
+
+def _restore(state: TrainState, plan: Plan, folder: Path) -> None:
     stored = read_state(folder)
-    read_model(state.trainee.model, folder)
+    settings = settings_of(plan)
+    if settings is None:
+        read_model(state.trainee.model, folder)
+    else:
+        read_trained(state.trainee.model, settings, plan.model.config, folder)
     state.trainee.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     set_random_states(read_part(folder, "rng"))
     if state.trainee.scale is not None and stored["loss_scale"] is not None:
