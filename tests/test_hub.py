@@ -212,3 +212,27 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(server, tmp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(UserError, match=r"takes 1.0 GiB, and 10 B are free"):
         refusals.refuse_full(Named("org/m", None, "model"), tmp_path, 2**30)
+
+
+def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path, monkeypatch):
+    from bloomery.hub import Named
+    from bloomery.plan import fetched
+    from bloomery.recipe.load import load_recipe
+
+    monkeypatch.chdir(tmp_path)
+    words = ["model.from=org/model", "tokenizer.from=org/words", "objective.kind=distil", "objective.teacher=org/large",
+             "data.path=hub:org/rows", "data.glob=*.parquet", "data.validation=hub:org/held"]  # fmt: skip
+    (tmp_path / "r.yaml").write_text("model: {from: a/b}")
+    recipe = load_recipe("r.yaml", words).recipe
+    assert recipe.data.path == "hub:org/rows" and recipe.data.validation == "hub:org/held"
+    asked = []
+    monkeypatch.setattr(hub, "cached_model", lambda name, *, weights=False: None)
+    monkeypatch.setattr(hub, "_cached", lambda *_: None)
+    monkeypatch.setattr(hub, "download", lambda name, *, part="model", glob=None: asked.append((name, part, glob)))
+    fetched.fetch(recipe, weights=False)
+    assert asked == [("org/model", "config", None), ("org/words", "tokenizer", None), ("org/large", "config", None)]
+    asked.clear()
+    fetched.fetch(recipe, weights=True)
+    assert asked[0] == ("org/model", "model", None)
+    assert asked[-2:] == [("org/rows", "dataset", "*.parquet"), ("org/held", "dataset", "*.parquet")]
+    assert Named("org/rows", None, "dataset").command == "bloomery download org/rows --dataset"

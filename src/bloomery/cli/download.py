@@ -8,7 +8,7 @@ import click
 @click.command()
 @click.argument("name", metavar="ID")
 @click.option("--dataset", is_flag=True, help="ID is a data set.")
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="A folder of your own [default: the cache].")
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="A folder [default: the Hub's cache].")
 def command(name: str, dataset: bool, to: Path | None) -> None:
     """Fetch ID (ORG/NAME or ORG/NAME@REVISION) from the Hugging Face Hub; run again, it goes on with what is missing.
 
@@ -19,7 +19,7 @@ def command(name: str, dataset: bool, to: Path | None) -> None:
     from bloomery.hub import download
 
     try:
-        folder = download(name, kind="dataset" if dataset else "model", to=to)
+        folder = download(name, part="dataset" if dataset else "model", to=to)
     except KeyboardInterrupt:
         click.echo("stopped: the same command goes on with the files that are missing", err=True)
         raise

@@ -35,9 +35,11 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
     """
     from bloomery.data.prepare import prepare, prepared_folder
     from bloomery.data.preview import health
+    from bloomery.plan.fetched import fetch_text
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
+    fetch_text(loaded.recipe)
     data, folder = loaded.recipe.data, prepared_folder(loaded, Path())
     if count is not None:
         _preview(loaded, folder, count)

@@ -14,6 +14,7 @@ from bloomery.data.preparing import Limits, Report, Work, streams
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
 from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.errors import UserError
+from bloomery.hub import data_place
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data
 
@@ -102,7 +103,7 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
 
 def _gone(data: Data) -> bool:
     paths = [data.path] if data.path else [source.path for source in data.sources]
-    return bool(paths) and not any(Path(path).exists() for path in paths)
+    return bool(paths) and not any(data_place(path).exists() for path in paths)
 
 
 def check_rows(manifest: Manifest, data: Data) -> None:

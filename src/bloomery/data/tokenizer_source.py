@@ -1,13 +1,11 @@
 """Which tokenizer a recipe means."""
 
-from pathlib import Path
 from typing import Any
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
+from bloomery.hub import fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
-
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
 
 
 def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
@@ -42,22 +40,4 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
     if "train" in spec:
         return TrainTokenizer.model_validate(spec["train"])
     name = spec["from"]
-    return load_tokenizer(Path(name)) if Path(name).exists() else load_tokenizer(_download(name))
-
-
-def _download(name: str) -> Path:
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise UserError(
-            "there is no such file or folder",
-            where=f"tokenizer.from: {name}",
-            remedy="mend the path, or name a model on the Hub",
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0][:160]
-        raise UserError(f"its tokenizer could not be fetched: {reason}", where=f"tokenizer.from: {name}",
-                        remedy="check the name and the network, or name a local folder") from error  # fmt: skip
+    return load_tokenizer(fetch_tokenizer(name))

@@ -12,16 +12,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from bloomery.errors import UserError
-from bloomery.hub.named import Kind, Named, cache_folder, is_hub_id, parse, token
-from bloomery.hub.refusals import checked, explained, refuse_dataset, refuse_full, refuse_model
+from bloomery.hub.named import Named, Part, cache_folder, is_hub_id, parse, token
+from bloomery.hub.refusals import checked, explained, refuse, refuse_full
 from bloomery.units import format_bytes
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 __all__ = [
-    "PREFIX", "Kind", "Named", "cached_model", "data_place", "download", "fetch_dataset", "fetch_model", "is_hub_id",
-    "local_model", "parse",
+    "PREFIX", "Named", "Part", "cached_model", "data_place", "download", "fetch_dataset", "fetch_model",
+    "fetch_tokenizer", "is_hub_id", "local_model", "parse",
 ]  # fmt: skip
 
 PREFIX = "hub:"  # before a data set's id where a path is expected
@@ -40,7 +40,7 @@ def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
     Without `weights` its config and tokenizer are enough, and nothing more is downloaded.
     """
     found = cached_model(name, weights=weights)
-    return download(str(name), weights=weights) if found is None else found
+    return download(str(name), part="model" if weights else "config") if found is None else found
 
 
 def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
@@ -49,7 +49,7 @@ def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
     if path.exists():
         return path
     named = parse(str(name), "model")
-    folder = _cached(named, _patterns("model", weights=weights), ASIDE)
+    folder = _cached(named, *_patterns("model" if weights else "config"))
     complete = folder is not None and (not weights or _has_weights(folder))
     return folder if complete else None
 
@@ -63,11 +63,20 @@ def local_model(name: str | Path) -> Path:
     return found
 
 
+def fetch_tokenizer(name: str) -> Path:
+    """A tokenizer's file or folder, as `fetch_model`; of a model it is fetched without weights, whatever they are."""
+    path = _expanded(name)
+    if path.exists():
+        return path
+    named = parse(name, "model")
+    return _cached(named, CONFIG, ASIDE) or download(name, part="tokenizer")
+
+
 def fetch_dataset(name: str, *, glob: str | None = None) -> Path:
     """The folder of a data set, `hub:ORG/NAME` or `ORG/NAME`; with `glob` the files that match. Raises UserError."""
     named = parse(name.removeprefix(PREFIX), "dataset")
-    found = _cached(named, _globbed(glob), NO_DATA)
-    return download(str(named), kind="dataset", glob=glob) if found is None else found
+    found = _cached(named, *_patterns("dataset", glob))
+    return download(str(named), part="dataset", glob=glob) if found is None else found
 
 
 def data_place(path: str) -> Path:
@@ -85,24 +94,23 @@ def data_place(path: str) -> Path:
 
 
 def download(
-    name: str, *, kind: Kind = "model", to: Path | None = None, weights: bool = True, glob: str | None = None,
-    say: Say | None = None,
-) -> Path:  # fmt: skip
-    """Fetch what is still missing of a model or data set into the Hub's cache, or into `to`; returns its folder.
+    name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None, say: Say | None = None
+) -> Path:
+    """Fetch what is still missing into the Hub's cache, or into `to`; returns the folder. `glob`: of a data set.
 
     A download that was broken off goes on: files that are whole are kept. Within one call a file whose connection
     broke goes on in its middle. Raises UserError.
     """
-    named = parse(name, kind)
+    named = parse(name, "dataset" if part == "dataset" else "model")
     say = say or _say
-    allow, aside = (_patterns(kind, weights=weights), ASIDE) if kind == "model" else (_globbed(glob), NO_DATA)
+    allow, aside = _patterns(part, glob)
     if to is None and _forbidden() and (kept := _cached(named, allow, aside)) is not None:
         return kept
     with explained(named):
         api = _api()
         listing = _listing(api, named)
         wanted = {path: size for path, size in listing.items() if _matches(path, allow) and not _matches(path, aside)}
-        refuse_model(named, listing) if kind == "model" else refuse_dataset(named, listing, wanted)
+        refuse(named, part, listing, wanted)
         goal = to or cache_folder()
         refuse_full(named, goal, sum(wanted.values()))
         say(f"{named}: {len(wanted)} files, {format_bytes(sum(wanted.values()))}, into {goal}")
@@ -138,8 +146,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _patterns(kind: Kind, *, weights: bool) -> tuple[str, ...]:
-    return DATA if kind == "dataset" else (*CONFIG, *WEIGHTS) if weights else CONFIG
+def _patterns(part: Part, glob: str | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which files are fetched, and which of these are not."""
+    if part == "dataset":
+        return _globbed(glob), NO_DATA
+    return (*CONFIG, *WEIGHTS) if part == "model" else CONFIG, ASIDE
 
 
 def _globbed(glob: str | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Literal, final
 from bloomery.errors import UserError
 
 Kind = Literal["model", "dataset"]
+Part = Literal["model", "config", "tokenizer", "dataset"]  # config: of a model whose weights will be wanted, too
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(@[\w./-]{1,200})?")
 
 
@@ -46,7 +47,7 @@ def parse(name: str, kind: Kind) -> Named:
         raise UserError(
             f"there is no such folder, and no {what} of the Hub can have this name",
             where=name[:200] or "an empty name",
-            remedy="mend the path, or write ORG/NAME as it stands on huggingface.co", code=2,
+            remedy="mend the path, or write ORG/NAME as it stands on huggingface.co",
         )  # fmt: skip
     repo, _, revision = name.partition("@")
     return Named(repo, revision or None, kind)

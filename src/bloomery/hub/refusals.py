@@ -7,10 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bloomery.errors import UserError
-from bloomery.hub.named import Named, cache_folder, token
+from bloomery.hub.named import Named, Part, cache_folder, token
 from bloomery.units import format_bytes
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, int]) -> None:
+    """Raises UserError where the repository does not hold what is asked of it, or in no form that is safe to open."""
+    if part == "dataset":
+        refuse_dataset(named, listing, wanted)
+    elif part != "tokenizer":
+        refuse_model(named, listing)
+    elif not wanted.keys() & {"tokenizer.json", "tokenizer.model", "spiece.model"}:
+        remedy = "name another model of the same family, or a tokenizer.json"
+        raise UserError("it holds neither tokenizer.json nor tokenizer.model", where=named.page, remedy=remedy)
 
 
 def refuse_model(named: Named, listing: dict[str, int]) -> None:

@@ -41,6 +41,7 @@ from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.tracking import require
 from bloomery.plan.corpus import corpus_of, counted
 from bloomery.plan.environment import DETERMINISM, child_environment, wanted
+from bloomery.plan.fetched import fetch
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import Plan
@@ -147,6 +148,7 @@ def start(
     """
     require(loaded.recipe.monitor.trackers)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
+    fetch(loaded.recipe, weights=True)
     _refuse_at_once(loaded, devices, path)
     with (
         stop_requests() as requests,

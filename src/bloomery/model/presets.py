@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bloomery.errors import UserError
+from bloomery.hub import local_model
 from bloomery.model.config import ModelConfig, RopeScaling, checked
 from bloomery.model.families import config_from_hf, config_to_hf, fresh_config, known_family
 from bloomery.recipe import schema
@@ -115,7 +116,7 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
             f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}",
             where="model", remedy="take them out, or name a family instead of model.from", code=2,
         )
-    config = read_config(Path(model.from_))
+    config = read_config(local_model(model.from_))
     if vocab_size is not None and vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size:,} tokens, the model only {config.vocab_size:,}", where="tokenizer.from",

@@ -8,6 +8,7 @@ from bloomery.data.prepare import finished
 from bloomery.data.shards import Manifest
 from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.errors import UserError
+from bloomery.hub import data_place
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Recipe
@@ -44,7 +45,7 @@ def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
 def absent(recipe: Recipe) -> list[str]:
     """The places of the recipe's text at which nothing lies here."""
     places = [recipe.data.path, *(source.path for source in recipe.data.sources)]
-    return [place for place in places if place is not None and not Path(place).exists()]
+    return [place for place in places if place is not None and not data_place(place).exists()]
 
 
 def guessed(recipe: Recipe) -> CorpusFacts | None:

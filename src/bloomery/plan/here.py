@@ -8,6 +8,7 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.specs import find_gpu
 from bloomery.plan.corpus import corpus_of
+from bloomery.plan.fetched import fetch
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
@@ -20,6 +21,7 @@ def plan_here(
 
     Raises UserError.
     """
+    fetch(loaded.recipe, weights=False)
     machine = machine or detect()
     if gpu is not None:
         machine = with_gpu(machine, find_gpu(gpu))

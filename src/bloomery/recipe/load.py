@@ -309,7 +309,9 @@ def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict
     sources = result.get("data", {}).get("sources") if isinstance(result.get("data"), dict) else None
     for index in range(len(sources) if isinstance(sources, list) else 0):
         _replace(result, ("data", "sources", index, "path"), _absolute, origins)
-    names: list[KeyPath] = [("model", "from"), ("tokenizer", "from"), ("data", "chat", "template")]
+    names: list[KeyPath] = [
+        ("model", "from"), ("tokenizer", "from"), ("data", "chat", "template"), ("objective", "teacher"),
+    ]  # fmt: skip
     for path in names:
         _replace(result, path, _local_or_name, origins)
     return result
@@ -324,7 +326,7 @@ def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Or
 
 
 def _absolute(value: str, folder: Path) -> str:
-    return value if "://" in value else str((folder / Path(value).expanduser()).absolute())
+    return value if "://" in value or value.startswith("hub:") else str((folder / Path(value).expanduser()).absolute())
 
 
 def _local_or_name(value: str, folder: Path) -> str:
