@@ -10,15 +10,16 @@ from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile
 from bloomery.hardware.specs import find_gpu
-from bloomery.model.counting import parameter_count
 from bloomery.plan import speed
+from bloomery.plan.activations import layer_bytes_per_token
 from bloomery.plan.communication import fabric_of
-from bloomery.plan.memory import FRAGMENTATION, Occupancy, layer_bytes_per_token, tensor_bytes
+from bloomery.plan.memory import FRAGMENTATION, Moment, moments, tensors_at
 from bloomery.plan.mesh import Job, layout_parts
 from bloomery.plan.mesh_memory import Split, unsharded
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import expandable, model_config
 from bloomery.plan.speed import Recompute, recompute, step_parts, total, work_of
-from bloomery.plan.states import STATE_BYTES, adapter_count, state_parts, way_of
+from bloomery.plan.states import trained_count, way_of
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
 from bloomery.units import GIB
@@ -94,6 +95,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
         checkpointing=mode, compiled=bool(compiled),
         score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
         context_bytes=profile.arch.context_mib * 2**20, on_gpu=True, expandable=expandable(profile),
+        way=way_of(recipe, config),
     )  # fmt: skip
     rate = speed.device_rate(profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled))
     if "bandwidth_gbs" in row.get("card", {}):
@@ -103,9 +105,6 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     fabric = fabric_of(profile.gpu, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
     split = Split(shard=devices) if row["layout"] == "fsdp" else Split(replicate=devices)
     rows = recipe.train.tokens_per_step // length // devices
-    way = way_of(recipe, weight=load.weight)
-    count = parameter_count(config)
-    trained = adapter_count(config, way.rank, way.targets) if way.rank else count
     operators = program.get("checkpointing") == "operators"
     again = OPERATORS if operators else recompute(load)
     loss = {"fused": "kept", "plain": "plain", "chunked": "chunked"}[program["loss"]]
@@ -113,10 +112,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
         load=load, train=recipe.train, rows_per_step=rows * devices, fabric=fabric, rate=rate,
         vendor=profile.arch.vendor, limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
     )  # fmt: skip
-    work = work_of(
-        load, tokens=rows * length, again=again, loss=loss, trained=trained, clips=recipe.train.clip is not None,
-        states=way.numbers * STATE_BYTES[way.states],
-    )  # fmt: skip
+    work = work_of(load, tokens=rows * length, again=again, loss=loss, clips=recipe.train.clip is not None)
     return Asked(recipe, load, job, split, rows, work, operators, program["loss"])
 
 
@@ -152,18 +148,12 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     """GiB of one device in the row's own way of counting."""
     one = asked(row)
     load, config, shard = one.load, one.load.config, one.split.shard
-    parts = tensor_bytes(load)
-    states = state_parts(config, way_of(one.recipe, weight=load.weight))
-    for name in ("weights", "gradients", "optimizer", "adapter"):
-        parts.pop(name, None)
-        if name in states:
-            parts[name] = states[name] / shard
-    if one.operators:
-        inside = load.rows * layer_bytes_per_token(load)  # of the layer that is computed again
-        parts["activations"] = config.num_layers * load.rows * operator_bytes(load) + inside
-    if one.loss != "fused":
-        chunks = CHUNKS if one.loss == "chunked" else 1
-        parts["scores"] = PLAIN_LOGIT_BYTES * float(load.rows) * config.vocab_size / chunks
+    peak = max((their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total)
+    parts = tensors_at(load, peak)
+    if not load.way.in_backward:
+        parts["gradients"] = float(trained_count(config, load.way) * load.trained)
+    for name in parts.keys() & {"weights", "gradients", "optimizer", "adapter"}:
+        parts[name] /= shard
     if shard > 1:
         parts.pop("half-precision copies", None)
         layer, root = unsharded(load)
@@ -176,6 +166,19 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
         counted += load.context_bytes
     value = counted / GIB
     return Estimate(value=value, low=value * (1 - SPREAD), high=value * (1 + SPREAD), origin="table")
+
+
+def their_moment(one: Asked, moment: Moment) -> Moment:
+    """A moment of a step with what another program keeps for its layers and its scores."""
+    load, config = one.load, one.load.config
+    scores, activations = moment.scores, moment.activations
+    if one.operators and activations:
+        inside = load.rows * layer_bytes_per_token(load)  # of the layer that is computed again
+        activations = config.num_layers * load.rows * operator_bytes(load) + inside
+    if one.loss != "fused" and scores:
+        chunks = CHUNKS if one.loss == "chunked" else 1
+        scores = PLAIN_LOGIT_BYTES * float(load.rows) * config.vocab_size / chunks
+    return replace(moment, scores=scores, activations=activations)
 
 
 def operator_bytes(load: Occupancy) -> float:

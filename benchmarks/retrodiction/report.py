@@ -50,8 +50,8 @@ MISSED = {
     "tune-4090-lora": "the published speed needs every product at the card's full rate",
     "ao-optim-fused": "it moves more bytes than the 8-bit rows beside it, and was published as the faster one",
     "amd-mi300x-float32": "a share for float32 is assumed from half precision; no other row is in float32",
-    "ao-mi300x-8": "the recipe and the page of `ao-h100-8`, which the plan meets; the source does not say what differs",
-    "ao-b200-8": "the recipe and the page of `ao-h100-8`, which the plan meets; the source does not say what differs",
+    "ao-h100-8": "the recipe and the page of `ao-mi300x-8` and `ao-b200-8`, which the plan meets; the source does not"
+    " say what differs",
     "nanogpt-compile-gain": "one figure, of a PyTorch of 2022",
 }
 

@@ -7,7 +7,7 @@ import pytest
 from bloomery.hardware.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.measured import corrected, corrected_memory, nearest
-from bloomery.plan.memory import Occupancy
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.units import GIB
 

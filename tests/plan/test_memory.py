@@ -8,18 +8,10 @@ import torch
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.presets import build_config, preset
-from bloomery.plan.memory import (
-    Occupancy,
-    activation_bytes,
-    end_bytes,
-    estimate_memory,
-    kept_layers,
-    moments,
-    optimizer_bytes,
-    quadratic_bytes,
-    score_bytes,
-    tensor_bytes,
-)
+from bloomery.plan.activations import activation_bytes, end_bytes, kept_layers, quadratic_bytes
+from bloomery.plan.memory import estimate_memory, moments, score_bytes, tensor_bytes
+from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import FULL, optimizer_bytes
 from bloomery.recipe.schema import Model
 from bloomery.units import GIB, MIB
 
@@ -103,8 +95,8 @@ def test_muon_keeps_one_number_for_matrices_of_blocks():
     config = preset("go-coder-tiny")
     matrices = 8 * (4 * 512 * 512 + 2 * 512 * 2048)
     rest = (50_000 + 1024) * 512 + 8 * 13 * 512 + 2 * 512  # embeddings; biases and norms
-    assert optimizer_bytes(config, "muon", 4) == 4 * (matrices + 2 * rest)
-    assert optimizer_bytes(config, "adafactor", 4) < optimizer_bytes(config, "muon", 4) / 20
+    assert optimizer_bytes(config, FULL, "muon", weight=4) == 4 * (matrices + 2 * rest)
+    assert optimizer_bytes(config, FULL, "adafactor", weight=4) < optimizer_bytes(config, FULL, "muon", weight=4) / 20
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
 from bloomery.plan import communication
+from bloomery.plan.activations import INPUT_BYTES, activation_bytes, end_bytes
 from bloomery.plan.communication import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
-from bloomery.plan.memory import INPUT_BYTES, Occupancy, _matrix_numbers, activation_bytes, end_bytes, estimate_memory
+from bloomery.plan.memory import _matrix_numbers, estimate_memory
 from bloomery.plan.mesh_memory import Split, mesh_memory, unsharded
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 from bloomery.units import GIB, MIB

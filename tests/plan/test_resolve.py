@@ -45,7 +45,7 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
     ("section", "key"),
     [
         ({"objective": {"kind": "sft"}}, "objective.kind=sft"),
-        ({"adapter": {"kind": "lora"}}, "adapter.kind=lora"),
+        ({"adapter": {"kind": "peft", "method": "adalora"}}, "adapter.kind=peft"),
         ({"quantize": {"base": "nf4"}}, "quantize.base=nf4"),
         ({"optimizer": {"states": "int8"}}, "optimizer.states=int8"),
         ({"optimizer": {"offload": True}}, "optimizer.offload"),

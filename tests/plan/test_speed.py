@@ -8,7 +8,7 @@ from plan_help import gpu_machine, machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import preset
-from bloomery.plan.memory import Occupancy
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import resolve
 from bloomery.plan.speed import (
     LAUNCH_SECONDS,
@@ -121,7 +121,8 @@ def test_an_unknown_device_has_no_speed():
 
 
 def test_disk_and_energy():
-    disk = disk_bytes(preset("go-coder-small"), tokens=1_064_960_000, optimizer_bytes=8 * 124_242_432, keep=3, weight=4)
+    own = {"trained_bytes": 4 * 124_242_432, "optimizer_bytes": 8 * 124_242_432}
+    disk = disk_bytes(preset("go-coder-small"), tokens=1_064_960_000, keep=3, **own)
     assert disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
     assert disk["checkpoint"] / GIB == pytest.approx(1.39, abs=0.01)
     assert disk["checkpoints"] == 5 * disk["checkpoint"]

@@ -7,8 +7,9 @@ from memory_tracker import peak_bytes
 from plan_help import loaded, machine
 
 from bloomery.data.loader import Batch
-from bloomery.plan.memory import Occupancy, tensor_bytes
+from bloomery.plan.memory import tensor_bytes
 from bloomery.plan.mesh_memory import Split, mesh_memory, stage_bytes
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
 from bloomery.simulate.shards import ONE, Cut

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bloomery.errors import UserError
-from bloomery.plan.memory import CPU_TILE, TILE, TILE_SCORES
+from bloomery.plan.activations import TILE, TILE_SCORES
+from bloomery.plan.memory import CPU_TILE
 from bloomery.simulate import parent, simulate
 from bloomery.simulate.notes import notes_of
 from bloomery.simulate.shards import ONE, Cut

@@ -8,7 +8,7 @@ from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.plan.choices import ASKED
-from bloomery.plan.memory import Occupancy
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.types import MemoryEstimate
 from bloomery.recipe.schema import Train
 from bloomery.units import format_count

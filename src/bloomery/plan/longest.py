@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from bloomery.plan.batch import SMALL_CHUNK, Measure
-from bloomery.plan.memory import Occupancy
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.types import Longest
 
 STEP = 256  # tokens: nobody asks for less

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bloomery.hardware.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
-from bloomery.plan.memory import Occupancy
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.units import GIB
 

@@ -7,12 +7,30 @@ a heads, f width inside the MLP, V vocabulary. For a GPT block in half precision
 count 34 h bytes a token and layer; with a residual stream of float32 it is 38 h.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import Shape, matrices, parameter_count, parameter_shapes
+from bloomery.model.counting import matrices
+from bloomery.plan.activations import (
+    backward_bytes,
+    end_bytes,
+    kept_by_layer,
+    kept_layers,
+    last_norm_bytes,
+    layer_bytes,
+)
+from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import (
+    adapter_bytes,
+    head_learns,
+    held_bytes,
+    largest,
+    optimizer_bytes,
+    trained_count,
+    trained_in_layer,
+    update_bytes,
+)
 from bloomery.plan.types import MemoryEstimate, Origin
 from bloomery.units import GIB, MIB
 
@@ -20,51 +38,6 @@ SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on 
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 CPU_RUNTIME = 470 * MIB  # the interpreter, PyTorch and its buffers, resident; measured with PyTorch 2.13
 CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
-TILE = 256  # queries and keys of a tile of blockwise attention: model.blockwise
-TILE_SCORES = {False: 2**20, True: 2**23}  # scores that exist at once, by on_gpu: model.blockwise
-TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
-INPUT_BYTES = 36  # a token: ids, labels, positions, documents, weight
-SMALL_BYTES = 44  # a token: which labels are learned, their scores, sums and gradients
-STACK = 2**24  # numbers of the matrices that Muon orthogonalises at once: train.optimizers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Occupancy:
-    """What decides how much memory a step takes."""
-
-    config: ModelConfig
-    sequence_length: int
-    micro_batch: int  # rows
-    precision: str
-    optimizer: str
-    attention: str
-    checkpointing: str
-    compiled: bool
-    score_chunk: int
-    context_bytes: float  # the runtime's own; 0: not a GPU
-    on_gpu: bool
-    expandable: bool = False  # the allocator's segments
-    accumulating: bool = False  # several micro-batches a step: gradients are there from the second one on
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch * self.sequence_length
-
-    @property
-    def element(self) -> int:
-        """Bytes of an activation."""
-        return 4 if self.precision == "float32" else 2
-
-    @property
-    def weight(self) -> int:
-        """Bytes of a weight, of its gradient, and of a number of the residual stream."""
-        return 2 if self.precision == "bfloat16-pure" else 4
-
-    @property
-    def mixed(self) -> bool:
-        """Half-precision products over float32 weights."""
-        return self.element < self.weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,28 +72,42 @@ def around(load: Occupancy, tensors: float) -> dict[str, float]:
 
 def tensor_bytes(load: Occupancy) -> dict[str, float]:
     """Live tensors alone at the fullest moment, without what an allocator or a runtime adds."""
-    peak = max(moments(load), key=lambda moment: moment.total)
+    return tensors_at(load, max(moments(load), key=lambda moment: moment.total))
+
+
+def tensors_at(load: Occupancy, moment: Moment) -> dict[str, float]:
+    """All live tensors at a moment."""
+    config, way = load.config, load.way
     parts = {
-        "weights": float(parameter_count(load.config) * load.weight),
-        "gradients": peak.gradients,
-        "optimizer": optimizer_bytes(load.config, load.optimizer, load.weight),
-        "activations": peak.activations,
-        "scores": peak.scores,
+        "weights": held_bytes(config, way, weight=load.weight, element=load.element),
+        "adapter": adapter_bytes(config, way),
+        "gradients": moment.gradients,
+        "optimizer": 0.0 if way.away else optimizer_bytes(config, way, load.optimizer, weight=load.weight),
+        "activations": moment.activations,
+        "scores": moment.scores,
     }
+    if not way.frozen:
+        parts.pop("adapter")
     if load.mixed:
-        parts["half-precision copies"] = peak.copies
-    parts["temporaries"] = peak.temporaries
+        parts["half-precision copies"] = moment.copies
+    parts["temporaries"] = moment.temporaries
     return parts
 
 
 def moments(load: Occupancy) -> Iterator[Moment]:
     """Every moment of a step at which memory can peak, in the order in which they come."""
+    config, way = load.config, load.way
     layers, ends = kept_by_layer(load), end_bytes(load)
-    whole = parameter_count(load.config) * load.weight
-    head, layer = load.config.vocab_size * load.config.hidden_size * load.weight, _layer_numbers(load.config)
+    if load.offloading:  # the layer at work, and the one that is under way
+        layers = [0.0] * (len(layers) - 2) + layers[-2:]
+    whole, layer = trained_count(config, way) * load.trained, trained_in_layer(config, way) * load.trained
+    embeddings = config.vocab_size * config.hidden_size * load.trained
+    head = embeddings if head_learns(config, way) else 0
+    if way.in_backward:
+        whole, layer = largest(config, way) * load.trained, 0
     before = whole if load.accumulating else 0.0
-    copy = 2.0 * _matrix_numbers(load.config) if load.mixed else 0.0
-    kept = kept_layers(load.checkpointing, load.config.num_layers)
+    copy = 2.0 * copied_numbers(load)
+    kept = kept_layers(load.checkpointing, config.num_layers)
     activations = sum(layers) + ends
     scores, in_backward = score_bytes(load)
     # Autocast keeps its copies until forward ends, afterwards those that backward will read.
@@ -130,224 +117,28 @@ def moments(load: Occupancy) -> Iterator[Moment]:
     for done in range(len(layers)):
         left = len(layers) - done
         yield Moment(
-            gradients=before or head + done * layer * load.weight,
-            activations=sum(layers[: left - 1]) + inside + ends - _last_norm(load),
+            gradients=before or (0 if way.in_backward else head + done * layer),
+            activations=sum(layers[: left - 1]) + inside + ends - last_norm_bytes(load),
             copies=copy * max(1.0, kept * left / len(layers)),
             temporaries=passing,
         )
-    doubled = head if load.accumulating or load.config.tie_embeddings else 0
-    stream = load.rows * load.config.hidden_size * load.weight
-    yield Moment(gradients=whole, activations=ends - _last_norm(load), temporaries=stream + doubled)
-    yield Moment(gradients=whole, activations=0.0, temporaries=update_bytes(load))
+    doubled = head if load.accumulating or config.tie_embeddings else 0
+    stream = load.rows * config.hidden_size * load.stream
+    yield Moment(gradients=whole, activations=ends - last_norm_bytes(load), temporaries=stream + doubled)
+    update = update_bytes(config, way, load.optimizer, weight=load.weight, on_gpu=load.on_gpu)
+    yield Moment(gradients=whole, activations=0.0, temporaries=update)
 
 
-def optimizer_bytes(config: ModelConfig, kind: str, weight: int) -> float:
-    """What the optimizer keeps from step to step."""
-    return state_bytes(parameter_shapes(config), kind, weight)
-
-
-def state_bytes(shapes: Mapping[str, Shape], kind: str, weight: int) -> float:
-    """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices."""
-    total = 0.0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        if kind == "muon" and len(shape) == 2 and ".layers." in name:
-            total += size
-        elif kind == "adafactor":
-            total += sum(shape) if len(shape) == 2 else size
-        else:
-            total += 2 * size
-    return total * weight
-
-
-def update_bytes(load: Occupancy) -> float:
-    """Scratch of the update: none in a fused AdamW."""
-    shapes = [shape for shape in parameter_shapes(load.config).values() if len(shape) == 2]
-    if load.optimizer == "adafactor":  # squares, estimate and update, of one parameter after the other or of all
-        sizes = [math.prod(shape) for shape in shapes]
-        return 2.0 * load.weight * (sum(sizes) if load.on_gpu else max(sizes))
-    if load.optimizer == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
-        inside = [(rows, columns) for _, rows, columns, _ in matrices(load.config)]
-        return max((2 * load.weight + 6) * _stacked(shape, inside, load.config.num_layers) for shape in inside)
-    return 0.0
-
-
-def _stacked(shape: tuple[int, int], inside: list[tuple[int, int]], layers: int) -> int:
-    """Numbers of all matrices of a shape, lying or standing, as far as one stack takes them."""
-    size, alike = math.prod(shape), sum(sorted(other) == sorted(shape) for other in inside) * layers
-    return size * min(alike, max(1, STACK // size))
-
-
-def _layer_numbers(config: ModelConfig) -> int:
-    names = parameter_shapes(config).items()
-    return sum(math.prod(shape) for name, shape in names if name.startswith("model.layers.0."))
+def copied_numbers(load: Occupancy) -> int:
+    """Of one layer what autocast copies in half precision: whatever products read that is wider."""
+    if load.trained <= load.element:
+        return 0
+    return trained_in_layer(load.config, load.way) if load.way.frozen else _matrix_numbers(load.config)
 
 
 def _matrix_numbers(config: ModelConfig) -> int:
     """Of one layer what products read: its matrices and their biases."""
     return sum(rows * columns + rows * bias for _, rows, columns, bias in matrices(config))
-
-
-def activation_bytes(load: Occupancy) -> float:
-    """What all layers keep for backward, before the first of them runs it."""
-    return sum(kept_by_layer(load))
-
-
-def kept_by_layer(load: Occupancy) -> list[float]:
-    """Bytes that each layer keeps for backward."""
-    mode, whole = load.checkpointing, layer_bytes(load)
-    if mode == "none":
-        return [whole] * load.config.num_layers
-    stream = float(load.rows * load.config.hidden_size * load.weight)
-    if mode == "selective":
-        return [stream + load.rows * _product_bytes(load)] * load.config.num_layers
-    every = 1 if mode == "full" else int(mode.removeprefix("every-"))
-    return [whole if layer % every else stream for layer in range(load.config.num_layers)]
-
-
-def kept_layers(checkpointing: str, num_layers: int) -> int:
-    """Layers that compute nothing again: none under `full`, half of one's work under `selective`, all but each n-th."""
-    if checkpointing == "none":
-        return num_layers
-    if checkpointing == "full":
-        return 0
-    if checkpointing == "selective":
-        return num_layers - num_layers // 2
-    return num_layers - math.ceil(num_layers / int(checkpointing.removeprefix("every-")))
-
-
-def layer_bytes(load: Occupancy) -> float:
-    """What one layer keeps for backward when nothing of it is computed again."""
-    masks = load.element * load.sequence_length if load.attention == "mask" else 0  # added to scores: not booleans
-    scores = score_matrix_bytes(load) if keeps_scores(load) else 0.0
-    return load.rows * (layer_bytes_per_token(load) + masks) + scores
-
-
-def layer_bytes_per_token(load: Occupancy) -> float:
-    """Of one layer, without quadratic scores: 38 h for a GPT block with dropout in half precision on a GPU."""
-    config = load.config
-    return load.element * config.hidden_size + _attention_bytes(load) + _norm_bytes(load) + _mlp_bytes(load)
-
-
-def _norm_bytes(load: Occupancy) -> float:
-    """Norms keep their inputs and a number or two a row; what dropout multiplies with stands here too.
-
-    Inputs are the residual stream before a block's part and its half-precision result after it. A compiled block keeps
-    the result of attention and computes the second sum of the residual stream again.
-    """
-    config, h = load.config, load.config.hidden_size
-    stats = 8 if config.norm == "layer" else 4
-    after = 4 if load.on_gpu and load.mixed and not load.compiled else load.element  # torch's kernel widens it
-    inputs = {"before": [load.weight] * 2, "after": [after] * 2, "both": [load.weight, after, load.weight, after]}
-    sizes = inputs[config.norm_placement]
-    if load.compiled and config.norm_placement == "before":
-        sizes = [load.weight, load.element]
-    masked = 1 if load.on_gpu or load.compiled else load.element  # the CPU keeps what it multiplies with
-    return sum(sizes) * h + stats * len(sizes) + (2 * masked * h if config.residual_dropout else 0)
-
-
-def _attention_bytes(load: Occupancy) -> float:
-    """q and attention's output, k and v, a log-sum-exp a head; a norm of q and k keeps its inputs."""
-    config = load.config
-    total = float(load.element * (2 * config.query_width + 2 * config.key_width))
-    if config.qk_norm != "none":
-        wide = 4 if load.on_gpu and load.mixed and not load.compiled else load.element
-        total += wide * (config.query_width + config.key_width) + 4 * (config.num_heads + config.num_kv_heads)
-    if not keeps_scores(load):
-        total += 4 * config.num_heads
-    elif load.attention != "math":  # PyTorch computes it in float32
-        total += (4 - load.element) * (config.query_width + 2 * config.key_width)
-    return total
-
-
-def _mlp_bytes(load: Occupancy) -> float:
-    """Its input, what enters and what leaves the activation, and for a gate the other factor and the product."""
-    config = load.config
-    inner = 4 if config.gated_mlp else 2
-    if config.activation == "relu":  # it is differentiated from its result
-        inner -= 1
-    if config.gated_mlp and load.compiled:  # the activation is computed again
-        inner = 3
-    return load.element * (config.hidden_size + inner * config.intermediate_size)
-
-
-def _product_bytes(load: Occupancy) -> float:
-    """Of one layer and token what `selective` keeps: results of products, and of attention."""
-    config = load.config
-    inner = (2 if config.gated_mlp else 1) * config.intermediate_size
-    widths = 2 * config.query_width + 2 * config.key_width + 2 * config.hidden_size + inner
-    return load.element * widths + 4 * config.num_heads
-
-
-def end_bytes(load: Occupancy) -> float:
-    """What is kept outside the layers: inputs, the last norm's input, the rows that are scored, the first dropout."""
-    config = load.config
-    masked = 1 if load.on_gpu else load.weight
-    dropout = masked * config.hidden_size if config.embedding_dropout else 0
-    return _last_norm(load) + load.rows * (INPUT_BYTES + SMALL_BYTES + dropout)
-
-
-def _last_norm(load: Occupancy) -> float:
-    return float(load.rows * load.config.hidden_size * (load.weight + load.element))
-
-
-def backward_bytes(load: Occupancy) -> float:
-    """What passes through a layer in backward: its MLP, with all that it kept, and then its attention with the rest."""
-    config, e = load.config, load.element
-    stream = load.weight * config.hidden_size
-    inner = (2 if config.gated_mlp else 1) * config.intermediate_size
-    sizes = {name: rows * columns for name, rows, columns, _ in matrices(config)}
-    fresh = max(sizes.values()) * (load.weight + (e if load.mixed else 0))  # a gradient before it is where it belongs
-    mlp = load.rows * (stream + e * (config.hidden_size + inner)) + fresh
-    behind = 0 if load.accumulating else sum(size for name, size in sizes.items() if name.startswith("mlp."))
-    if load.compiled:  # a graph hands all gradients of its layer out together
-        behind = _layer_numbers(config)
-    ahead = load.rows * (stream + e * 2 * (config.query_width + config.key_width)) + behind * load.weight
-    return max(mlp, ahead + attention_scratch(load) - load.rows * _mlp_bytes(load))
-
-
-def attention_scratch(load: Occupancy) -> float:
-    """What a kernel of attention takes in backward beside its gradients."""
-    config = load.config
-    if keeps_scores(load):
-        return float(12 * config.num_heads * load.sequence_length * load.rows)  # three gradients of the scores, float32
-    if load.attention == "blockwise":
-        return _tile_bytes(load)
-    if load.attention in ("per_document", "mask"):  # a gradient for each document, and then joined
-        return float(load.element * load.rows * (config.query_width + 2 * config.key_width))
-    return 4.0 * load.rows * config.query_width if load.on_gpu else 0.0  # flash sums the queries' gradient in float32
-
-
-def _tile_bytes(load: Occupancy) -> float:
-    config = load.config
-    tile = config.num_heads * min(load.sequence_length, TILE) ** 2
-    together = min(load.micro_batch, max(1, TILE_SCORES[load.on_gpu] // tile))  # rows
-    copies = load.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
-    return float(together * (TILE_BYTES * tile + load.sequence_length * copies))
-
-
-def keeps_scores(load: Occupancy) -> bool:
-    """Whether attention holds a number for every pair of tokens: `math`, and PyTorch's CPU kernel under dropout."""
-    fallback = not load.on_gpu and load.config.attention_dropout > 0 and load.attention in ("sdpa", "mask")
-    return load.attention == "math" or fallback
-
-
-def score_matrix_bytes(load: Occupancy) -> float:
-    """What attention of a layer keeps when every score exists, computed in float32: softmax, dropout, their product."""
-    dropped = load.config.attention_dropout > 0
-    if load.attention != "math":
-        each = 12  # PyTorch's: softmax, mask and product, all float32
-    elif dropped:
-        each = 4 + (1 if load.on_gpu else 4) + load.element
-    else:
-        each = 4 + (load.element if load.element < 4 else 0)
-    return float(each * load.config.num_heads * load.sequence_length * load.rows)
-
-
-def quadratic_bytes(load: Occupancy) -> float:
-    """What PyTorch's fallback on a GPU keeps of a layer: softmax, dropout's mask and result, 5 a s^2 b."""
-    each = 2 * load.element + 1 if load.config.attention_dropout else load.element
-    return float(each * load.config.num_heads * load.sequence_length * load.rows)
 
 
 @dataclass(frozen=True)
@@ -385,12 +176,13 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
     tile, h = _Tile(load), load.config.hidden_size
     wide = 4 * tile.numbers if load.element < 4 else 0
     eager = not load.compiled
-    copy = 2 * tile.weights if load.mixed else 0
+    learning = head_learns(load.config, load.way)
+    copy = 2 * tile.weights if load.mixed and learning else 0
     capped = 4 * tile.numbers if eager and load.config.final_softcap is not None else 0
     logits = load.element * tile.numbers + copy + capped
     before = load.element * tile.numbers if tile.several else 0
     forward = logits + max(before, wide + 4 * tile.numbers if eager else 0) + load.rows * h * load.element
-    product = load.element * tile.weights if load.mixed else 0
+    product = load.element * tile.weights if load.mixed and learning else 0
     backward = logits + max(before, wide if eager else 0, product) + 4 * load.rows * h
     return float(forward), float(backward)
 

@@ -13,9 +13,10 @@ from bloomery.plan.communication import (
     gather_seconds,
     reduce_seconds,
 )
-from bloomery.plan.memory import Occupancy
 from bloomery.plan.mesh_memory import Split, mesh_memory
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.speed import Rate, step_parts, total, work_of
+from bloomery.plan.states import trained_count
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.recipe.schema import Train
 
@@ -171,22 +172,22 @@ def _communication(
 ) -> tuple[float, float, float]:
     """Seconds that may hide, seconds that may not, and the computing that they may hide behind."""
     fabric, config = job.fabric, load.config
-    count = _parameters(load)
+    count, learning = _parameters(load), trained_count(config, load.way) * load.trained
     layers = config.num_layers
     if split.shard > 1:
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
         gathered = gather_seconds(count * load.element, fabric, nodes=nodes, calls=layers)
-        scattered = gather_seconds(count * load.weight, fabric, nodes=nodes, calls=layers)  # in the weights' precision
+        scattered = gather_seconds(learning, fabric, nodes=nodes, calls=layers)  # in the weights' precision
         seconds = passes * (2 * gathered + scattered)
         if split.replicate > 1:
-            seconds += across_seconds(count * load.weight, fabric)
+            seconds += across_seconds(learning, fabric)
         return seconds, 0.0, computing
     if split.pipeline > 1:
         hand_over = 4 * load.rows * config.hidden_size * load.element / (fabric.inside.gbs * 1e9)
-        stage = count / split.pipeline * load.weight
+        stage = learning / split.pipeline
         reduced = reduce_seconds(stage, replace(fabric, per_node=max(1, fabric.per_node // split.pipeline)))
         return (reduced if split.replicate > 1 else 0.0), passes * hand_over, computing / max(1, passes)
-    return reduce_seconds(count * load.weight, fabric), 0.0, computing * 2 / 3 / passes  # behind the last backward
+    return reduce_seconds(learning, fabric), 0.0, computing * 2 / 3 / passes  # behind the last backward
 
 
 def _parameters(load: Occupancy) -> int:

@@ -1,23 +1,24 @@
 """Bytes of one of several devices: states divided by shards, layers by stages, and what collectives need."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import parameter_count, parameter_shapes
+from bloomery.model.counting import Shape, parameter_shapes
+from bloomery.plan.activations import INPUT_BYTES, activation_bytes
 from bloomery.plan.communication import context_bytes
-from bloomery.plan.memory import (
-    INPUT_BYTES,
-    SPREAD,
-    Moment,
-    Occupancy,
-    activation_bytes,
-    around,
-    estimate_memory,
-    moments,
+from bloomery.plan.memory import SPREAD, Moment, around, estimate_memory, moments
+from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import (
+    adapter_bytes,
+    head_learns,
+    held_bytes,
+    numbers,
     optimizer_bytes,
+    parameters,
     state_bytes,
+    trained_in_layer,
 )
 from bloomery.plan.types import MemoryEstimate
 
@@ -69,11 +70,13 @@ def _with_contexts(parts: dict[str, float], split: Split, vendor: str, limit: fl
 def _sharded(load: Occupancy, split: Split) -> dict[str, float]:
     """Full shards of weights, gradients and states, and what is whole at the fullest moment."""
     peak = max(sharded_moments(load, split.shard), key=lambda moment: moment.total)
-    whole = parameter_count(load.config) * load.weight
+    config, way = load.config, load.way
+    held = held_bytes(config, way, weight=load.weight, element=load.element) + adapter_bytes(config, way)
+    states = 0.0 if way.away else optimizer_bytes(config, way, load.optimizer, weight=load.weight)
     parts = {
-        "weights": whole / split.shard,
+        "weights": held / split.shard,
         "gradients": peak.gradients,
-        "optimizer": optimizer_bytes(load.config, load.optimizer, load.weight) / split.shard,
+        "optimizer": states / split.shard,
         "activations": peak.activations,
         "scores": peak.scores,
         "unsharded layers": peak.copies,
@@ -92,19 +95,22 @@ def sharded_moments(load: Occupancy, shards: int) -> list[Moment]:
     own = replace(load, precision="bfloat16-pure" if load.mixed else load.precision, accumulating=False)
     forward, scores, *layers, embeddings, update = moments(own)
     layer, root = unsharded(load)
-    head, e, shard = load.config.vocab_size * load.config.hidden_size, load.element, load.weight / shards
-    kept = (len(layers) * layer + root) * shard
-    before, blocks = kept if load.accumulating else 0.0, len(layers) * layer * shard
+    learning, e, shard = trained_in_layer(load.config, load.way), load.element, load.trained / shards
+    trained_root = numbers(parameters(load.config, load.way).learning) - len(layers) * learning
+    head = load.config.vocab_size * load.config.hidden_size if head_learns(load.config, load.way) else 0
+    kept = (len(layers) * learning + trained_root) * shard
+    before, blocks = kept if load.accumulating else 0.0, len(layers) * learning * shard
     found = [
         replace(forward, gradients=before, copies=(root + layer) * e),
         replace(scores, gradients=before + head * e, copies=(root + layer) * e),
     ]
     for done, moment in enumerate(layers):
-        copies = (root + 2 * layer) * e + (REDUCED * layer if done else 0)
-        found.append(replace(moment, gradients=max(before, done * layer * shard) + head * e, copies=copies))
+        copies = (root + 2 * layer) * e + (REDUCED * learning if done else 0)
+        found.append(replace(moment, gradients=max(before, done * learning * shard) + head * e, copies=copies))
     reached = max(before, blocks)
-    found.append(replace(embeddings, gradients=reached + root * e, copies=root * e + REDUCED * layer))
-    found.append(replace(embeddings, gradients=reached, copies=root * (e + REDUCED), temporaries=0.0))
+    found.append(replace(embeddings, gradients=reached + trained_root * e, copies=root * e + REDUCED * learning))
+    summed = root * e + trained_root * REDUCED
+    found.append(replace(embeddings, gradients=reached, copies=summed, temporaries=0.0))
     return [*found, replace(update, gradients=kept)]
 
 
@@ -132,20 +138,30 @@ def stage_bytes(load: Occupancy, stages: int, index: int, micro_batches: int | N
     """A stage of 1F1B: its layers, and what as many micro-batches keep as are under way on it."""
     part = stage_config(load.config, stages)
     shapes = {name: shape for name, shape in parameter_shapes(part).items() if _stands_on(name, index, stages)}
-    whole = float(sum(math.prod(shape) for shape in shapes.values()) * load.weight)
+    learning = {n: shape for n, shape in parameters(part, load.way).learning.items() if _stands_on(n, index, stages)}
+    beside = sum(math.prod(shape) * load.trained for name, shape in learning.items() if name not in shapes)
+    whole = float(numbers(learning) * load.trained)
     own = replace(load, config=part)
-    found = _stage_moments(own, index, stages, stages + 1 if micro_batches is None else micro_batches, whole)
-    peak = max(found, key=lambda moment: moment.total)
+    moments_of_stage = _stage_moments(own, index, stages, stages + 1 if micro_batches is None else micro_batches, whole)
+    peak = max(moments_of_stage, key=lambda moment: moment.total)
     parts = {
-        "weights": whole,
+        "weights": _stage_held(load, part, shapes) + beside,
         "gradients": peak.gradients,
-        "optimizer": state_bytes(shapes, load.optimizer, load.weight),
+        "optimizer": 0.0 if load.way.away else state_bytes(learning, load.optimizer, load.way, load.trained),
         "activations": peak.activations,
         "scores": peak.scores,
         "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
     return parts | around(load, sum(parts.values()))
+
+
+def _stage_held(load: Occupancy, part: ModelConfig, shapes: Mapping[str, Shape]) -> float:
+    """Weights of the model itself that stand on a stage."""
+    learning = parameters(part, load.way).trained
+    absent = {name: shape for name, shape in parameter_shapes(part).items() if name not in shapes}
+    elsewhere = sum(math.prod(s) * (load.trained if name in learning else load.element) for name, s in absent.items())
+    return held_bytes(part, load.way, weight=load.weight, element=load.element) - elsewhere
 
 
 def _stands_on(name: str, index: int, stages: int) -> bool:

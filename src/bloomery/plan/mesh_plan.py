@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.plan.communication import fabric_of
-from bloomery.plan.memory import Occupancy
 from bloomery.plan.mesh import Job, Laid, choose, layouts
+from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.speed import Rate
 from bloomery.plan.types import LayoutPlan, MeshPlan
 from bloomery.recipe.schema import Train

@@ -253,7 +253,7 @@ def _unset(never: tuple[str, ...]) -> list[str]:
 
 
 def remedy_lines(plan: Plan) -> Iterator[str]:
-    """Edits that this version takes, each planned again; then what it cannot do yet, named as such."""
+    """Edits, each planned again."""
     for remedy in plan.remedies:
         rest = textwrap.wrap(f"saves {remedy.saves}", WIDTH - LABEL - 40)
         if len(remedy.edit) < 40:
@@ -261,8 +261,6 @@ def remedy_lines(plan: Plan) -> Iterator[str]:
         else:
             yield from broken(remedy.edit, WIDTH - LABEL)
         yield from (" " * 40 + line for line in rest)
-    for missing in plan.later:
-        yield f"not in this version: {missing.edit} would save {missing.saves}"
 
 
 def _measured(plan: Plan) -> bool:

@@ -26,8 +26,8 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
     optimizer, parallel, train = recipe.optimizer, recipe.parallel, recipe.train
     if recipe.objective.kind != "pretrain":
         yield f"objective.kind={recipe.objective.kind}"
-    if recipe.adapter.kind != "none":
-        yield f"adapter.kind={recipe.adapter.kind}"
+    if recipe.adapter.kind == "peft":
+        yield "adapter.kind=peft"
     if recipe.quantize.base != "none":
         yield f"quantize.base={recipe.quantize.base}"
     if recipe.model.implementation == "foreign":

@@ -4,9 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bloomery.errors import UserError
-from bloomery.model.counting import matrices
-from bloomery.plan.memory import Occupancy
-from bloomery.plan.states import Way, state_parts
 from bloomery.plan.types import Plan, Remedy
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
@@ -162,25 +159,3 @@ def _hurried(before: Plan, after: Plan) -> str:
         return f"{share:.0%} of the time"
     saved = format_seconds(before.seconds.value - after.seconds.value)
     return f"{share:.0%} of the time: {saved}"
-
-
-def later(recipe: Recipe, plan: Plan, load: Occupancy) -> tuple[Remedy, ...]:
-    """What would save memory and is not in this version; nothing for a run that fits."""
-    if plan.fits or recipe.optimizer.kind != "adamw":
-        return ()
-    config = load.config
-    states = "bfloat16" if load.weight == 2 else "float32"
-    every = tuple(name.rpartition(".")[2] for name, *_ in matrices(config))
-    usual = Way(weight=load.weight, states=states)
-    lora = Way(weight=2, rank=16, targets=every)
-    ways = {
-        "optimizer.states=int8": Way(weight=load.weight, states="int8"),
-        "adapter.kind=lora": lora,
-        "adapter.kind=lora quantize.base=nf4": Way(weight=2, rank=16, targets=every, base="nf4"),
-    }
-    before = sum(state_parts(config, usual).values())
-    return tuple(
-        Remedy(edit=edit, saves=format_bytes(before - sum(state_parts(config, way).values())))
-        for edit, way in ways.items()
-        if edit == "optimizer.states=int8" or recipe.model.from_ is not None  # adapters adapt a model that exists
-    )

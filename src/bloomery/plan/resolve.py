@@ -9,21 +9,18 @@ from bloomery.choice import Choice
 from bloomery.hardware.calibration import Card, calibration, threads
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
+from bloomery.hub import local_model
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
 from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
+from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
 from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
-from bloomery.plan.memory import (
-    Occupancy,
-    estimate_memory,
-    keeps_scores,
-    kept_layers,
-    optimizer_bytes,
-    quadratic_bytes,
-)
+from bloomery.plan.memory import estimate_memory
+from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import optimizer_bytes, trained_count, way_of
 from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
@@ -56,11 +53,8 @@ def resolve(
     plan, cut = resolution.plan(folder)
     if brief:
         return resolution.judged(plan, cut)
-    advised = {
-        "remedies": remedies.remedies(loaded, plan, plan_of),
-        "later": remedies.later(loaded.recipe, plan, cut.load),
-    }
-    return resolution.judged(plan.model_copy(update=advised), cut)
+    advised = plan.model_copy(update={"remedies": remedies.remedies(loaded, plan, plan_of)})
+    return resolution.judged(advised, cut)
 
 
 def _resolution(
@@ -125,7 +119,7 @@ class _Resolution:
             name=self.loaded.name,
             model=ModelPlan(
                 config=config,
-                source=None if recipe.model.from_ is None else Path(recipe.model.from_),
+                source=None if recipe.model.from_ is None else local_model(recipe.model.from_),
                 attention=attention.value,
                 score_chunk=cut.score_chunk.value,
             ),
@@ -237,9 +231,9 @@ class _Resolution:
         disk = speed.disk_bytes(
             self.config,
             tokens=self.corpus_tokens(plan),
-            optimizer_bytes=optimizer_bytes(self.config, recipe.optimizer.kind, cut.load.weight),
+            trained_bytes=float(trained_count(self.config, cut.load.way) * cut.load.trained),
+            optimizer_bytes=optimizer_bytes(self.config, cut.load.way, recipe.optimizer.kind, weight=cut.load.weight),
             keep=recipe.checkpoint.keep,
-            weight=cut.load.weight,
         )
         watts = gpu.board_watts * self.gpus * self.nodes if gpu and gpu.board_watts else None
         judged = plan.model_copy(
@@ -304,6 +298,8 @@ class _Resolution:
             context_bytes=arch.context_mib * MIB if arch else 0.0,
             on_gpu=self.profile.accelerator is not None,
             expandable=expandable(self.profile),
+            way=way_of(self.recipe, self.config),
+            offloading=self.recipe.train.offload_activations,
         )
 
     @property

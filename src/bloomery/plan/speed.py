@@ -1,5 +1,6 @@
 """How long a step takes, by part: matrix products and attention by operations, the rest by the bytes that it moves."""
 
+import math
 from dataclasses import dataclass
 
 from bloomery.hardware.machine import Machine
@@ -7,8 +8,17 @@ from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import matrices, parameter_count
-from bloomery.plan.memory import Occupancy, keeps_scores, kept_layers, optimizer_bytes
-from bloomery.plan.traffic import CASTS, layer_traffic, loss_traffic, optimizer_traffic, score_traffic
+from bloomery.plan.activations import keeps_scores, kept_layers
+from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import head_learns, in_layers, optimizer_bytes, parameters, trained_count
+from bloomery.plan.traffic import (
+    CASTS,
+    dequantised_traffic,
+    layer_traffic,
+    loss_traffic,
+    optimizer_traffic,
+    score_traffic,
+)
 from bloomery.plan.types import Estimate
 
 TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
@@ -89,35 +99,41 @@ def work_of(
     clips: bool = True,
     again: Recompute | None = None,
     loss: str = "",
-    trained: float | None = None,
-    states: float | None = None,
 ) -> Work:
     """The step of one device over `tokens` tokens.
 
-    `again`, `loss`, `trained` (parameters) and `states` (bytes of each) say how another program differs.
+    `again` and `loss` say how another program differs.
     """
-    config, again = load.config, again or recompute(load)
-    count = parameter_count(config)
-    trained = count if trained is None else trained
-    layers = 2.0 * config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
-    head = 2.0 * config.vocab_size * config.hidden_size
+    config, way, again = load.config, load.way, again or recompute(load)
+    count, trained = parameter_count(config), trained_count(config, way)
     loss = loss or ("kept" if load.score_chunk >= load.rows else "chunked")
-    backward = 1.0 + trained / count  # gradients of the inputs always, of the weights where they are trained
-    products = layers * (1 + backward + again.products) + head * (1 + backward + (loss == "chunked"))
+    products = product_flops(load, again, chunked=loss == "chunked")
     quadratic = 4.0 * _keys(load) * config.query_width * config.num_layers
     attention = quadratic * (1 + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
     between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
     passes = tokens / load.rows
-    states = optimizer_bytes(config, load.optimizer, load.weight) / count if states is None else states
-    casts = CASTS * count * passes if load.precision in ("bfloat16", "float16") else 0.0
+    states = optimizer_bytes(config, way, load.optimizer, weight=load.weight) / max(1, trained)
+    casts = CASTS * (trained if way.frozen else count) * passes if load.trained > load.element else 0.0
+    casts += dequantised_traffic(load) * (2 + again.products) * passes
     between = (between + loss_traffic(config, loss, compiled=load.compiled)) * tokens + casts
     return Work(
         products=products * tokens,
         attention=attention * tokens,
         between=between if load.on_gpu else 0.0,
-        update=optimizer_traffic(trained, weight=load.weight, states=states, clips=clips) if load.on_gpu else 0.0,
+        update=optimizer_traffic(trained, weight=load.trained, states=states, clips=clips) if load.on_gpu else 0.0,
         launches=LAUNCHES[int(load.compiled)] * config.num_layers * passes if load.on_gpu else 0.0,
     )
+
+
+def product_flops(load: Occupancy, again: Recompute, *, chunked: bool) -> float:
+    """Of a token: forward, gradients of inputs, gradients of weights where they learn, and what is computed again."""
+    config, found = load.config, parameters(load.config, load.way)
+    layers = 2.0 * config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
+    learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
+    beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
+    head = 2.0 * config.vocab_size * config.hidden_size
+    scored = head * (2 + head_learns(config, load.way) + chunked)
+    return layers * (2 + again.products) + learning + beside * (3 + again.products) + scored
 
 
 def _keys(load: Occupancy) -> float:
@@ -183,10 +199,10 @@ def energy_kwh(board_watts: float | None, seconds: Estimate | None) -> float | N
 
 
 def disk_bytes(
-    config: ModelConfig, *, tokens: int | None, optimizer_bytes: float, keep: int, weight: int
+    config: ModelConfig, *, tokens: int | None, trained_bytes: float, optimizer_bytes: float, keep: int
 ) -> dict[str, float]:
-    """Shards of the text, and checkpoints: those kept, the best one and the one being written."""
-    each = parameter_count(config) * weight + optimizer_bytes
+    """Shards of the text, and checkpoints of all that learns: those kept, the best one and the one being written."""
+    each = trained_bytes + optimizer_bytes
     wide = 1 if config.vocab_size <= 65536 else 2
     disk = {"checkpoint": each, "checkpoints": each * (keep + 2)}
     return disk if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)} | disk

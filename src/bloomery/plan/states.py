@@ -1,82 +1,211 @@
-"""Bytes of weights, gradients and states where they are smaller than usual: adapters, quantised bases, 8-bit states.
-
-What this version cannot train yet is counted all the same: `plan` says what it would save; published runs check it.
-"""
+"""What is trained and what is frozen, and the bytes of weights, gradients and optimizer states that follow from it."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
+from bloomery.model.adapter_names import adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices, parameter_shapes
+from bloomery.model.counting import Shape, parameter_shapes
+from bloomery.model.quantize_facts import storage_bytes
 from bloomery.recipe.schema import Lora, Recipe
 
-STATE_BYTES = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "int8": 1.0 + 4 / 256,
-}  # a number of the state; int8: a float32 scale each 256
-BASE_BYTES = {
-    "nf4": 0.5 + 1 / 64 + 4 / 64 / 256,
-    "int8": 1.0 + 4 / 64,
-}  # a weight; nf4: scales of 64, themselves in 8 bits
-PAGE_SHARE = 0.0  # paged states live in the processor's memory and visit
+BLOCK = 256  # numbers of an 8-bit state that share a float32 scale
+SMALLEST = 4096  # numbers of a parameter whose states are kept in 8 bits: smaller ones stay float32
+STACK = 2**24  # numbers of the matrices that Muon orthogonalises at once: train.optimizers
+INT8_STATE = 1.0 + 4 / BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the parameters are held and trained. `weight`: bytes of a trained weight and of its gradient."""
+    """How parameters are held and trained. The default: all of them, with the optimizer's states beside them."""
 
-    weight: int
-    numbers: float = 2.0  # states of each trained parameter
     states: str = "float32"
-    paged: bool = False
-    in_backward: bool = False
+    away: bool = False  # states are kept in the processor's memory, paged or offloaded
+    in_backward: bool = False  # a gradient is used and freed as soon as it is there
+    pairs: tuple[tuple[str, int], ...] = ()  # adapted modules and their ranks; none: every parameter is trained
+    whole: tuple[str, ...] = ()  # modules that are trained in full beside them
+    dora: bool = False
+    pissa: bool = False
+    dropout: bool = False
+    adapter_bytes: int = 4  # of a trained weight beside a frozen base
     base: str = "none"
-    rank: int = 0
-    targets: tuple[str, ...] = ()
-    adapter_bytes: int = 4
+    double: bool = True
+
+    @property
+    def frozen(self) -> bool:
+        """Whether there is a base that does not learn."""
+        return self.pairs != ()
 
 
-def way_of(recipe: Recipe, *, weight: int) -> Way:
-    adapter = recipe.adapter
-    lora = adapter if isinstance(adapter, Lora) else None
-    return Way(
-        weight=weight,
-        states="bfloat16" if weight == 2 and recipe.optimizer.states == "float32" else recipe.optimizer.states,
-        paged=recipe.optimizer.paged,
-        in_backward=recipe.optimizer.in_backward,
-        base=recipe.quantize.base,
-        rank=lora.rank if lora else 0,
-        targets=tuple(lora.targets) if lora else (),
-        adapter_bytes=2 if lora is not None and lora.dtype == "bfloat16" else 4,
+FULL = Way()
+
+
+def way_of(recipe: Recipe, config: ModelConfig) -> Way:
+    """Raises UserError where an adapter's names match nothing."""
+    optimizer, quantize = recipe.optimizer, recipe.quantize
+    way = Way(
+        states=optimizer.states,
+        away=optimizer.paged or optimizer.offload,
+        in_backward=optimizer.in_backward,
+        base=quantize.base,
+        double=quantize.double,
     )
+    return replace(way, **_adapted(config, recipe.adapter)) if isinstance(recipe.adapter, Lora) else way
 
 
-def adapter_count(config: ModelConfig, rank: int, targets: Iterable[str]) -> int:
-    """Numbers of low-rank pairs on the named matrices of every layer."""
-    wanted = set(targets)
-    each = sum(
-        rank * (rows + columns) for name, rows, columns, _ in matrices(config) if name.rpartition(".")[2] in wanted
-    )
-    return each * config.num_layers
+def _adapted(config: ModelConfig, adapter: Lora) -> dict[str, Any]:
+    found = adaptation(config, adapter)
+    return {
+        "pairs": tuple((name, pair.rank) for name, pair in found.pairs.items()),
+        "whole": found.whole,
+        "dora": found.dora,
+        "pissa": found.pissa,
+        "dropout": found.dropout > 0,
+        "adapter_bytes": 2 if found.dtype == "bfloat16" else 4,
+    }
 
 
-def state_parts(config: ModelConfig, way: Way) -> dict[str, float]:
-    """Weights, gradients, optimizer and adapter, in bytes."""
+@dataclass(frozen=True)
+class Parameters:
+    """Shapes by name: `adapter` is what stands beside a frozen base, `trained` of the model itself what learns."""
+
+    adapter: Mapping[str, Shape]
+    trained: Mapping[str, Shape]
+    frozen: Mapping[str, Shape]
+
+    @property
+    def learning(self) -> Mapping[str, Shape]:
+        return {**self.trained, **self.adapter}
+
+
+@cache
+def parameters(config: ModelConfig, way: Way) -> Parameters:
+    """Every parameter of the model and of the adapter."""
     shapes = parameter_shapes(config)
-    count = sum(math.prod(shape) for shape in shapes.values())
-    matrix = sum(math.prod(s) for name, s in shapes.items() if ".layers." in name and len(s) == 2)
-    held = float(count * way.weight)
-    if way.base != "none":
-        held = (count - matrix) * way.weight + matrix * BASE_BYTES[way.base]
-    if way.rank:
-        trained = adapter_count(config, way.rank, way.targets)
-        each = 2 * way.adapter_bytes + way.numbers * (
-            way.adapter_bytes if way.states == "bfloat16" else STATE_BYTES[way.states]
-        )
-        return {"weights": held, "adapter": trained * each}
-    largest = max(math.prod(shape) for shape in shapes.values())
-    gradients = (largest if way.in_backward else count) * way.weight  # freed as soon as each is used
-    states = PAGE_SHARE if way.paged else STATE_BYTES[way.states]
-    return {"weights": held, "gradients": float(gradients), "optimizer": count * way.numbers * states}
+    if not way.frozen:
+        return Parameters({}, shapes, {})
+    adapter: dict[str, Shape] = {}
+    for module, rank in way.pairs:
+        if (shape := shapes.get(f"{module}.weight")) is None:
+            continue  # of a layer that stands on another stage
+        adapter |= {f"{module}.lora_A": (rank, shape[1]), f"{module}.lora_B": (shape[0], rank)}
+        if way.dora:
+            adapter[f"{module}.lora_magnitude"] = (shape[0],)
+    trained = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in way.whole}
+    frozen = {name: shape for name, shape in shapes.items() if name not in trained}
+    return Parameters(adapter, trained, frozen)
+
+
+def numbers(shapes: Mapping[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def in_layers(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if ".layers." in name}
+
+
+@cache
+def trained_count(config: ModelConfig, way: Way) -> int:
+    return numbers(parameters(config, way).learning)
+
+
+@cache
+def trained_in_layer(config: ModelConfig, way: Way) -> int:
+    """Of the first layer."""
+    learning = parameters(config, way).learning
+    return sum(math.prod(shape) for name, shape in learning.items() if ".layers.0." in name)
+
+
+@cache
+def learning_modules(config: ModelConfig, way: Way) -> frozenset[str]:
+    """Modules inside layers, by their last name ("q_proj"), that learn or have an adapter beside them."""
+    return frozenset(name.split(".")[-2] for name in in_layers(parameters(config, way).learning))
+
+
+@cache
+def learns(config: ModelConfig, way: Way, name: str) -> bool:
+    """Whether a parameter of the model itself is trained."""
+    return name in parameters(config, way).trained
+
+
+def head_learns(config: ModelConfig, way: Way) -> bool:
+    return learns(config, way, "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
+
+
+def trained_bytes(way: Way, weight: int) -> int:
+    """Of a number that learns, and of its gradient."""
+    return way.adapter_bytes if way.frozen else weight
+
+
+@cache
+def held_bytes(config: ModelConfig, way: Way, *, weight: int, element: int) -> float:
+    """Weights of the model itself: trained ones, and frozen ones as products read them or quantised."""
+    found = parameters(config, way)
+    total = float(numbers(found.trained) * trained_bytes(way, weight))
+    for name, shape in found.frozen.items():
+        size = math.prod(shape)
+        if way.base == "none" or len(shape) < 2 or ".layers." not in name:
+            total += size * element
+        else:
+            total += storage_bytes(shape, way.base, way.double)
+    return total
+
+
+def adapter_bytes(config: ModelConfig, way: Way) -> float:
+    """PiSSA keeps what its pairs began with; DoRA a number for each row of the matrix."""
+    found = parameters(config, way).adapter
+    rows = numbers({name: shape for name, shape in found.items() if len(shape) == 1})
+    return float(numbers(found) * way.adapter_bytes * (2 if way.pissa else 1) + 4 * rows)
+
+
+def largest(config: ModelConfig, way: Way) -> int:
+    """Numbers of the largest parameter that learns."""
+    return max((math.prod(shape) for shape in parameters(config, way).learning.values()), default=0)
+
+
+def optimizer_bytes(config: ModelConfig, way: Way, kind: str, *, weight: int) -> float:
+    """What the optimizer keeps from step to step, wherever it keeps it."""
+    return state_bytes(parameters(config, way).learning, kind, way, trained_bytes(way, weight))
+
+
+def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, weight: int) -> float:
+    """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices.
+
+    Each in the weight's own type where `states` is float32, and never wider than the weight.
+    """
+    total = 0.0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if kind == "adafactor":
+            total += (sum(shape) if len(shape) == 2 else size) * weight
+            continue
+        lean = way.states == "int8" and size >= SMALLEST
+        each = INT8_STATE if lean else min(weight, 2 if way.states == "bfloat16" else 4)
+        total += (1 if kind == "muon" and len(shape) == 2 and ".layers." in name else 2) * size * each
+    return total
+
+
+def update_bytes(config: ModelConfig, way: Way, kind: str, *, weight: int, on_gpu: bool) -> float:
+    """Scratch of the update: none in a fused AdamW; in 8 bits a parameter's states exist in float32 while it moves."""
+    shapes = parameters(config, way).learning
+    own, biggest = trained_bytes(way, weight), largest(config, way)
+    if kind == "adafactor":  # squares, estimate and update, of one parameter after the other or of all
+        sizes = [math.prod(shape) for shape in shapes.values() if len(shape) == 2]
+        together = sum(sizes) if on_gpu and not way.in_backward else max(sizes, default=0)
+        return 2.0 * own * together
+    if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
+        inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
+        kinds = {tuple(sorted(shape)) for shape in inside}
+        return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
+    if way.states == "int8" or way.away:
+        return 8.0 * min(biggest, STACK)
+    return 0.0
+
+
+def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
+    """Numbers of all matrices of a shape, lying or standing, as far as one stack takes them."""
+    size, alike = math.prod(shape), sum(sorted(other) == sorted(shape) for other in inside)
+    return size * min(alike, max(1, STACK // size))

@@ -6,7 +6,10 @@ follow the operators that autograd runs; compiled ones the inputs and outputs th
 """
 
 from bloomery.model.config import ModelConfig
-from bloomery.plan.memory import Occupancy, keeps_scores
+from bloomery.model.counting import matrices
+from bloomery.model.quantize_facts import storage_bytes
+from bloomery.plan.activations import keeps_scores
+from bloomery.plan.occupancy import Occupancy
 
 EAGER_NORM = {
     "layer": 38.0,
@@ -50,6 +53,15 @@ def score_traffic(load: Occupancy) -> float:
     if load.attention == "blockwise":
         return TILES * config.num_heads * length / 2 * load.element / 2
     return 0.0
+
+
+def dequantised_traffic(load: Occupancy) -> float:
+    """Bytes of making every quantised matrix readable once: it is read as it is kept, and written."""
+    if load.way.base == "none":
+        return 0.0
+    sizes = [(rows, columns) for _, rows, columns, _ in matrices(load.config)]
+    kept = sum(storage_bytes(size, load.way.base, load.way.double) for size in sizes)
+    return float(load.config.num_layers * (kept + load.element * sum(rows * columns for rows, columns in sizes)))
 
 
 def loss_traffic(config: ModelConfig, loss: str, *, compiled: bool) -> float:

@@ -243,6 +243,7 @@ class Plan(Part):
     objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
+    quantised_by: Literal["torch", "bitsandbytes"] = "torch"  # whose code reads a quantised base; torch: ours
     torch: str  # the version that the plan was made for
     memory: MemoryEstimate
     step_seconds: Estimate | None  # None: nothing is known of this device
@@ -258,7 +259,6 @@ class Plan(Part):
     energy_kwh: float | None = None  # None: the board's power is unknown
     step_parts: dict[str, Estimate] = {}  # seconds of a step by what takes them; empty: unknown
     longest: Longest | None = None  # on one device, in the chosen layout; None: not a GPU
-    later: tuple[Remedy, ...] = ()  # what would save memory and is not in this version
     mesh: MeshPlan | None = None  # None: one device
 
     @property

@@ -1,0 +1,58 @@
+"""What decides how much memory a training step takes."""
+
+from dataclasses import dataclass
+
+from bloomery.model.config import ModelConfig
+from bloomery.plan.states import FULL, Way, learns, trained_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """What decides how much memory a step takes."""
+
+    config: ModelConfig
+    sequence_length: int
+    micro_batch: int  # rows
+    precision: str
+    optimizer: str
+    attention: str
+    checkpointing: str
+    compiled: bool
+    score_chunk: int
+    context_bytes: float  # the runtime's own; 0: not a GPU
+    on_gpu: bool
+    expandable: bool = False  # the allocator's segments
+    accumulating: bool = False  # several micro-batches a step: gradients are there from the second one on
+    way: Way = FULL
+    offloading: bool = False  # what layers keep for backward waits in the processor's memory
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def weight(self) -> int:
+        """Bytes of a weight of a model that is trained whole, and of its gradient."""
+        return 2 if self.precision == "bfloat16-pure" else 4
+
+    @property
+    def trained(self) -> int:
+        """Bytes of whatever learns, and of its gradient."""
+        return trained_bytes(self.way, self.weight)
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number of the residual stream, which has the type of the embeddings."""
+        embeds = learns(self.config, self.way, "model.embed_tokens.weight")
+        return max(self.element, self.trained) if embeds else self.element
+
+    @property
+    def mixed(self) -> bool:
+        """Half-precision products over float32 weights."""
+        return self.element < self.weight
