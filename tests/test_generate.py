@@ -11,7 +11,7 @@ import pytest
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 from bloomery.generate import Stops, TextStream, generate, load_model
-from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.model.sampling import Past, Sampling, sample_tokens
 from bloomery.model.weights import load_decoder
 from bloomery.train.model_folder import model_folder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
@@ -156,3 +156,35 @@ class TestCommandLine:
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_turns_that_begin_alike_are_read_once_and_say_the_same(family: str, tmp_path: Path) -> None:
+    """Gemma 2 has windows: what they have let go is read again."""
+    decoder, _ = load_model(make_model(tmp_path, family))
+    past, ids, cold = Past(decoder), [1, 5, 9, 20, 33], Sampling(max_tokens=12, temperature=0.0)
+    for more in ([7, 8], [40, 41, 42], [3]):
+        said = list(sample_tokens(decoder, ids, cold, past))
+        assert said == list(sample_tokens(decoder, ids, cold))
+        assert past.ids == ids + said[: len(past.ids) - len(ids)] and len(past.ids) >= len(ids)
+        ids = [*ids, *said, *more]
+    if not any(layer.rolls for layer in past.cache.layers):
+        assert past.rest(ids[:10], 50) == ids[9:10]
+    assert list(sample_tokens(decoder, [2, *ids[1:]], cold, past)) == list(sample_tokens(decoder, [2, *ids[1:]], cold))
+
+
+def test_a_past_that_was_interrupted_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, _ = load_model(folder)
+    past, cold = Past(decoder), Sampling(max_tokens=4, temperature=0.0)
+    said = list(sample_tokens(decoder, [1, 5, 9], cold, past))
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("bloomery.model.sampling._last_logits", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(sample_tokens(decoder, [1, 5, 9, *said, 6], cold, past))
+    assert past.ids == []
+    ids = [1, 5, 9, *said, 6]
+    assert list(sample_tokens(decoder, ids, cold, past)) == list(sample_tokens(decoder, ids, cold))

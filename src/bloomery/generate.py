@@ -10,7 +10,7 @@ import torch
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.model.sampling import Past, Sampling, sample_tokens
 from bloomery.model.weights import load_decoder
 from bloomery.train.model_folder import model_folder
 
@@ -39,15 +39,23 @@ def generate(
     if not ids:
         problem = "this tokenizer has no BOS token: an empty prompt gives the model nothing to start from"
         raise UserError(problem, where="--prompt", remedy="write a prompt")
-    refuse_foreign_ids(ids, decoder.config.vocab_size)
     if len(ids) >= context:
         raise UserError(
             f"the prompt has {len(ids):,} tokens; the model reads {context:,} with its answer", where="--prompt",
             remedy="shorten the prompt",
         )  # fmt: skip
+    return continued(decoder, tokenizer, ids, sampling, stop)
+
+
+def continued(
+    decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling, stop: Sequence[str] = (),
+    past: Past | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """`generate` after ids; with a `past`, which then knows all of it, what it knows already is not read again."""
+    refuse_foreign_ids(ids, decoder.config.vocab_size)
     ends = {tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids} - {None}
     sampling = replace(sampling, stop_ids=tuple(sorted(end for end in ends if end is not None)))
-    return _pieces(sample_tokens(decoder, ids, sampling), TextStream(tokenizer, ids), Stops(stop))
+    return _pieces(sample_tokens(decoder, ids, sampling, past), TextStream(tokenizer, ids), Stops(stop))
 
 
 def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:

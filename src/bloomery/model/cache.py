@@ -20,11 +20,16 @@ class LayerCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
+    @property
+    def rolls(self) -> bool:
+        """Whether old keys make room for new ones."""
+        return self.window is not None and self.window <= self.capacity
+
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Appends and returns what the new queries see, [B, K, S, E]; the last T of them are the new ones."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self._allocate(k_BKTE), self._allocate(v_BKTE)
-        if self.window is not None and self.window <= self.capacity:
+        if self.window is not None and self.rolls:
             keys = torch.cat((self.keys[:, :, : self.length], k_BKTE), dim=2)
             values = torch.cat((self.values[:, :, : self.length], v_BKTE), dim=2)
             self.length = min(keys.shape[2], self.window - 1)
@@ -50,4 +55,13 @@ class Cache:
 
     def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.layers = [LayerCache(capacity, config.window(layer)) for layer in range(config.num_layers)]
-        self.length = 0
+        self.capacity, self.length = capacity, 0
+
+    def cut(self, length: int) -> bool:
+        """Forget all but the first `length` tokens; False where a window has already let some of these go."""
+        if length < self.length and any(layer.rolls for layer in self.layers):
+            return False
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+        self.length = min(self.length, length)
+        return True

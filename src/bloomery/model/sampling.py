@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LastLogits
 
-__all__ = ["Cache", "Sampling", "next_distribution", "sample_tokens"]
+__all__ = ["Cache", "Past", "Sampling", "next_distribution", "sample_tokens"]
 
 
 COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is certain anyway
@@ -39,19 +40,52 @@ class Sampling:
         assert self.temperature >= 0 and self.repetition_penalty > 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1
 
 
-def sample_tokens(decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """New tokens after `prompt_ids`, until a stop token, `max_tokens`, or the end of the decoder's positions.
+@final
+class Past:
+    """What a decoder has read so far, with its keys and values, for texts that begin alike: the turns of a chat."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.ids = decoder, list[int]()
+        self.cache = Cache(decoder.config, 0)
+
+    def rest(self, ids: Sequence[int], capacity: int) -> list[int]:
+        """Keeps what is common with `ids` and returns what is left to read; there is room for `capacity` tokens."""
+        pairs = zip(self.ids, ids[:-1], strict=False)
+        common = next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(self.ids), len(ids) - 1))
+        if capacity > self.cache.capacity or not self.cache.cut(common):
+            common, self.cache = 0, Cache(self.decoder.config, max(capacity, min(2 * capacity, self._most)))
+        self.ids = list(ids[:common])
+        return list(ids[common:])
+
+    @property
+    def _most(self) -> int:
+        return self.decoder.config.max_positions
+
+    def read(self, ids: list[int]) -> Tensor:
+        """The logits after `ids`, float32 [V] on the CPU. What interrupts it leaves nothing of the past."""
+        past, cache = self.ids, self.cache
+        self.ids, self.cache = [], Cache(self.decoder.config, 0)
+        logits = _last_logits(self.decoder, ids, cache)
+        self.ids, self.cache = past + ids, cache
+        return logits
+
+
+def sample_tokens(
+    decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling, past: Past | None = None
+) -> Iterator[int]:
+    """New tokens after `prompt_ids`, until a stop token, `max_tokens`, or the end of the decoder's positions. With a
+    `past` only what it does not know yet is read, and it knows all of it afterwards.
 
     The decoder should be in evaluation mode. The random stream is the sampling's own and lives on the CPU, so that the
     same logits give the same text on every device.
     """
     assert prompt_ids, "a decoder needs at least one token to start from"
     room = min(sampling.max_tokens, decoder.config.max_positions - len(prompt_ids))
-    cache = Cache(decoder.config, len(prompt_ids) + max(room, 0))
+    past = past or Past(decoder)
     random = torch.Generator().manual_seed(sampling.seed)
-    seen, fed = list(prompt_ids), list(prompt_ids)
+    seen, fed = list(prompt_ids), past.rest(prompt_ids, len(prompt_ids) + max(room, 0))
     for _ in range(room):
-        logits = _last_logits(decoder, fed, cache)
+        logits = past.read(fed)
         if not bool(logits.isfinite().all()):
             raise UserError(
                 "the model answers with numbers that are not finite: its weights are damaged or have diverged",
