@@ -1,4 +1,4 @@
-"""Text that every machine has: the source of the Python that runs this."""
+"""Text that every machine has: the source of the Python that runs this, as code or as questions and answers."""
 
 import os
 import platform

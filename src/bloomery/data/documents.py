@@ -2,12 +2,23 @@
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bloomery.data import builtin
-from bloomery.data.files import SourceFile, list_files
+from bloomery.data import builtin, mined
+from bloomery.data.example_rows import (
+    Wants,
+    columns_of_examples,
+    documents_wanted,
+    format_of_row,
+    refuse_text,
+    refuse_unknown_roles,
+    row_to_example,
+)
+from bloomery.data.example_wire import to_wire
+from bloomery.data.examples import Example
+from bloomery.data.files import CHAT, SourceFile, list_files
 from bloomery.data.formats import READERS, Value, column_types
 from bloomery.data.streams import Flaw, open_bytes, text_of
 from bloomery.errors import UserError
@@ -22,11 +33,15 @@ TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or tokens that somebody else made, and where it stood ("file.jsonl:17")."""
+    """One text, or tokens that somebody else made, or an example, and where it stood ("file.jsonl:17").
+
+    The `text` of an example is what example_wire writes of it.
+    """
 
     source: str
     text: str = ""
     tokens: tuple[int, ...] | None = None
+    example: Example | None = None
 
 
 @dataclass
@@ -36,6 +51,7 @@ class Tally:
     skipped: int = 0
     first_skipped: str = ""
     bytes_read: int = 0  # sizes of the files that are behind it
+    formats: set[str] = field(default_factory=set)  # of structured rows
 
     def skip(self, flaw: Flaw) -> None:
         self.skipped += 1
@@ -50,16 +66,23 @@ class Corpus:
     files: tuple[SourceFile, ...]
     columns: dict[str, str] = field(default_factory=dict)
     weight: float = 1.0
-    tokens: bool = False  # the recipe says that it holds tokens
+    format: str = "auto"  # what the recipe says
+    wants: Wants = "text"
+    builtin: str | None = None
+
+    @property
+    def tokens(self) -> bool:
+        """Whether the recipe says that it holds tokens."""
+        return self.format == "tokens"
 
     @property
     def bytes(self) -> int:
         return sum(file.path.stat().st_size for file in self.files)
 
 
-def open_corpora(data: Data) -> list[Corpus]:
-    """What the data section means on this machine. Raises UserError when it names nothing, too much, or files that
-    are not there.
+def open_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
+    """What the data section means on this machine, read for what an objective wants. Raises UserError when it names
+    nothing, too much, or files that are not there.
     """
     given = [
         name for name, value in (("path", data.path), ("builtin", data.builtin), ("sources", data.sources)) if value
@@ -70,29 +93,38 @@ def open_corpora(data: Data) -> list[Corpus]:
             f"the recipe {problem}", where="data", remedy="set one of data.path, data.sources and data.builtin"
         )
     if data.builtin:
-        if data.builtin != "stdlib-code":
+        if data.builtin != "stdlib-code" and wants == "text":
             raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", remedy="use stdlib-code")
-        return [Corpus("stdlib-code", tuple(builtin.stdlib_files()))]
+        return [Corpus(data.builtin, tuple(builtin.stdlib_files()), wants=wants, builtin=data.builtin)]
     whole = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
-    return [open_corpus(source) for source in data.sources or [whole]]
+    return [open_corpus(source, wants) for source in data.sources or [whole]]
 
 
-def open_corpus(source: Source) -> Corpus:
-    unknown = set(source.columns) - {"text", "tokens"}
-    if unknown:
+def open_corpus(source: Source, wants: Wants = "text") -> Corpus:
+    """Raises UserError as `open_corpora` does."""
+    if source.format in CHAT and wants == "text":
         raise UserError(
-            f"no such role: {sorted(unknown)[0]}", where="data.columns", remedy="write {text: NAME} or {tokens: NAME}"
+            f"rows of format {source.format} are no plain text",
+            where="data.format",
+            remedy="use text, code, jsonl, ...",
         )
-    return Corpus(source.path, tuple(list_files(source)), source.columns, source.weight, source.format == "tokens")
+    refuse_unknown_roles(source)
+    files = list_files(source, rows=wants in ("sft", "pairs", "kto"))
+    return Corpus(source.path, tuple(files), source.columns, source.weight, source.format, wants)
 
 
 def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[Document]:
     """Every document in the order of the files. A row that cannot be read raises UserError, or is counted in `tally`
     with on_error "skip".
     """
+    if corpus.builtin in ("stdlib-chat", "stdlib-pairs"):
+        yield from _mined(corpus, tally)
+        return
     for file in corpus.files:
-        for found in _read_file(file, corpus):
+        for found in _read_file(file, corpus, tally):
             if isinstance(found, Document):
+                if found.example is None and corpus.wants in ("pairs", "kto"):
+                    raise refuse_text(corpus.wants, found.source)
                 yield found
             elif on_error == "skip":
                 tally.skip(found)
@@ -101,22 +133,32 @@ def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[D
         tally.bytes_read += file.path.stat().st_size
 
 
-def _read_file(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
+def _mined(corpus: Corpus, tally: Tally) -> Iterator[Document]:
+    tally.formats.add(corpus.path)
+    for example in (mined.pairs if corpus.builtin == "stdlib-pairs" else mined.conversations)(corpus.files):
+        for wanted in documents_wanted(example, corpus.wants):
+            yield Document(wanted.source, to_wire(wanted), example=wanted)
+    tally.bytes_read += corpus.bytes
+
+
+def _read_file(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
     try:
-        yield from _typed_rows(file, corpus) if file.format in ("parquet", "arrow") else _rows(file, corpus)
+        typed = file.format in ("parquet", "arrow")
+        yield from _typed_rows(file, corpus, tally) if typed else _rows(file, corpus, tally)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=_REACH) from error
 
 
-def _typed_rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
+def _typed_rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
     import pyarrow as pa
 
     try:
-        role, column = _typed_column(file, corpus)
-        for value in READERS[file.format](file.path, file.name, [column]):
-            yield _document(value, role, column)
+        types = column_types(file.path, file.format)
+        read, columns = _typed_reader(file, corpus, types, tally)
+        for value in READERS[file.format](file.path, file.name, columns):
+            yield from read(value)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -124,19 +166,65 @@ def _typed_rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
         yield Flaw(file.name, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
 
 
-def _rows(file: SourceFile, corpus: Corpus) -> Iterator[Document | Flaw]:
-    chosen: tuple[str, str] | None = None
+_Read = Callable[[Value | Flaw], Iterator[Document | Flaw]]
+
+
+def _typed_reader(
+    file: SourceFile, corpus: Corpus, types: dict[str, str], tally: Tally
+) -> tuple[_Read, list[str] | None]:
+    """How rows of the file are read, and the columns that this takes."""
+    columns = None if corpus.wants == "text" else columns_of_examples(corpus.columns, types)
+    first = next(READERS[file.format](file.path, file.name, columns), None) if columns else None
+    format = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
+    if format is not None:
+        return _examples(format, corpus, tally), columns
+    role, column = _typed_column(types, corpus, file.name)
+    return lambda value: iter([_document(value, role, column)]), [column]
+
+
+def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+    read: _Read | None = None
     for value in READERS[file.format](file.path, file.name, None):
-        if isinstance(value, Value) and isinstance(value.content, dict):
-            chosen = chosen or _column(value, corpus)
-            yield _document(value, *chosen)
-        else:
-            yield _document(value, "text", "")
+        row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in CHAT)
+        if row and read is None:
+            read = _reader(value, corpus, tally)
+        yield from read(value) if row and read is not None else [_document(value, "text", "")]
 
 
-def _typed_column(file: SourceFile, corpus: Corpus) -> tuple[str, str]:
-    types = column_types(file.path, file.format)
-    return _choose({name: kind for name, kind in types.items() if kind in ("text", "tokens")}, types, corpus, file.name)
+def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
+    assert isinstance(first, Value)
+    plain = isinstance(first.content, dict) and any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS)
+    format = _format_of(first, corpus, plain=plain)
+    if format is not None:
+        return _examples(format, corpus, tally)
+    chosen = _column(first, corpus)
+    return lambda value: iter([_document(value, *chosen)])
+
+
+def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> str | None:
+    if corpus.format in CHAT:
+        return corpus.format
+    if not isinstance(first, Value) or corpus.tokens or {"text", "tokens"} & set(corpus.columns):
+        return None
+    return format_of_row(first.content, corpus.columns, wants=corpus.wants, plain=plain)
+
+
+def _examples(format: str, corpus: Corpus, tally: Tally) -> _Read:
+    tally.formats.add(format)
+
+    def read(value: Value | Flaw) -> Iterator[Document | Flaw]:
+        found = value if isinstance(value, Flaw) else row_to_example(value, format, corpus.columns)
+        if isinstance(found, Flaw):
+            yield found
+            return
+        for example in documents_wanted(found, corpus.wants):
+            yield Document(example.source, to_wire(example), example=example)
+
+    return read
+
+
+def _typed_column(types: dict[str, str], corpus: Corpus, where: str) -> tuple[str, str]:
+    return _choose({name: kind for name, kind in types.items() if kind in ("text", "tokens")}, types, corpus, where)
 
 
 def _column(row: Value, corpus: Corpus) -> tuple[str, str]:
@@ -151,7 +239,7 @@ def _column(row: Value, corpus: Corpus) -> tuple[str, str]:
 
 def _choose(kinds: dict[str, str], present: object, corpus: Corpus, where: str) -> tuple[str, str]:
     """Role and name of the column that is learned: what the recipe says, else a usual name, else the only text."""
-    for role, column in corpus.columns.items():
+    for role, column in ((role, name) for role, name in corpus.columns.items() if role in ("text", "tokens")):
         if column not in present:  # type: ignore[operator]
             raise _no_column(f"has no column {column!r}", present, where)
         return role, column
@@ -164,12 +252,14 @@ def _choose(kinds: dict[str, str], present: object, corpus: Corpus, where: str) 
         return "tokens", (usual_tokens or names["tokens"])[0]
     if len(names["text"]) == 1 and not corpus.tokens:
         return "text", names["text"][0]
-    raise _no_column("has no column that is plainly the " + ("tokens" if corpus.tokens else "text"), present, where)
+    meant = "text" if corpus.wants in ("text", "any") else "text or an answer"
+    raise _no_column("has no column that is plainly the " + ("tokens" if corpus.tokens else meant), present, where,
+                     {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.wants, "text"))  # fmt: skip
 
 
-def _no_column(problem: str, present: object, where: str) -> UserError:
+def _no_column(problem: str, present: object, where: str, role: str = "text") -> UserError:
     names = ", ".join(str(name) for name in list(present)[:12])  # type: ignore[call-overload]
-    return UserError(f"{problem}; it has: {names}", where=where, remedy="name it: data.columns={text: NAME}")
+    return UserError(f"{problem}; it has: {names}", where=where, remedy=f"name it: data.columns={{{role}: NAME}}")
 
 
 def _document(value: Value | Flaw, role: str, column: str) -> Document | Flaw:

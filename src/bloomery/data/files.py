@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bloomery.data.streams import COMPRESSED
 from bloomery.errors import UserError
+from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
 DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -21,7 +22,8 @@ asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h
 lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
 """
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
-_CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
+_DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
+CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,14 @@ def suffix_of(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
 
 
-def list_files(source: Source) -> list[SourceFile]:
-    """Sorted by name. Raises UserError when there are none, naming what lies there instead."""
-    if source.format in _CHAT:
-        raise UserError(
-            f"documents of format {source.format} are not read by pretraining",
-            where="data.format",
-            remedy="use text, code, jsonl, ...",
-        )
-    root = Path(source.path)
+def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
+    """Sorted by name. Raises UserError when there are none, naming what lies there instead. `rows`: conversations and
+    pairs are looked for, so that tables come before texts that only describe them.
+    """
+    root = data_place(source.path)
+    if not root.exists() and source.path.startswith(PREFIX):
+        remedy = f"`bloomery download {source.path.removeprefix(PREFIX)} --dataset` fetches it"
+        raise UserError("the data set has not been downloaded", where=f"data.path: {source.path}", remedy=remedy)
     if not root.exists():
         raise UserError("there is no such file or folder", where=f"data.path: {source.path}", remedy=_near(root))
     if not root.is_file() and not root.is_dir():
@@ -57,7 +58,7 @@ def list_files(source: Source) -> list[SourceFile]:
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return _saved_dataset(root)
     found = sorted(_walk(root, source.glob))
-    chosen = found if source.glob else _recognised(found)
+    chosen = found if source.glob else _recognised(found, rows=rows or source.format in CHAT)
     if not chosen:
         raise _nothing(root, source.glob, found)
     return [SourceFile(root / name, name, _format(root / name, source.format)) for name in chosen]
@@ -87,19 +88,20 @@ def _walk(root: Path, glob: str | None) -> Iterator[str]:
                 yield below
 
 
-def _recognised(names: list[str]) -> list[str]:
-    """Of a folder without a glob: its data files; without any, its texts and code; without any, its tables."""
+def _recognised(names: list[str], *, rows: bool) -> list[str]:
+    """Of a folder without a glob: its data files; without any, its texts and code; without any, its tables. With
+    `rows` tables come first where all else is a description.
+    """
     suffixes = {name: suffix_of(Path(name)) for name in names}
     data = [name for name in names if suffixes[name] in DATA]
-    if data:
-        return data
-    return [n for n in names if suffixes[n] in TEXT or suffixes[n] in CODE] or [
-        n for n in names if suffixes[n] in TABLES
-    ]
+    texts = [name for name in names if suffixes[name] in TEXT or suffixes[name] in CODE]
+    tables = [name for name in names if suffixes[name] in TABLES]
+    described = all(Path(name).name.lower().startswith(_DESCRIPTIONS) for name in texts)
+    return data or (tables if rows and described else []) or texts or tables
 
 
 def _format(path: Path, asked: str) -> str:
-    if asked == "tokens":
+    if asked == "tokens" or asked in CHAT:
         return _format(path, "auto")
     if asked != "auto":
         return asked

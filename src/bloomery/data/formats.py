@@ -114,10 +114,11 @@ def read_json(path: Path, name: str, columns: list[str] | None) -> Iterator[Valu
 
 
 def _only_list(content: object) -> list[Any] | None:
+    """Rows under some key; turns of a conversation are none."""
     if not isinstance(content, dict) or any(isinstance(value, str) for value in content.values()):
         return None
     lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return lists[0] if len(lists) == 1 else None
+    return lists[0] if len(lists) == 1 and not {"role", "from"} & set(lists[0][0]) else None
 
 
 def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:

@@ -48,7 +48,7 @@ class SplitWriter:
     ) -> None:
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._sharded = {"": np.dtype(dtype)} | ({} if kind == "text" else {"learned-": np.dtype(np.uint8)})
-        self._columns = {"documents": np.dtype(np.uint64)}
+        self._columns: dict[str, np.dtype[Any]] = {"documents": np.dtype(np.uint64)}
         if kind != "text":
             self._columns["first"] = np.dtype(np.uint32)
         if kind == "kto":
@@ -183,7 +183,8 @@ def first_learned(
     begins, sizes = starts.astype(np.int64), lengths.astype(np.int64)
     index = np.searchsorted(places, begins + 1)
     found = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
-    return np.minimum(found, sizes).astype(np.uint32)
+    first: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(found, sizes).astype(np.uint32)
+    return first
 
 
 def open_to_append(path: Path) -> FileIO:

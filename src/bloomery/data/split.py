@@ -7,6 +7,7 @@ from hashlib import blake2b
 import numpy as np
 
 from bloomery.data.documents import Corpus, Document, Tally, open_corpus, read_documents
+from bloomery.data.example_rows import Wants
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
 
@@ -50,20 +51,21 @@ def validation_share(data: Data) -> float | None:
     return share
 
 
-def validation_corpus(data: Data) -> Corpus | None:
+def validation_corpus(data: Data, wants: Wants = "text") -> Corpus | None:
     """The corpus that `data.validation` names, when it names one."""
     if validation_share(data) is not None:
         return None
-    return open_corpus(Source(path=str(data.validation), glob=data.glob, format=data.format, columns=data.columns))
+    source = Source(path=str(data.validation), glob=data.glob, format=data.format, columns=data.columns)
+    return open_corpus(source, wants)
 
 
-def make_splitter(corpora: Iterable[Corpus], data: Data) -> Splitter:
+def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") -> Splitter:
     """Reads until both sides have a document, which takes some 1 / share of them; only a tiny corpus is read whole.
 
     With two different documents or more neither side stays empty: the lowest key is always kept for validation, the
     highest never.
     """
-    held = validation_corpus(data)
+    held = validation_corpus(data, wants)
     if held is not None:
         documents = read_documents(held, on_error=data.on_error, tally=Tally())
         return Splitter(0, frozenset(content_key(document) for document in documents))

@@ -1,0 +1,209 @@
+"""Rows of files as examples: by what the recipe says, what they plainly are, and what the objective learns from."""
+
+import ast
+import csv
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.data.documents import Document, Tally, open_corpora, open_corpus, read_documents
+from bloomery.data.example_wire import from_wire, texts_of, to_wire
+from bloomery.data.examples import Example, Message
+from bloomery.errors import UserError
+from bloomery.recipe.schema import Data, Source
+
+TALK = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]
+SAID = (Message("user", "two and two?"), Message("assistant", "four"))
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in rows]
+            writer.writerows(texts)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    return path
+
+
+def read(path: Path, wants: str = "sft", tally: Tally | None = None, **source) -> list[Document]:
+    corpus = open_corpus(Source(path=str(path), **source), wants)
+    return list(read_documents(corpus, on_error="stop", tally=tally or Tally()))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("row", "format", "answers"),
+    [
+        ({"id": "a", "messages": TALK}, "messages", (SAID,)),
+        ({"conversations": [{"from": "human", "value": "two and two?"}, {"from": "gpt", "value": "four"}]},
+         "sharegpt", (SAID,)),
+        ({"instruction": "two and two?", "input": "", "output": "four", "text": "### Instruction ..."},
+         "alpaca", (SAID,)),
+        ({"prompt": "two and two?", "completion": " four"}, "completion", (" four",)),
+    ],
+)  # fmt: skip
+def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, answers):
+    tally = Tally()
+    (found,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), tally=tally)
+    assert found.example is not None
+    assert found.example.answers == answers
+    assert tally.formats == {format}
+    assert from_wire(found.text, found.source) == found.example
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
+    pair = {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [{"role": "assistant", "content": "five"}]}
+    path = write_rows(tmp_path / f"a.{suffix}", [pair])
+    (found,) = read(path, "pairs")
+    assert found.example and found.example.prompt == SAID[:1]
+    assert found.example.answers == (SAID[1:], (Message("assistant", "five"),))
+    good, bad = read(path, "kto")
+    assert good.example and bad.example
+    assert (good.example.desirable, bad.example.desirable) == (True, False)
+    assert (good.example.answers, bad.example.answers) == tuple((answer,) for answer in found.example.answers)
+    marked = write_rows(tmp_path / f"b.{suffix}", [{"prompt": "a", "completion": "b", "label": False}])
+    (found,) = read(marked, "kto")
+    assert found.example and found.example.desirable is False
+
+
+def test_columns_of_other_names(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"dialogue": TALK, "text": "no"}])
+    (found,) = read(path, columns={"messages": "dialogue"})
+    assert found.example and found.example.answers == (SAID,)
+    (found,) = read(path, columns={"messages": "dialogue"}, format="messages")
+    assert found.example and found.example.answers == (SAID,)
+    (found,) = read(path, columns={"text": "text"})
+    assert (found.text, found.example) == ("no", None)
+    with pytest.raises(UserError, match="no such role: label; there are messages, tools"):
+        read(path, columns={"label": "x"}, format="messages")
+    with pytest.raises(UserError, match="no such role: wat"):
+        read(path, columns={"wat": "x"})
+
+
+def test_text_stays_text(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "plain", "prompt": "a", "completion": "b"}])
+    assert [document.text for document in read(path, "any")] == ["plain"]
+    assert [document.text for document in read(path, "text")] == ["plain"]
+    path = write_rows(tmp_path / "b.parquet", [{"text": "plain"}])
+    assert [document.text for document in read(path, "sft")] == ["plain"]
+    (tmp_path / "c.txt").write_text("words")
+    assert [document.text for document in read(tmp_path / "c.txt", "sft")] == ["words"]
+    path = write_rows(tmp_path / "d.jsonl", [{"messages": TALK}])  # plainly a conversation, whatever is trained
+    assert read(path, "any")[0].example is not None
+
+
+@pytest.mark.parametrize(
+    ("row", "wants", "said", "remedy"),
+    [
+        ({"messages": TALK}, "pairs", "its rows are conversations, and the objective learns from pairs", "kind=sft"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "its rows are preference pairs", "kind=dpo"),
+        ({"text": "words"}, "pairs", "is plain text, and the objective learns from pairs", "kind=sft"),
+        ({"prompt": "a", "completion": "b"}, "kto", "its rows are completions", "kind=sft"),
+        ({"question": "a", "answer": "b"}, "sft", "no column that is plainly the text or an answer; it has: question",
+         "data.columns={messages: NAME}"),
+    ],
+)  # fmt: skip
+def test_rows_that_the_objective_does_not_learn_from(tmp_path, row, wants, said, remedy):
+    for suffix in ("jsonl", "parquet"):
+        with pytest.raises(UserError, match=said) as caught:
+            read(write_rows(tmp_path / f"a.{suffix}", [row]), wants)
+        assert remedy in (caught.value.remedy or "")
+
+
+def test_tables_come_before_their_description(tmp_path):
+    (tmp_path / "README.md").write_text("about")
+    write_rows(tmp_path / "train.json", [{"messages": TALK}])
+    assert len(read(tmp_path)) == 1
+    assert read(tmp_path)[0].example is not None
+    assert [document.text for document in read(tmp_path, "any")] == ["about"]
+
+
+def test_a_flaw_names_its_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n[1]\n" + json.dumps({"messages": TALK[:1]}) + "\n")
+    with pytest.raises(UserError) as caught:
+        read(path, format="messages")
+    assert caught.value.where == "a.jsonl:2"
+    tally = Tally()
+    corpus = open_corpus(Source(path=str(path)), "sft")
+    assert len(list(read_documents(corpus, on_error="skip", tally=tally))) == 1
+    assert tally.skipped == 2
+
+
+TEXT = st.text(max_size=8)
+CALLS = st.dictionaries(TEXT, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT, max_size=3)
+MESSAGE = st.builds(
+    Message,
+    st.sampled_from(["system", "user", "assistant", "tool"]),
+    TEXT,
+    st.lists(CALLS, max_size=2).map(tuple),
+    st.none() | TEXT,
+    st.none() | TEXT,
+    st.none() | TEXT,
+    st.booleans(),
+)
+TURNS = TEXT | st.lists(MESSAGE, max_size=3).map(tuple)
+
+
+@given(
+    st.builds(
+        Example,
+        TEXT,
+        st.sampled_from(["chat", "completion", "pair", "kto"]),
+        TURNS,
+        st.lists(TURNS, max_size=2).map(tuple),
+        st.none() | st.booleans(),
+        st.lists(CALLS, max_size=2).map(tuple),
+    )
+)
+def test_what_travels_comes_back(example):
+    assert from_wire(to_wire(example), example.source) == example
+
+
+def stdlib(name: str, wants: str) -> list[Example]:
+    corpus = open_corpora(Data(builtin=name), wants)[0]
+    return [found.example for found in read_documents(corpus, on_error="stop", tally=Tally()) if found.example]
+
+
+def test_the_standard_library_answers_questions():
+    found = stdlib("stdlib-chat", "sft")
+    assert len(found) > 2000
+    questions = [texts_of(example)[0] for example in found]
+    answers = [texts_of(example)[1] for example in found]
+    assert len(set(questions)) == len(questions)
+    assert len(set(answers)) == len(answers)
+    assert all(len(answer) <= 1500 for answer in answers)
+    assert not any(ast.get_docstring(ast.parse(answer).body[0]) for answer in answers)
+    assert len({question.split()[0] + question.split()[1] for question in questions}) >= 4
+    own = [example for example in found if example.source.startswith("textwrap.py:")]
+    assert any("def dedent(text):" in texts_of(example)[1] for example in own)
+
+
+def test_the_standard_library_prefers_answers():
+    found = stdlib("stdlib-pairs", "pairs")
+    assert found == stdlib("stdlib-pairs", "pairs")
+    assert len(found) > 2000
+    for example in found:
+        chosen, rejected = (answer[0].content for answer in example.answers)
+        assert chosen != rejected
+    sizes = [[len(answer[0].content) for answer in example.answers] for example in found]
+    longer = sum(a > b for a, b in sizes) / len(sizes)
+    assert 0.4 < longer < 0.99, "length alone would tell nearly every pair"
