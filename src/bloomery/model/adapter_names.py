@@ -13,6 +13,7 @@ from bloomery.model.names import places
 from bloomery.recipe.schema import Lora
 
 ALL_LINEAR, NORMS = "all-linear", "norms"
+VALUES = "score"
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 
@@ -51,7 +52,8 @@ class Adaptation:
 def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     """Raises UserError when a name matches nothing, or two settings contradict each other."""
     targets = target_modules(config, adapter.targets)
-    whole = whole_modules(config, adapter.train_also)
+    # Nothing is known yet of a reward model's values, as in PEFT's adapters of classifiers.
+    whole = whole_modules(config, adapter.train_also + ([VALUES] if config.head == "values" else []))
     if both := [name for name in targets if name in whole]:
         problem = f"{both[0]} is both adapted and trained in full"
         raise UserError(problem, where="adapter.train_also", remedy="name it in one of the two", code=2)

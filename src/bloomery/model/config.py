@@ -60,6 +60,7 @@ class ModelConfig:
     final_softcap: float | None = None
     scale_embeddings: bool = False
     tie_embeddings: bool = False
+    head: Literal["tokens", "values"] = "tokens"  # what is made of the last hidden states: logits, or one number each
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0

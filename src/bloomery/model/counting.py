@@ -23,7 +23,9 @@ def _shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block(config)}
     shapes |= dict(_norm(config, "model.norm", width))
-    if not config.tie_embeddings:
+    if config.head == "values":
+        shapes["score.weight"] = (1, width)
+    elif not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, width)
     return tuple(shapes.items())
 
@@ -74,6 +76,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool
     Backward is twice forward; recomputation (activation checkpointing, scores in chunks) does not count.
     """
     weights = config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
-    weights += config.vocab_size * config.hidden_size
+    weights += (1 if config.head == "values" else config.vocab_size) * config.hidden_size
     attention = config.num_layers * 4 * sequence_length * config.query_width
     return float(2 * weights + attention) * (3 if backward else 1)

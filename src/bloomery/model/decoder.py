@@ -108,9 +108,7 @@ class Block(nn.Module):
         self.self_attn = Attention(config, layer, backend)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None = None) -> Tensor:
         """Two additions to the residual stream; a norm stands before each, after each, or on both sides."""
         before, after = self.placement != "after", self.placement != "before"
         y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
@@ -203,12 +201,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config, attention or plain_backend(config))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.head == "values":
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        else:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:
         """Makes the head share the embedding's weight, if the config says so; repeat after replacing parameters."""
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.config.head == "tokens":
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -226,4 +227,6 @@ class Decoder(nn.Module):
         documents_BT: int64, numbers the documents of a packed row from 0, padding is -1; attention stays inside one.
         """
         hidden_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
+        if self.config.head == "values":
+            return head(hidden_BTD, self.score, None)
         return head(hidden_BTD, self.lm_head, self.config.final_softcap)

@@ -254,8 +254,30 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     if facts.get("positions") != "learned":
         facts |= rope_facts(fields, max_positions=facts["max_positions"], head_dim=facts["head_dim"])
     facts |= family.extra(fields, facts)
+    if _gives_values(hf, where):
+        facts["head"] = "values"
     facts |= {key: fields.token(key, facts["vocab_size"]) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return checked(ModelConfig(**facts), where=where)
+
+
+def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
+    """Whether it is a reward model: transformers' classifier of a text with a single label. UserError for several."""
+    architectures, labels = hf.get("architectures"), hf.get("id2label")
+    stated = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if not str(stated).endswith("ForSequenceClassification"):
+        return False
+    count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)  # transformers' default is 2
+    if count != 1:
+        problem = f"a classifier of {str(count)[:20]} labels gives no single value"
+        raise UserError(problem, where=where, remedy="choose a reward model, or the model that it was made from")
+    return True
+
+
+def _classifier(family: str) -> Facts:
+    """What transformers says of a model with one value a text."""
+    stem = FAMILIES[family].architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    name = f"{'Gemma3Text' if family == 'gemma3_text' else stem}ForSequenceClassification"
+    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, int]:
@@ -315,6 +337,8 @@ def _stated(config: ModelConfig) -> Facts:
         stated |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
     if config.positions == "rotary":
         stated |= rope_keys(config)
+    if config.head == "values":
+        stated |= _classifier(config.family)
     return stated | family.write(config)
 
 

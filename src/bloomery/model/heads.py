@@ -1,4 +1,4 @@
-"""What runs on the last hidden states inside `Decoder.forward`: scores of labels, or logits.
+"""What runs on the last hidden states inside `Decoder.forward`: scores of labels, logits, or values.
 
 Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label to learn), C rows of one chunk,
 U entries of one tile of the vocabulary.
@@ -39,6 +39,16 @@ class LastLogits:
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         return capped(output(hidden_BTD[:, -1]), softcap)
+
+
+@dataclass(frozen=True)
+class Values:
+    """One float32 number a position, [B, T], of an output layer with one row: what a reward model says."""
+
+    def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        assert output.out_features == 1 and softcap is None, "this model gives logits"
+        with torch.autocast(hidden_BTD.device.type, enabled=False):  # bfloat16 would give values three digits
+            return F.linear(_exact(hidden_BTD), _exact(output.weight)).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -146,9 +156,7 @@ class _LabelScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
-    ) -> Tensor:
+    def forward(ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings) -> Tensor:
         log_sums, exact = _chosen(_log_sums, settings), torch.promote_types(hidden_ND.dtype, torch.float32)
         sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=exact)
         labelled_N = torch.zeros_like(sums_N)

@@ -139,6 +139,18 @@ def orpo_loss(pairs: Pairs, *, beta: float) -> LossParts:
     return parts._replace(metrics={**parts.metrics, **more})
 
 
+def reward_loss(values_BT: Tensor, sequences_BT: Tensor) -> LossParts:
+    """-log sigmoid(the chosen answer's value - the rejected one's), values read at the last token of each text.
+
+    Bradley and Terry's model, as in arXiv:2203.02155, eq. 1, of one comparison a prompt.
+    """
+    following_BT = F.pad(sequences_BT[:, 1:], (0, 1), value=-1)
+    last_BT = (sequences_BT != following_BT).to(values_BT.dtype)
+    chosen_P, rejected_P = sequence_sums(values_BT * last_BT, sequences_BT).view(-1, 2).unbind(1)
+    there_P = there_pairs(sequences_BT)
+    return pair_parts(-F.logsigmoid(chosen_P - rejected_P), (chosen_P, rejected_P), there_P)
+
+
 def kto_drift(twins: Answers, reference: Answers, there_P: Tensor) -> Tensor:
     """[2]: how much likelier than at the start answers of other prompts are, summed, and how many there are."""
     return mean_of(twins.score_P - reference.score_P, there_P)

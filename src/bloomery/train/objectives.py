@@ -9,7 +9,7 @@ from torch import Tensor
 from bloomery.data.loader import Batch
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import Head, LabelScores
+from bloomery.model.heads import Head, LabelScores, Values
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import forward, looking, to_device
@@ -23,6 +23,7 @@ from bloomery.train.losses import (
     next_token_loss,
     orpo_loss,
     pairs_of,
+    reward_loss,
     sequence_sums,
     simpo_loss,
     there_pairs,
@@ -77,10 +78,12 @@ def build_objective(plan: Plan) -> Objective:
         return preference(asked, scoring)
     if isinstance(asked, Kto):
         return marked(asked, scoring, plan.train.precision)
+    if asked.kind == "reward":
+        return rewarding()
     raise UserError(
         f"objective.kind={asked.kind} is not in this version of Bloomery",
         where="objective.kind",
-        remedy="set objective.kind to pretrain, sft, dpo, ipo, simpo, orpo or kto",
+        remedy="set objective.kind to pretrain, sft, dpo, ipo, simpo, orpo, kto or reward",
         code=2,
     )
 
@@ -110,6 +113,16 @@ def preference(asked: Preference | SimPo | OrPo, scoring: Scoring) -> Objective:
         return dpo_loss(pairs, reference, beta=asked.beta, label_smoothing=asked.label_smoothing)
 
     return Objective(head=scoring, loss=loss, count=_count_pairs, per="pair")
+
+
+def rewarding() -> Objective:
+    """One number a text: higher for the chosen answer of a pair."""
+
+    def loss(values_BT: Tensor, batch: Batch) -> LossParts:
+        assert batch.sequences is not None, "pairs are numbered"
+        return reward_loss(values_BT, batch.sequences)
+
+    return Objective(head=lambda _batch: Values(), loss=loss, count=_count_pairs, per="pair")
 
 
 def marked(asked: Kto, scoring: Scoring, precision: str) -> Objective:
