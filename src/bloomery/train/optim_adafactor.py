@@ -1,7 +1,7 @@
 """Adafactor (arXiv:1804.04235): second moments as rows and columns, updates clipped, no wait for the device."""
 
 import math
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +65,13 @@ class Adafactor(torch.optim.Optimizer):
             step_NRC = update.piece(rows) * factor_N.view(-1, *[1] * run[0].ndim)
             self._move(run, rows, step_NRC, keep=keep, step=int(step))
 
-    def _move(self, run: list[nn.Parameter], rows: slice, step_NRC: Tensor, *, keep: object, step: int) -> None:
+    def _move(self, run: list[nn.Parameter], rows: slice, step_NRC: Tensor, *, keep: Any, step: int) -> None:
         weights = [p.detach()[rows] for p in run]
         if weights[0].dtype == torch.float32:
-            torch._foreach_mul_(weights, keep)  # type: ignore[arg-type]
+            torch._foreach_mul_(weights, keep)
             torch._foreach_add_(weights, list(step_NRC.unbind(0)))
             return
-        moved_NRC = stacked(weights).to(torch.float32).mul_(keep).add_(step_NRC)  # type: ignore[arg-type]
+        moved_NRC = stacked(weights).to(torch.float32).mul_(keep).add_(step_NRC)
         for parameter, weight, moved in zip(run, weights, moved_NRC, strict=True):
             self._rounding.write(weight, moved, parameter, step, rows.start or 0)
 

@@ -70,6 +70,24 @@ class Rounding:
             target.copy_(exact)
 
 
+@final
+@dataclass(frozen=True)
+class Span:
+    """The numbers from `start` to `stop` of a flat parameter."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of them in a tensor of the parameter's shape."""
+        return tensor.view(-1)[self.start : self.stop]
+
+
 def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object]) -> list[list[nn.Parameter]]:
     """Runs of parameters with equal keys, of one piece's size together, or alone when larger; in a fixed order."""
     waiting: dict[object, list[nn.Parameter]] = {}

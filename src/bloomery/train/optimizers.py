@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from bloomery.errors import UserError
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim_adafactor import Adafactor
+from bloomery.train.optim_adamw import LeanAdamW
+from bloomery.train.optim_backward import InBackward, head_weights
+from bloomery.train.optim_home import Beside, Home, Host
 from bloomery.train.optim_pieces import Rounding
 
 # Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
@@ -80,10 +83,15 @@ class Muon(torch.optim.Optimizer):
 
 @final
 class Optimizer:
-    """One or two torch optimizers behind one face. Gradients are read from the parameters, as in torch."""
+    """torch optimizers behind one face, one or two or one a parameter. Gradients are read from the parameters."""
 
-    def __init__(self, members: list[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> None:
-        self._members, self._names = members, dict(names)
+    def __init__(
+        self,
+        members: list[torch.optim.Optimizer],
+        names: Mapping[nn.Parameter, str],
+        backward: InBackward | None = None,
+    ) -> None:
+        self._members, self._names, self._backward = members, dict(names), backward
         for group in self._groups():
             group["peak"] = group["lr"]
 
@@ -100,19 +108,47 @@ class Optimizer:
         """torch's own behind this one, for tools that look into them."""
         return list(self._members)
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a step is `begin_step`, backward, `finish_step`, and not backward, `step`."""
+        return self._backward is not None
+
     def step(self, share: float) -> None:
         """One update with `share` of each peak learning rate."""
-        for group in self._groups():
-            group["lr"] = group["peak"] * share  # type: ignore[operator]
+        self._set_rate(share)
         for member in self._members:
             member.step()
 
+    def begin_step(self, share: float, *, factor: float, clip: float | None) -> None:
+        """The next backward updates; its gradients are `factor` times too large. AdamW clips each to a norm of `clip`.
+
+        Adafactor clips its updates, and needs no clipping of gradients.
+        """
+        assert self._backward is not None
+        self._set_rate(share)
+        self._backward.begin(factor=factor, clip=None if isinstance(self._members[0], Adafactor) else clip)
+
+    def finish_step(self) -> float:
+        """After that backward: the norm over all gradients; not finite if one was not, and then not all has moved."""
+        assert self._backward is not None
+        return self._backward.finish()
+
+    def _set_rate(self, share: float) -> None:
+        for group in self._groups():
+            group["lr"] = group["peak"] * share  # type: ignore[operator]
+
     def zero_grad(self) -> None:
+        """Drops every gradient, and what a backward that was cut short has left."""
+        if self._backward is not None:
+            self._backward.drop()
         for parameter in self._names:
             parameter.grad = None
 
     def named_tensors(self) -> dict[str, Tensor]:
         """State with dimensions by "parameter.slot"; the tensors themselves, not copies."""
+        for member in self._members:
+            if isinstance(member, LeanAdamW):
+                member.settle()
         return {name: value for name, value in self._slots() if value.ndim > 0}
 
     def scalars(self) -> dict[str, float]:
@@ -129,7 +165,7 @@ class Optimizer:
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
         """Replaces all state by copies of what `named_tensors` and `scalars` gave.
 
-        Raises UserError for state of parameters that this model does not train.
+        Raises UserError for state of parameters that this model does not train, or of another kind than its own.
         """
         stored: dict[str, dict[str, Tensor]] = {}
         for key, value in [*tensors.items(), *((k, torch.tensor(v, dtype=torch.float32)) for k, v in scalars.items())]:
@@ -142,7 +178,14 @@ class Optimizer:
                 for parameter in group["params"]:
                     slots = stored.get(self._names[parameter])
                     if slots is not None:
-                        member.state[parameter] = _placed(slots, parameter, fused=bool(group.get("fused")))
+                        member.state[parameter] = self._adopted(member, parameter, slots, group)
+
+    def _adopted(
+        self, member: torch.optim.Optimizer, parameter: nn.Parameter, slots: dict[str, Tensor], group: dict[str, object]
+    ) -> dict[str, Tensor]:
+        if isinstance(member, LeanAdamW):
+            return member.adopted(parameter, slots, name=self._names[parameter])
+        return _placed(slots, parameter, fused=bool(group.get("fused")))
 
     def _refuse_strangers(self, stored: Mapping[str, object]) -> None:
         strangers = sorted(set(stored) - set(self._names.values()))
@@ -176,21 +219,34 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     Muon at `matrix_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rounding = Rounding({p: name for name, p in named.items()}, seed, plan.stochastic_rounding)
-    if plan.kind == "adafactor":
-        groups = _decay_groups(named, plan.weight_decay)
-        members: list[torch.optim.Optimizer] = [Adafactor(groups, lr=plan.learning_rate, rounding=rounding)]
-    elif plan.kind == "muon":
+    names = {p: name for name, p in named.items()}
+    rounding = Rounding(names, seed, plan.stochastic_rounding)
+    if plan.in_backward:
+        rules = {p: _lean(_decay_groups({name: p}, plan.weight_decay), plan, rounding) for name, p in named.items()}
+        return Optimizer(list(rules.values()), names, InBackward(rules, head_weights(model)))
+    if plan.kind == "muon":
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
         muon = Muon(inside, lr=plan.matrix_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
-        members = [muon, _adamw(rest, plan)]
-    else:
-        members = [_adamw(named, plan)]
-    return Optimizer(members, {p: name for name, p in named.items()})
+        return Optimizer([muon, _torchs(rest, plan)], names)
+    plain = plan.kind == "adamw" and plan.states == "float32"
+    if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
+        return Optimizer([_torchs(named, plan)], names)
+    return Optimizer([_lean(_decay_groups(named, plan.weight_decay), plan, rounding)], names)
 
 
-def _adamw(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
+def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
     groups = _decay_groups(named, plan.weight_decay)
     return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, fused=plan.fused)
+
+
+def _lean(groups: list[dict[str, object]], plan: OptimizerPlan, rounding: Rounding) -> Adafactor | LeanAdamW:
+    if plan.kind == "adafactor":
+        return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
+    assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
+    home: Home = Host() if plan.paged or plan.offload else Beside()
+    return LeanAdamW(
+        groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, states=plan.states, rounding=rounding,
+        home=home,
+    )  # fmt: skip

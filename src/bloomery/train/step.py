@@ -82,18 +82,24 @@ def train_step(
         batches = objective.before(trainee.model, batches)
     factor = trainee.scale.value if trainee.scale is not None else 1.0
     total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
+    inside: Tensor | None = None  # the norm that an optimizer in backward saw
     for batch in batches:
         parts = compute_loss(trainee.model, to_device(batch, device), objective, precision=plan.precision)
-        (parts.total * (factor / count)).backward()  # type: ignore[no-untyped-call]
+        scaled = parts.total * (factor / count)
+        if trainee.optimizer.in_backward:
+            assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
+            inside = total.new_tensor(update_in_backward(trainee, scaled, factor=factor, clip=plan.clip, share=share))
+        else:
+            scaled.backward()  # type: ignore[no-untyped-call]
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
     gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
     means = [some[0] / some[1] for some in sums.values()]
-    loss, norm, *told = torch.stack([total / count, global_norm(gradients) / factor, *means]).tolist()
+    loss, norm, *told = torch.stack([total / count, norm_of(gradients, factor, inside), *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
     metrics = {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
     result = StepResult(loss, norm, overflowed, round(learned), metrics)
-    if result.taken:
+    if result.taken and inside is None:
         scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
         trainee.updating = True
         with nullcontext() if trainee.checkup is None else trainee.checkup.watching():
@@ -103,6 +109,27 @@ def train_step(
         trainee.scale.update(finite=result.taken)
     trainee.optimizer.zero_grad()
     return result
+
+
+def update_in_backward(trainee: Trainee, scaled: Tensor, *, factor: float, clip: float | None, share: float) -> float:
+    """Backward that updates as it goes: the norm over all gradients, not finite where it stopped half-way.
+
+    From a loss that is not finite (NaN is returned) nothing goes backward: the host waits here to know it.
+    """
+    if not math.isfinite(scaled.item()):
+        return math.nan
+    trainee.updating = True
+    with nullcontext() if trainee.checkup is None else trainee.checkup.watching(gradients=False):
+        trainee.optimizer.begin_step(share, factor=factor, clip=clip)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        norm = trainee.optimizer.finish_step()
+    trainee.updating = False
+    return norm
+
+
+def norm_of(gradients: Sequence[Tensor], factor: float, inside: Tensor | None) -> Tensor:
+    """Without the loss scale; `inside` where an optimizer in backward has seen them, and freed them."""
+    return global_norm(gradients) / factor if inside is None else inside
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

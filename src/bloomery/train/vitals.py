@@ -44,9 +44,9 @@ class Checkup:
         return step in EARLY or step % every == 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the update of the weights, while the gradients stand."""
-        self._without = self._share_without_gradient()
+    def watching(self, *, gradients: bool = True) -> Iterator[None]:
+        """Around the update of the weights, while the gradients stand; without them they are not spoken of."""
+        self._without = self._share_without_gradient() if gradients else None
         before = [_sampled(p).clone() for p in self._parameters.values()]
         yield
         changes = torch._foreach_sub([_sampled(p) for p in self._parameters.values()], before)

@@ -1,0 +1,125 @@
+"""Where the states of an optimizer wait for their step: beside the weights, or in the host's memory."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from bloomery.train.optim_pieces import gathered
+
+# Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
+Kept = list[list[list[Tensor]]]
+
+
+class Home(Protocol):
+    def place(self, fresh: Tensor) -> Tensor:
+        """A new state, or one from a checkpoint, where it is at home."""
+        ...
+
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
+        """The states of one piece after the other, on the device, spans one behind the other."""
+        ...
+
+    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
+        """What became of one moment of the piece that was last brought, back home."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when the host may read every state."""
+        ...
+
+
+@final
+class Beside:
+    """In the memory of the weights' own device."""
+
+    def place(self, fresh: Tensor) -> Tensor:
+        return fresh
+
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:  # noqa: ARG002
+        for piece in pieces:
+            yield [[gathered(parts) for parts in moment] for moment in piece]
+
+    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
+        for value, parts in zip(values, targets, strict=True):
+            put_back(value, parts)
+
+    def settle(self) -> None:
+        return
+
+
+def put_back(value: Tensor, parts: Sequence[Tensor], *, non_blocking: bool = False) -> None:
+    """Cut where its parts were joined; nothing to do where it is the part itself."""
+    if len(parts) == 1:
+        if value.data_ptr() != parts[0].data_ptr():
+            parts[0].copy_(value, non_blocking=non_blocking)
+        return
+    cut = value.split_with_sizes([len(part) for part in parts])
+    torch._foreach_copy_(list(parts), list(cut), non_blocking=non_blocking)
+
+
+@final
+class Host:
+    """In pinned memory of the host. Pieces visit the device in turn: one is worked on, one comes, one or two go.
+
+    Copies run on a stream of their own beside the work. Device memory: four pieces of states at most, whatever the
+    model's size. For weights on the host it is the same as `Beside`.
+    """
+
+    def __init__(self) -> None:
+        self._beside = Beside()
+        self._stream: torch.cuda.Stream | None = None
+        self._going: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+
+    def place(self, fresh: Tensor) -> Tensor:
+        if fresh.device.type == "cpu":
+            return fresh
+        return torch.empty_like(fresh, device="cpu", pin_memory=True).copy_(fresh)
+
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
+        if device.type == "cpu":
+            yield from self._beside.visits(pieces, device)
+            return
+        ahead = self._bring(pieces[0], device)
+        for number in range(len(pieces)):
+            brought, here = ahead
+            if number + 1 < len(pieces):
+                ahead = self._bring(pieces[number + 1], device)
+            torch.cuda.current_stream(device).wait_event(here)
+            yield brought
+
+    def _bring(self, piece: Kept, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:
+        """Room is made on the stream that will use it, so that the allocator knows when it is free again."""
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        rooms = [[_room(parts, device) for parts in moment] for moment in piece]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for moment, kinds in zip(piece, rooms, strict=True):
+                for parts, room in zip(moment, kinds, strict=True):
+                    for part, place in zip(parts, room.split_with_sizes([len(p) for p in parts]), strict=True):
+                        place.copy_(part, non_blocking=True)
+            return rooms, self._stream.record_event()
+
+    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
+        if self._stream is None:
+            self._beside.send(values, targets)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(values[0].device))
+        with torch.cuda.stream(self._stream):
+            for value, parts in zip(values, targets, strict=True):
+                put_back(value, parts, non_blocking=True)
+            self._going.append((self._stream.record_event(), values))
+        while len(self._going) > 4:  # two moments a piece; what is on its way must live, and no longer
+            gone, _ = self._going.pop(0)
+            torch.cuda.current_stream(values[0].device).wait_event(gone)
+
+    def settle(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._going.clear()
+
+
+def _room(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    sizes = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    return torch.empty(sizes, dtype=parts[0].dtype, device=device)

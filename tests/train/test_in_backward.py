@@ -1,0 +1,171 @@
+import math
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors  # noqa: F401  (RECIPE: the corpus of conftest)
+from test_step import OBJECTIVE, batch, poisoned, weights
+
+from bloomery.monitor.events import Vitals, Warned
+from bloomery.train.optim_backward import InBackward
+from bloomery.train.state import build_state
+from bloomery.train.step import train_step
+
+KINDS = [
+    {"kind": "adafactor"},
+    {"kind": "adamw"},
+    {"kind": "adamw", "states": "int8"},
+    {"kind": "adamw", "states": "bfloat16", "offload": True},
+]
+MODES = ["none", "selective", "full", "every-2"]
+CONFIGS = {"tied": tiny_config(), "untied": tiny_config(tie_embeddings=False, attention_bias=True)}
+
+
+def trainee(*, config="tied", train=None, **optimizer):
+    plan = tiny_plan(
+        config=CONFIGS[config], optimizer=optimizer, train={"accumulation": 1, "clip": None} | (train or {})
+    )
+    return build_state(plan).trainee, plan.train
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
+def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precision):
+    train = {"precision": precision}
+    stochastic = {"stochastic_rounding": precision == "bfloat16-pure", "learning_rate": 0.02}
+    inside, plan = trainee(config=config, train=train, in_backward=True, **kind, **stochastic)
+    after, _ = trainee(
+        config=config, train=train, **(kind | stochastic | ({} if "states" in kind else {"offload": True}))
+    )
+    for step in range(3):
+        a = train_step(inside, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
+        b = train_step(after, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
+        assert a.taken
+        assert (a.loss, a.learned) == (b.loss, b.learned)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    assert inside.scale is None or inside.scale.clean_steps == 3
+    # Stacks form their sums in another order than tensors alone do; what is rounded at random may then fall elsewhere.
+    close = {"atol": 2e-2 if precision == "bfloat16-pure" else 1e-4 if "states" in kind else 1e-5, "rtol": 0}
+    for p, q in zip(weights(inside), weights(after), strict=True):
+        torch.testing.assert_close(p, q, **close)
+    assert inside.optimizer.scalars() == after.optimizer.scalars()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, config):
+    plain, plan = trainee(config=config, in_backward=True, kind="adafactor")
+    again, _ = trainee(config=config, train={"activation_checkpointing": mode}, in_backward=True, kind="adafactor")
+    for step in range(2):
+        train_step(plain, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
+        train_step(again, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
+    assert all(torch.equal(p, q) for p, q in zip(weights(plain), weights(again), strict=True))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_two_gradients_stand_at_most(monkeypatch, config):
+    who, plan = trainee(config=config, in_backward=True, kind="adafactor")
+    standing = []
+    update = InBackward._update
+
+    def watched(self, parameter):
+        standing.append(sum(p.grad is not None for p in who.model.parameters()))
+        update(self, parameter)
+
+    monkeypatch.setattr(InBackward, "_update", watched)
+    train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    assert len(standing) == len(list(who.model.parameters()))
+    assert max(standing) <= 2
+    # A tied weight's gradient stands from head to embedding; an untied head's until the next hook comes, at the latest.
+    assert sum(count == 2 for count in standing) <= (len(standing) if config == "tied" else 1)
+    assert all(p.grad is None for p in who.model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_the_first_bad_gradient_on_nothing_moves(kind):
+    who, plan = trainee(config="untied", in_backward=True, **kind)
+    train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    before = dict(zip(dict(who.model.named_parameters()), weights(who), strict=True))
+    states, steps = {k: v.clone() for k, v in who.optimizer.named_tensors().items()}, who.optimizer.scalars()
+    poison = who.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * math.inf)
+    result = train_step(who, [batch(2, 1)], OBJECTIVE, plan=plan, share=1.0)
+    poison.remove()
+    assert not result.taken
+    assert math.isfinite(result.loss)
+    moved = {name for name, p in who.model.named_parameters() if not torch.equal(p, before[name])}
+    assert {"lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"} <= moved
+    assert not any(name.startswith(("model.embed", "model.layers.0")) for name in moved)
+    assert "model.layers.1.mlp.up_proj.weight" not in moved
+    for name, value in who.optimizer.named_tensors().items():
+        if name.rpartition(".")[0] not in moved:
+            assert torch.equal(value, states[name]), name
+    for name, count in who.optimizer.scalars().items():
+        assert count == steps[name] + (name.rpartition(".")[0] in moved)
+    assert all(bool(p.isfinite().all()) for p in who.model.parameters())
+    assert not who.updating
+    assert train_step(who, [batch(2, 2)], OBJECTIVE, plan=plan, share=1.0).taken
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
+    who, plan = trainee(in_backward=True, kind="adafactor")
+    before = weights(who)
+    result = train_step(who, [batch(2)], poisoned(value), plan=plan, share=1.0)
+    assert not result.taken
+    assert all(torch.equal(p, q) for p, q in zip(weights(who), before, strict=True))
+    assert who.optimizer.named_tensors() == {}
+
+
+def test_adamw_clips_each_gradient_alone():
+    clipped, plan = trainee(in_backward=True, kind="adamw", train={"clip": 1e-3})
+    by_hand, _ = trainee(kind="adamw", offload=True)
+    train_step(clipped, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    for parameter in by_hand.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+    parts = OBJECTIVE.loss(by_hand.model(batch(2).tokens, positions_BT=batch(2).positions,
+        documents_BT=batch(2).documents, head=OBJECTIVE.head(batch(2))), batch(2))  # fmt: skip
+    (parts.total / batch(2).weights.sum()).backward()
+    for parameter in by_hand.model.parameters():
+        torch.nn.utils.clip_grad_norm_([parameter], 1e-3)
+    by_hand.optimizer.step(1.0)
+    slots = by_hand.optimizer.named_tensors()
+    for name, value in clipped.optimizer.named_tensors().items():
+        torch.testing.assert_close(value, slots[name], atol=1e-8, rtol=1e-4)
+
+
+def test_a_backward_that_was_cut_short_leaves_nothing_armed():
+    who, plan = trainee(in_backward=True, kind="adafactor")
+    bomb = who.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    assert who.updating  # weights and states do not fit together any more: the loop goes back to a checkpoint
+    bomb.remove()
+    who.optimizer.zero_grad()
+    before = weights(who)
+    OBJECTIVE.loss(who.model(batch(2).tokens, head=OBJECTIVE.head(batch(2))), batch(2)).total.backward()
+    assert all(torch.equal(p, q) for p, q in zip(weights(who), before, strict=True))
+    assert all(p.grad is not None for p in who.model.parameters())
+
+
+LEANEST = {"kind": "adafactor", "in_backward": True, "stochastic_rounding": True, "learning_rate": 0.3}
+RUNS = [
+    (LEANEST, {"precision": "bfloat16-pure", "activation_checkpointing": "full"}),
+    ({"kind": "adamw", "states": "int8", "in_backward": True, "paged": True}, {"precision": "bfloat16"}),
+    ({"kind": "adamw", "states": "bfloat16", "in_backward": True}, {"precision": "float16"}),
+    ({"kind": "adamw", "states": "int8", "stochastic_rounding": True}, {"precision": "bfloat16-pure"}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "train"), RUNS)
+def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
+    train = {"steps": 6, "accumulation": 1, "tokens_per_step": 64, "seed": 3} | train
+    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"learning_rate": 0.02} | optimizer)
+    whole = Run(plan, tmp_path / "whole")
+    first = Run(plan, tmp_path / "halves", stop_after=3)
+    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
+    assert first.losses() | second.losses() == whole.losses()
+    assert_same_tensors(second.tensors(6), whole.tensors(6))
+    assert whole.losses()[6] < whole.losses()[1] - 0.2
+    assert not whole.of(Warned)
+    assert all(vitals.no_gradient_share is None for vitals in whole.of(Vitals)) == bool(optimizer.get("in_backward"))

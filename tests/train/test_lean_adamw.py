@@ -1,0 +1,167 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bloomery.errors import UserError
+from bloomery.plan.types import OptimizerPlan
+from bloomery.train import optim_int8, optim_pieces
+from bloomery.train.optim_int8 import BLOCK, EightBit, Plain
+from bloomery.train.optim_pieces import Gate, Rounding, Span
+from bloomery.train.optimizers import build_optimizer
+
+PLAN = OptimizerPlan(
+    kind="adamw", learning_rate=0.01, matrix_learning_rate=0.01, momentum=0.95, betas=(0.9, 0.95), epsilon=1e-8,
+    weight_decay=0.1, fused=False, schedule="constant", floor=0.0, warmup_steps=0, decay_steps=0,
+)  # fmt: skip
+LEAN = [
+    {"states": "int8"},
+    {"states": "bfloat16"},
+    {"states": "int8", "stochastic_rounding": True},
+    {"states": "float32", "stochastic_rounding": True, "offload": True},
+]
+
+
+class Some(nn.Module):
+    def __init__(self, dtype=torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"wide": (40, 130), "tall": (70, 64), "again": (40, 130), "tiny": (3, 5), "bias": (40,)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter((torch.randn(shape, generator=generator) * 0.3).to(dtype)))
+
+
+def give(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        spread = torch.exp(torch.randn(parameter.shape, generator=generator) * 2)
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * spread).to(parameter.dtype)
+
+
+def train(model: nn.Module, optimizer, steps) -> None:
+    for step in steps:
+        give(model, step)
+        optimizer.step(1.0)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("piece", [2**17, 1024])
+def test_with_float32_states_it_is_torchs(monkeypatch, piece):
+    monkeypatch.setattr(optim_pieces, "CPU_PIECE", piece)
+    mine, theirs = Some(), Some()
+    lean = build_optimizer(mine, PLAN.model_copy(update={"offload": True}))
+    torchs = build_optimizer(theirs, PLAN)
+    assert isinstance(torchs.members[0], torch.optim.AdamW)
+    assert not isinstance(lean.members[0], torch.optim.AdamW)
+    train(mine, lean, range(8))
+    train(theirs, torchs, range(8))
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    expected = torchs.named_tensors()
+    assert lean.scalars() == torchs.scalars()
+    for name, value in lean.named_tensors().items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
+
+
+def test_states_take_the_bytes_that_the_plan_counts():
+    model = Some()
+    numbers = sum(p.numel() for p in model.parameters() if p.numel() >= optim_int8.SMALL)
+    for states, each in (("bfloat16", 4.0), ("int8", 2 + 8 / 256)):
+        optimizer = build_optimizer(model, PLAN.model_copy(update={"states": states}))
+        train(model, optimizer, range(1))
+        large = [p for name, p in optimizer.named_tensors().items() if name.split(".")[0] in ("wide", "tall", "again")]
+        assert sum(t.nbytes for t in large) == pytest.approx(numbers * each, rel=0.04)  # the last block is padded
+    assert optimizer.named_tensors()["bias.exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_are_near_and_what_is_read_again_is_written_the_same(signed):
+    generator = torch.Generator().manual_seed(4)
+    exact = torch.randn(64, BLOCK, generator=generator) * torch.logspace(-12, 3, 64)[:, None]
+    exact = (exact if signed else exact.square()).flatten()
+    exact[:BLOCK] = 0
+    moment = EightBit("exp_avg", signed=signed)
+    raw = moment.encoded(exact, [], 0)
+    assert raw[0].dtype == (torch.int8 if signed else torch.uint8)
+    read = moment.decoded(raw)
+    levels = 127 if signed else 255
+    top = exact.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).flatten()
+    share = (exact.abs() / top.clamp(min=1e-38)) ** 0.25
+    # Half a level to each side of a fourth power; squares never fall below the first level.
+    allowed = ((share + 0.5 / levels) ** 4 - share**4) * 1.001 + (0 if signed else levels**-4)
+    assert bool(((read - exact).abs() <= allowed * top + 1e-38).all())
+    assert bool((read[:BLOCK] == 0).all())
+    assert signed or bool((read[BLOCK:] > 0).all())
+    again = moment.encoded(read.clone(), [], 1)
+    assert all(torch.equal(a, b) for a, b in zip(raw, again, strict=True))
+
+
+def test_an_average_in_bfloat16_does_not_stand_still():
+    """1 - beta of a thousandth is less than the distance between bfloat16 numbers."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    moment = Plain("exp_avg_sq", torch.bfloat16, Rounding({parameter: "p"}, 0, stochastic=False))
+    state, span = moment.fresh(parameter), Span(parameter, 0, 4096)
+    state["exp_avg_sq"].fill_(1.0)
+    for step in range(400):
+        exact = moment.decoded(moment.raw(state, span)) * 0.999
+        (written,) = moment.encoded(exact, [span], step)
+        state["exp_avg_sq"].copy_(written)
+    assert state["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**400, rel=2e-3)
+
+
+@pytest.mark.parametrize("changes", LEAN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_goes_through_names_and_back_bitwise(changes, dtype):
+    plan = PLAN.model_copy(update=changes)
+    undisturbed = Some(dtype)
+    optimizer = build_optimizer(undisturbed, plan, seed=5)
+    train(undisturbed, optimizer, range(3))
+    tensors = {name: value.clone() for name, value in optimizer.named_tensors().items()}
+    resumed = copy.deepcopy(undisturbed)
+    again = build_optimizer(resumed, plan, seed=5)
+    again.load(tensors, optimizer.scalars())
+    train(undisturbed, optimizer, range(3, 6))
+    train(resumed, again, range(3, 6))
+    assert same(undisturbed, resumed)
+    final = again.named_tensors()
+    assert all(torch.equal(value, final[name]) for name, value in optimizer.named_tensors().items())
+
+
+@pytest.mark.parametrize("changes", LEAN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_closed_gate_keeps_every_bit(changes, dtype):
+    model = Some(dtype)
+    optimizer = build_optimizer(model, PLAN.model_copy(update=changes))
+    train(model, optimizer, range(2))
+    before, states = copy.deepcopy(model), {k: v.clone() for k, v in optimizer.named_tensors().items()}
+    for value in (float("nan"), 2.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.members[0].step(gate=Gate(torch.tensor(0.0), torch.tensor(float("nan"))))
+    assert same(model, before)
+    assert all(torch.equal(value, states[name]) for name, value in optimizer.named_tensors().items())
+
+
+def test_bfloat16_weights_move_by_less_than_a_bit_when_rounded_at_random():
+    model, still = (Some(torch.bfloat16) for _ in range(2))
+    before = copy.deepcopy(model)
+    slow = PLAN.model_copy(update={"learning_rate": 1e-6, "weight_decay": 0.0, "states": "bfloat16"})
+    train(model, build_optimizer(model, slow.model_copy(update={"stochastic_rounding": True})), range(3))
+    train(still, build_optimizer(still, slow), range(3))
+    moved = [(a != b).float().mean().item() for a, b in zip(model.parameters(), before.parameters(), strict=True)]
+    stood = [(a == b).float().mean().item() for a, b in zip(still.parameters(), before.parameters(), strict=True)]
+    assert min(stood[:3]) > 0.99
+    assert all(0 < share < 0.1 for share in moved[:3])
+
+
+def test_states_of_another_kind_are_refused():
+    model = Some()
+    optimizer = build_optimizer(model, PLAN.model_copy(update={"states": "int8"}))
+    train(model, optimizer, range(1))
+    other = build_optimizer(model, PLAN.model_copy(update={"states": "bfloat16"}))
+    with pytest.raises(UserError, match=r"wide\.exp_avg was not saved as optimizer\.states=bfloat16"):
+        other.load(optimizer.named_tensors(), optimizer.scalars())
