@@ -17,6 +17,7 @@ KINDS = {
     "nf4 without double": Quantize(base="nf4", double=False),
     "int8": Quantize(base="int8"),
 }
+SHAPES = [(32, 64), (24, 20), (7, 9), (300, 257)]  # whole blocks, a short one, an odd number, two pieces
 
 
 def weight_of(outputs: int, inputs: int) -> Tensor:
@@ -41,7 +42,7 @@ def test_bytes_held_are_bytes_said(kind, shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(32, 64), (24, 20), (7, 9), (300, 257)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_product_and_gradient_are_those_of_the_weight_read_back(kind, shape):
     stored = quantised(weight_of(*shape), kind)
     x = torch.randn(2, 5, shape[1], requires_grad=True)
@@ -131,13 +132,13 @@ def test_nothing_but_bytes_is_kept_for_backward():
 def test_a_weight_that_is_not_finite_is_refused(bad, kind):
     weight = weight_of(32, 64)
     weight[3, 5] = bad
-    with pytest.raises(UserError, match="model.layers.0.mlp.up_proj.weight holds weights that are not finite"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds weights that are not finite"):
         QuantisedWeight(weight.shape, KINDS[kind]).fill([weight], name="model.layers.0.mlp.up_proj.weight")
 
 
 def test_bitsandbytes_reads_what_we_store():
     pytest.importorskip("bitsandbytes", minversion="0.50")
-    weight = weight_of(64, 96)
+    weight = weight_of(64, 128)  # its kernel for processors (0.50.2) misreads rows that are not whole blocks
     ours, theirs = quantised(weight), QuantisedWeight(weight.shape, KINDS["nf4"], reader="bitsandbytes")
     theirs.fill([weight], name="w")
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,6 +1,6 @@
 """A frozen weight in 4 or 8 bits: its buffers, how it gets in, and what a layer asks of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -12,6 +12,8 @@ from bloomery.model.quantize_facts import BLOCK, buffer_bytes
 from bloomery.model.quantize_formats import quantise_int8, quantise_nf4, quantise_scales
 from bloomery.model.quantize_operator import Stored, dequantised, quantised_product, ready
 from bloomery.recipe.schema import Quantize
+
+AT_ONCE = 2**21  # weights that are quantised together: some 16 bytes each while that lasts
 
 
 @final
@@ -64,8 +66,8 @@ class QuantisedWeight(nn.Module):
         """
         quantise = quantise_int8 if self.base == "int8" else quantise_nf4
         first, found = 0, []
-        for piece in pieces:
-            codes, scales = quantise(piece.to(self.codes.device).flatten())
+        for part in self._parts(pieces):
+            codes, scales = quantise(part.to(self.codes.device).flatten())
             self.codes[first : first + len(codes)] = codes
             first += len(codes)
             found.append(scales)
@@ -82,3 +84,9 @@ class QuantisedWeight(nn.Module):
             self.outer.copy_(outer.view(torch.uint8))
         else:
             self.scales.copy_(scales.view(torch.uint8))
+
+    def _parts(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The same rows, in parts of whole blocks that take little memory while they are quantised."""
+        rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
+        for piece in pieces:
+            yield from torch.split(piece, rows)

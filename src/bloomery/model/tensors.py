@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, final
@@ -22,6 +23,7 @@ DTYPES = {
 }  # fmt: skip
 LARGEST_INDEX = 256 * 2**20
 LONGEST_NAME = 200
+STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
 AGAIN = "download or save the model again"
 
 
@@ -135,27 +137,78 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 @final
+class _Stage:
+    """Memory between a file and a device; on a GPU pinned, of two one is read into while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.buffer = device, torch.empty(0, dtype=torch.uint8)
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def memory(self, size: int) -> Tensor:
+        """So many bytes, once the last copy out of them is over."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if len(self.buffer) < size:
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.copied is not None)
+        return self.buffer[:size]
+
+    def sent(self, host: Tensor) -> Tensor:
+        if self.copied is None:
+            return host
+        there = host.to(self.device, non_blocking=True)
+        self.copied.record(torch.cuda.current_stream(self.device))
+        return there
+
+
+@final
 class Reader:
-    """Copies stored tensors into existing ones; keeps one file handle for each file. Used as a context."""
+    """Copies stored tensors into existing ones; keeps one file handle for each file. Used as a context.
+
+    A tensor that needs no cast is read where it belongs, any other through STAGE_BYTES: the host never holds a second
+    copy. Files are read and not mapped, as a mapped one whose disk fails ends the process without a word (SIGBUS).
+    """
 
     def __init__(self) -> None:
         self.stack, self.files = ExitStack(), dict[Path, BinaryIO]()
+        self.stages = dict[torch.device, list[_Stage]]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stages.clear()
         self.stack.close()
 
     def fill(self, target: Tensor, stored: Stored, *, first: int, transposed: bool) -> None:
         """target = rows `first`.. of the stored tensor (columns where it is transposed), cast to the target's dtype."""
         if transposed:
-            whole = self.read(stored, 0, stored.shape[0])
-            target.copy_(whole[:, first : first + target.shape[0]].t())
+            for start, piece in self.pieces(stored, 0, stored.shape[0], device=target.device):
+                target[:, start : start + len(piece)].copy_(piece[:, first : first + len(target)].t())
         elif target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
             self._into(target, stored, first)
         else:
-            target.copy_(self.read(stored, first, target.shape[0] if target.ndim else 1))
+            rows = target if target.ndim else target[None]
+            for start, piece in self.pieces(stored, first, len(rows), device=target.device):
+                rows[start : start + len(piece)].copy_(piece)
+
+    def pieces(
+        self, stored: Stored, first: int, rows: int, *, device: torch.device, multiple: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Rows `first`.. of a stored tensor on the device, as they are stored: (how many came before, a piece of them).
+
+        All but the last piece are of a multiple of `multiple` rows. A piece may only be read until the next is taken.
+        """
+        width = stored.shape[1:]
+        row = stored.dtype.itemsize * int(torch.Size(width).numel())
+        step = multiple * max(1, STAGE_BYTES // (row * multiple))
+        stages = cycle(
+            self.stages.setdefault(device, [_Stage(device) for _ in range(2 if device.type == "cuda" else 1)])
+        )
+        for start in range(0, rows, step):
+            stage, count = next(stages), min(step, rows - start)
+            host = stage.memory(count * row).view(stored.dtype).view(count, *width)
+            self._into(host, stored, first + start)
+            yield start, stage.sent(host)
 
     def read(self, stored: Stored, first: int, rows: int) -> Tensor:
         """Rows of a stored tensor, as they are stored."""
