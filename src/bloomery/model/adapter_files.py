@@ -26,7 +26,7 @@ from bloomery.model.renaming import to_hf_names
 from bloomery.model.tensors import Reader, Stored, stored_in
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def layout(config: ModelConfig, settings: Adaptation) -> dict[str, list[Part]]:
-    """The parts of each stored pair that this version writes."""
+def layout(config: ModelConfig, settings: Adaptation, *, shared: bool = False) -> dict[str, list[Part]]:
+    """The parts of each stored pair: side by side, or (`shared`, what others write) with one A for all of them."""
     where, found = places(config), dict[str, list[Part]]()
     for stored, modules in stored_modules(config).items():
         begin, parts = 0, []
@@ -51,7 +51,7 @@ def layout(config: ModelConfig, settings: Adaptation) -> dict[str, list[Part]]:
             if module in settings.pairs:
                 place, rank = where[f"{module}.weight"], settings.pairs[module].rank * (2 if settings.pissa else 1)
                 parts.append(Part(module, slice(place.first, place.first + place.rows), slice(begin, begin + rank)))
-                begin += rank
+                begin += 0 if shared else rank
         if parts:
             found[stored] = parts
     return found
@@ -77,7 +77,7 @@ def _stored(state: Mapping[str, Tensor], settings: Adaptation, config: ModelConf
         yield f"{stored}.lora_A.weight", torch.cat([A for A, _ in pairs]).contiguous()
         yield f"{stored}.lora_B.weight", B
         if settings.dora:
-            yield f"{stored}.lora_magnitude_vector", torch.cat([state[f"{p.module}.lora_magnitude"] for p in parts])
+            yield f"{stored}.{MAGNITUDE}", torch.cat([state[f"{p.module}.lora_magnitude"] for p in parts])
     whole = {name: state[name] for name in where if name.rpartition(".")[0] in settings.whole}
     stored_whole = to_hf_names(whole, config)
     yield from stored_whole.items()
@@ -141,14 +141,17 @@ def _whole_modules(settings: Adaptation, config: ModelConfig) -> list[str]:
 
 
 @torch.no_grad()
-def read_trained(model: nn.Module, settings: Adaptation, config: ModelConfig, folder: Path) -> None:
-    """Fills what training changes from a folder that `write_adapter` wrote for the same settings.
+def read_trained(
+    model: nn.Module, settings: Adaptation, config: ModelConfig, folder: Path, *, shared: bool = False
+) -> None:
+    """Fills what training changes: from a folder that `write_adapter` wrote for the same settings, or a `shared` one.
 
-    Raises UserError when something is missing or of another shape.
+    Raises UserError when something is missing.
     """
     tensors = stored_in(folder, TENSORS)
+    tensors |= {name.removesuffix(".weight"): each for name, each in tensors.items() if MAGNITUDE in name}
     with Reader() as reader:
-        for stored, parts in layout(config, settings).items():
+        for stored, parts in layout(config, settings, shared=shared).items():
             named = {kind: _found(tensors, f"{stored}.{kind}", folder) for kind in _kinds(settings)}
             held = {kind: reader.read(each, 0, each.shape[0]) for kind, each in named.items()}
             for part in parts:
@@ -161,7 +164,7 @@ def read_trained(model: nn.Module, settings: Adaptation, config: ModelConfig, fo
 
 
 def _kinds(settings: Adaptation) -> list[str]:
-    return ["lora_A.weight", "lora_B.weight"] + (["lora_magnitude_vector"] if settings.dora else [])
+    return ["lora_A.weight", "lora_B.weight"] + ([MAGNITUDE] if settings.dora else [])
 
 
 def _found(tensors: Mapping[str, Stored], name: str, folder: Path) -> Stored:
@@ -181,4 +184,4 @@ def _fill(module: nn.Module, part: Part, held: Mapping[str, Tensor]) -> None:
         module.first_A.copy_(A[module.rank :])
         module.first_B.copy_(-B[:, module.rank :])
     if module.dora:
-        module.lora_magnitude.copy_(held["lora_magnitude_vector"][part.outputs])
+        module.lora_magnitude.copy_(held[MAGNITUDE][part.outputs])

@@ -5,6 +5,7 @@ R rank of the pair, O outputs. LoRA: arXiv:2106.09685, DoRA: arXiv:2402.09353, P
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from bloomery.model.adapter_names import Adaptation, Pair, adaptation
 from bloomery.model.decoder import Decoder
+from bloomery.model.precision import widened
+from bloomery.model.quantize_weight import QuantisedWeight
 from bloomery.model.randomness import stream
 from bloomery.recipe.schema import Lora
 
@@ -36,8 +39,10 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
+        self.stored: QuantisedWeight | None = None  # W in 4 or 8 bits; then `weight` is None
         self.rank, self.scale = pair.rank, pair.scale
         self.dropout, self.dora, self.pissa = settings.dropout, settings.dora, settings.pissa
+        self.enabled = True
         like = torch.empty(0, dtype=DTYPES[settings.dtype], device=base.weight.device)
         self.lora_A = nn.Parameter(like.new_empty(pair.rank, base.in_features))
         self.lora_B = nn.Parameter(like.new_empty(base.out_features, pair.rank))
@@ -51,6 +56,8 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The products run in x's dtype, under autocast in its own, whatever the adapter's dtype is."""
+        if not self.enabled:
+            return self.base_product(x, self.bias)
         A, B = self.pair(x.dtype)
         inner = F.dropout(x, self.dropout) if self.dropout and self.training else x
         update = F.linear(F.linear(inner, A) * self.scale, B)
@@ -62,11 +69,14 @@ class LoraLinear(nn.Linear):
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias: the only place where the frozen matrix is multiplied."""
+        if self.stored is not None:
+            product: Tensor = self.stored(x, bias)
+            return product
         return F.linear(x, self.weight, bias)
 
     def base_weight(self) -> Tensor:
         """W as a matrix of floating-point numbers, however it is stored."""
-        return self.weight
+        return self.weight if self.stored is None else self.stored.dequantised(torch.float32)
 
     def pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [R, inputs] and B [outputs, R] of what is added to W, in that dtype."""
@@ -83,8 +93,8 @@ class LoraLinear(nn.Linear):
         A, B = A.detach(), B.detach()
         cross_RO = self.base_product(A, None)
         with torch.autocast(A.device.type, enabled=False):
-            A, B = A.float(), B.float()
-            squares = self.base_squares + 2 * self.scale * (B * cross_RO.float().T).sum(1)
+            A, B = widened(A), widened(B)
+            squares = self.base_squares + 2 * self.scale * (B * widened(cross_RO).T).sum(1)
             squares = squares + self.scale**2 * ((B @ (A @ A.T)) * B).sum(1)
         norms: Tensor = squares.clamp(min=0).sqrt()
         return norms
@@ -93,7 +103,7 @@ class LoraLinear(nn.Linear):
     def note_base(self) -> None:
         """Must run whenever W was read: what DoRA needs of it."""
         if self.dora:
-            self.base_squares.copy_(torch.linalg.vector_norm(self.base_weight(), dim=1, dtype=torch.float32).square())
+            self.base_squares.copy_(_norms(self.base_weight()).square())
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
@@ -102,7 +112,7 @@ class LoraLinear(nn.Linear):
         whole: Tensor = self.base_weight().float() + self.scale * (B @ A)
         if not self.dora:
             return whole
-        gain: Tensor = self.lora_magnitude.float() / torch.linalg.vector_norm(whole, dim=1)
+        gain = self.lora_magnitude.float() / _norms(whole)
         return whole * gain[:, None]
 
 
@@ -130,6 +140,31 @@ def adapt_as(model: Decoder, settings: Adaptation) -> None:
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     """The adapted linear maps, by full name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """The base alone; modules that are trained in full beside the adapters stay as they are."""
+    modules = [module for _, module in adapted(model)]
+    for module in modules:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.enabled = True
+
+
+def _norms(W: Tensor) -> Tensor:
+    """Of the rows, in float32 at least."""
+    norms: Tensor = torch.linalg.vector_norm(W, dim=1, dtype=torch.promote_types(W.dtype, torch.float32))
+    return norms
+
+
+def note_base(model: Decoder) -> None:
+    """Must run whenever frozen weights were read and `init_adapters` was not."""
+    for _, module in adapted(model):
+        module.note_base()
 
 
 @torch.no_grad()

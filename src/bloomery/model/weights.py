@@ -1,7 +1,7 @@
 """Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,13 +9,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.errors import UserError
-from bloomery.model.adapters import is_adapter
+from bloomery.model.adapter_files import is_adapter_folder, read_trained
+from bloomery.model.adapter_reading import base_folder, read_adaptation, refuse_other_base
+from bloomery.model.adapters import adapt_as, is_adapter, note_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
-from bloomery.model.names import places
+from bloomery.model.names import Place, places
 from bloomery.model.presets import read_config
+from bloomery.model.quantize import quantised_weights
+from bloomery.model.quantize_weight import QuantisedWeight
 from bloomery.model.randomness import stream
 from bloomery.model.renaming import to_hf_names
 from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards
@@ -25,6 +29,7 @@ SHARD_BYTES = 4 * 2**30
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
+VALUES = "score.weight"  # of a reward model
 RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -34,17 +39,30 @@ def load_decoder(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     attention: str | None = None,
+    base: Path | None = None,
 ) -> Decoder:
-    """The decoder in a folder of Hugging Face's layout, in evaluation mode.
+    """The decoder in a folder of Hugging Face's layout, or an adapter's with its base, in evaluation mode.
 
-    `dtype`: of the parameters; None keeps the one of the file. Raises UserError when the folder holds no such model.
+    `dtype`: of the parameters; None keeps the one of the file. `base`: of an adapter, where it is not the one that it
+    names. Raises UserError when the folder holds no such model.
     """
-    config = read_config(folder)
-    stored = stored_parameters(folder, config)  # before any memory is taken: a config may say anything
+    settings = None
+    source = folder
+    if is_adapter_folder(folder):
+        source = base or base_folder(folder)
+        refuse_other_base(folder, source)
+    config = read_config(source)
+    stored = stored_parameters(source, config)  # before any memory is taken: a config may say anything
+    if is_adapter_folder(folder):
+        settings, config = read_adaptation(folder, config)
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
     materialize(decoder, dtype=dtype or stored["model.embed_tokens.weight"].dtype, device=device)
-    read_model(decoder, folder)
+    read_model(decoder, source)
+    if settings is not None:
+        adapt_as(decoder, settings)
+        read_trained(decoder, settings, config, folder, shared=True)
+        note_base(decoder)
     return decoder.eval()
 
 
@@ -89,10 +107,16 @@ def init_weights(decoder: Decoder, seed: int) -> None:
         elif parameter.ndim == 1:
             parameter.fill_((last if name == "model.norm.weight" else 1.0) - offset)
         else:
-            std = config.initializer_range
-            if name.endswith(RESIDUAL):
-                std /= (2 * config.num_layers) ** 0.5
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=stream(seed, name)))
+            parameter.copy_(_drawn(name, parameter.shape, config, seed))
+    for name, weight in quantised_weights(decoder):
+        weight.fill([_drawn(name, (weight.outputs, weight.inputs), config, seed)], name=name)
+
+
+def _drawn(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
+    std = config.initializer_range
+    if name.endswith(RESIDUAL):
+        std /= (2 * config.num_layers) ** 0.5
+    return torch.empty(shape).normal_(0.0, std, generator=stream(seed, name))
 
 
 def model_state(decoder: nn.Module) -> dict[str, Tensor]:
@@ -129,37 +153,60 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 @torch.no_grad()
-def read_model(decoder: Decoder, folder: Path) -> None:
+def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
-    Raises UserError as `stored_parameters` does.
+    `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
+    `stored_parameters` does.
     """
-    stored, where = stored_parameters(folder, decoder.config), places(decoder.config)
+    config = decoder.config
+    stored, where = stored_parameters(folder, config, headless=seed is not None), places(config)
     with Reader() as reader:
         for name, parameter in decoder.named_parameters():
             if is_adapter(name):
                 continue
+            if name not in stored:
+                drawn = torch.empty(parameter.shape)
+                parameter.copy_(drawn.normal_(0.0, config.initializer_range, generator=stream(seed or 0, name)))
+                continue
             place = where[name]
             reader.fill(parameter.data, stored[name], first=place.first, transposed=place.transposed)
+        for name, weight in quantised_weights(decoder):
+            _read_quantised(weight, stored[name], where[name], reader, name)
 
 
-def stored_parameters(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+def _read_quantised(weight: QuantisedWeight, stored: Stored, place: Place, reader: Reader, name: str) -> None:
+    device = weight.codes.device
+    if place.transposed:  # its rows lie across the file: the one case where a whole tensor is held
+        whole = torch.empty(weight.outputs, weight.inputs, dtype=stored.dtype, device=device)
+        reader.fill(whole, stored, first=place.first, transposed=True)
+        weight.fill([whole], name=name)
+        return
+    pieces = reader.pieces(stored, place.first, weight.outputs, device=device, multiple=weight.rows_at_once)
+    weight.fill((piece for _, piece in pieces), name=name)
+
+
+def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = False) -> dict[str, Stored]:
     """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
 
-    Raises UserError when a tensor is missing, unexpected, or of another shape than the config says.
+    `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
+    another shape than the config says.
     """
     found = _named_as_saved(find_tensors(folder), config)
     shapes, where = parameter_shapes(config), places(config)
     for name, place in where.items():
         stored, expected = found.get(place.name), place.stored_shape(shapes[name])
+        if stored is None and headless and name == VALUES:
+            continue
         if stored is None:
             raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
         if stored.shape != expected:
             raise UserError(
                 f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
-                where=str(stored.path), remedy="put the config.json there that was saved with these weights",
+                where=str(stored.path),
+                remedy="put the config.json there that was saved with these weights",
             )
-    return {name: found[place.name] for name, place in where.items()}
+    return {name: found[place.name] for name, place in where.items() if place.name in found}
 
 
 def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
@@ -169,7 +216,7 @@ def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, 
     if not expected & found.keys():
         found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
     surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
-    surplus -= {"lm_head.weight"} if config.tie_embeddings else set()
+    surplus -= {"lm_head.weight"} if config.tie_embeddings or config.head == "values" else set()
     if surplus and expected <= found.keys():
         raise UserError(
             f"{min(surplus)} has no place in a {config.family} model",

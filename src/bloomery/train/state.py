@@ -13,9 +13,10 @@ from bloomery.data.loader import Cursor
 from bloomery.errors import UserError
 from bloomery.model.adapter_files import read_trained
 from bloomery.model.adapter_names import Adaptation, adaptation
-from bloomery.model.adapters import adapt_as, adapted, init_adapters, is_adapter, trained_state
+from bloomery.model.adapters import adapt_as, adapted, init_adapters, is_adapter, note_base, trained_state
 from bloomery.model.base import Base, base_of
 from bloomery.model.decoder import Decoder
+from bloomery.model.quantize import quantise
 from bloomery.model.weights import init_weights, read_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.types import Plan
@@ -115,6 +116,8 @@ def empty_model(plan: Plan) -> Decoder:
         model = Decoder(plan.model.config, attention=plan.model.attention)
         if (settings := settings_of(plan)) is not None:
             adapt_as(model, settings)
+    if plan.quantize.base != "none":
+        quantise(model, plan.quantize, reader=plan.quantised_by)
     prepare_weights(model, plan.train.precision)
     return model
 
@@ -166,7 +169,7 @@ def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool 
 def _begin(model: Decoder, plan: Plan) -> None:
     """The weights of the model that training starts from."""
     if plan.model.source is not None:
-        read_model(model, plan.model.source)
+        read_model(model, plan.model.source, seed=plan.train.seed)
     else:
         init_weights(model, plan.train.seed)
 
@@ -177,8 +180,7 @@ def _read_base(state: TrainState, plan: Plan, folder: Path) -> None:
     if state.base is not None and stored is not None:
         state.base.refuse_change(stored["digest"], where=str(folder))
     _begin(state.trainee.model, plan)
-    for _, module in adapted(state.trainee.model):
-        module.note_base()
+    note_base(state.trainee.model)
 
 
 def _restore(state: TrainState, plan: Plan, folder: Path) -> None:

@@ -1,0 +1,245 @@
+"""Adapters of PEFT on our decoder, and ours on transformers' models."""
+
+import json
+import math
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import saved_reference, tiny_reference, tokens
+from torch.testing import assert_close
+
+from bloomery.errors import UserError
+from bloomery.model.adapter_files import write_adapter
+from bloomery.model.adapter_names import adaptation
+from bloomery.model.adapters import adapt, adapted, init_adapters, trained_state
+from bloomery.model.weights import load_decoder
+from bloomery.recipe.schema import Lora
+
+LLAMA = ["q_proj", "v_proj", "down_proj"]
+THEIRS = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
+KINDS = {
+    "lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True},
+    "patterns": {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.self_attn.q_proj": 6},
+                 "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp.down_proj": 5}},
+    "whole": {"modules_to_save": ["lm_head", "model.norm"]},
+}  # fmt: skip
+
+
+def trained_by_peft(case, folder, **settings):
+    """Random numbers in an adapter that PEFT has saved, and the base beside it."""
+    model = saved_reference(case, folder / "base")
+    model.name_or_path = str(folder / "base")
+    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": LLAMA} | settings))
+    config.base_model_name_or_path = str(folder / "base")
+    wrapped = peft.get_peft_model(model, config)
+    numbers = torch.Generator().manual_seed(0)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            with torch.no_grad():
+                parameter += torch.empty_like(parameter).normal_(0, 0.1, generator=numbers)
+    wrapped.save_pretrained(folder / "adapter")
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize(("case", "kind"), [
+    *(("llama2", kind) for kind in KINDS), ("llama3-gqa-tied", "dora"), ("gpt2", "lora"), ("gpt2", "dora"),
+    ("phi3", "rslora"), ("qwen2", "dora"), ("gemma2", "lora"),
+])  # fmt: skip
+def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
+    targets = {"target_modules": THEIRS[case]} if case in THEIRS else {}
+    theirs = trained_by_peft(case, tmp_path, **KINDS[kind], **targets)
+    ours = load_decoder(tmp_path / "adapter", dtype=torch.float64)  # float32 rounds the logits by more than 1e-5
+    with torch.no_grad():
+        assert_close(ours(tokens()), theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
+        assert (ours(tokens()) - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("case", "settings"), [
+    ("llama2", {}), ("llama2", {"kind": "dora", "scale": "rslora", "alpha": 5.0}), ("llama2", {"init": "pissa"}),
+    ("llama2", {"train_also": ["embed_tokens", "lm_head", "norms", "k_proj"], "targets": ["q_proj"]}),
+    ("llama3-gqa-tied", {"train_also": ["lm_head"]}), ("llama2", {"dtype": "bfloat16", "targets": ["all-linear"]}),
+    ("gpt2", {"targets": ["q_proj", "v_proj", "c_proj"], "train_also": ["norms"]}),
+    ("gpt2", {"kind": "dora", "targets": ["c_attn", "mlp.up_proj"]}),
+    ("phi3", {"targets": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
+])  # fmt: skip
+def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
+    saved_reference(case, tmp_path / "base")
+    ours = load_decoder(tmp_path / "base")
+    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "targets": LLAMA} | settings))
+    adapt(ours, lora)
+    init_adapters(ours, 0)
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.requires_grad:
+                parameter += torch.empty_like(parameter).normal_(0, 0.1, generator=numbers)
+    (tmp_path / "adapter").mkdir()
+    settings = adaptation(ours.config, lora)
+    write_adapter(trained_state(ours), settings, ours.config, tmp_path / "adapter", base=str(tmp_path / "base"))
+    wrapped = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
+    again = load_decoder(tmp_path / "adapter", dtype=torch.float64)
+    with torch.no_grad():
+        logits = ours.double()(tokens())
+        assert_close(logits, wrapped.double()(tokens()).logits, atol=1e-5, rtol=0)
+        assert_close(logits, again(tokens()), atol=1e-5, rtol=0)
+    saved = sum(p.numel() for p in ours.parameters() if p.requires_grad)
+    assert settings.trained(ours.config) == saved
+
+
+def broken(folder, kind):
+    """One thing wrong with a good adapter."""
+    config, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    said, tensors = json.loads(config.read_text()), load_file(file)
+    first = next(iter(tensors))
+    if kind == "missing":
+        tensors.pop(first)
+    elif kind == "shape":
+        tensors[first] = torch.zeros(4, 7)
+    elif kind == "layers":
+        tensors = {name.replace("layers.1.", "layers.31."): tensor for name, tensor in tensors.items()}
+    elif kind == "name":
+        tensors["../../etc/passwd"] = torch.zeros(1)
+    elif kind == "rank":
+        said["r"] = 5
+    elif kind == "method":
+        said["peft_type"] = "VERA"
+    elif kind == "residual":
+        said["init_lora_weights"] = "pissa_niter_4"
+    elif kind == "unknown":
+        said["use_qalora"] = True
+    elif kind == "bias":
+        said["bias"] = "all"
+    elif kind == "pattern":
+        said["alpha_pattern"] = {"(a+)+$": 2}
+    elif kind == "alpha":
+        said["lora_alpha"] = "much"
+    elif kind == "base":
+        said["base_model_name_or_path"] = "/nowhere/at/all"
+    elif kind == "empty":
+        tensors = {}
+    save_file(tensors, file)
+    config.write_text("{" if kind == "json" else json.dumps(said))
+    if kind == "pickle":
+        file.rename(folder / "adapter_model.bin")
+
+
+@pytest.mark.parametrize(("kind", "told"), [
+    ("missing", "lacks"), ("shape", r"\[4, 7\]"), ("layers", "does not have"), ("name", "no name that PEFT"),
+    ("rank", r"make it \[5"), ("method", "VERA"), ("residual", "residual"), ("unknown", "use_qalora"),
+    ("bias", "bias"), ("pattern", "too wide"), ("alpha", "lora_alpha"), ("base", "not here"), ("json", "not JSON"),
+    ("pickle", "pickle"), ("empty", "changes nothing"),
+])  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(kind, told, tmp_path):
+    trained_by_peft("llama2", tmp_path)
+    broken(tmp_path / "adapter", kind)
+    with pytest.raises(UserError, match=told) as refused:
+        load_decoder(tmp_path / "adapter")
+    assert refused.value.remedy
+    assert len(refused.value.problem) < 250
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    trained_by_peft("llama2", tmp_path)
+    saved_reference("llama3-gqa-tied", tmp_path / "other")
+    with pytest.raises(UserError, match="this base"):
+        load_decoder(tmp_path / "adapter", base=tmp_path / "other")
+
+
+def test_an_embedding_that_was_trained_apart_from_its_tied_head_is_refused(tmp_path):
+    trained_by_peft("llama3-gqa-tied", tmp_path, modules_to_save=["embed_tokens"])
+    with pytest.raises(UserError, match="shares"):
+        load_decoder(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_gradients_and_a_step_of_adamw_are_those_of_peft(kind, tmp_path):
+    theirs = trained_by_peft("llama2", tmp_path, use_dora=kind == "dora")
+    ours = load_decoder(tmp_path / "adapter")
+    batch = tokens()
+    for model, logits in ((theirs, theirs(batch).logits), (ours, ours(batch))):
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is not None for p in trained)
+        torch.optim.AdamW(trained, lr=0.01).step()
+    state = peft.get_peft_model_state_dict(theirs)
+    for name, module in adapted(ours):
+        stored = f"base_model.model.{name}"
+        assert_close(module.lora_A, state[f"{stored}.lora_A.weight"], atol=1e-5, rtol=1e-5)
+        assert_close(module.lora_B, state[f"{stored}.lora_B.weight"], atol=1e-5, rtol=1e-5)
+        peer = theirs.base_model.model.get_submodule(name)
+        assert_close(module.lora_A.grad, peer.lora_A["default"].weight.grad, atol=1e-6, rtol=1e-4)
+        assert_close(module.lora_B.grad, peer.lora_B["default"].weight.grad, atol=1e-6, rtol=1e-4)
+        if kind == "dora":
+            gradient = peer.lora_magnitude_vector["default"].weight.grad
+            assert_close(module.lora_magnitude.grad, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_pissa_begins_where_peft_begins(tmp_path):
+    reference = saved_reference("llama2", tmp_path)
+    ours = load_decoder(tmp_path)
+    before = ours(tokens())
+    adapt(ours, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, targets=["q_proj"]))
+    init_adapters(ours, 0)
+    assert_close(ours(tokens()), before, atol=1e-5, rtol=1e-5)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa")
+    theirs = peft.get_peft_model(reference, config)
+    for name, module in adapted(ours):
+        peer = theirs.base_model.model.get_submodule(name)
+        product = peer.lora_B["default"].weight @ peer.lora_A["default"].weight
+        assert_close(module.lora_B @ module.lora_A, product, atol=1e-5, rtol=1e-5)
+        residual = module.weight - module.scale * module.first_B @ module.first_A
+        assert_close(residual, peer.base_layer.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_the_randomised_decomposition_finds_the_largest_singular_values():
+    from bloomery.model import adapters
+
+    numbers = torch.Generator().manual_seed(0)
+    W = torch.linalg.qr(torch.randn(600, 600, generator=numbers))[0] * torch.logspace(1, -1, 600)
+    W = W @ torch.linalg.qr(torch.randn(600, 600, generator=numbers))[0]
+    U, S, V = adapters._largest(W, 8, numbers)
+    truth = torch.linalg.svd(W)
+    assert_close(S, truth.S[:8], atol=1e-3, rtol=1e-3)
+    assert_close(U * S @ V.T, truth.U[:, :8] * truth.S[:8] @ truth.Vh[:8], atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama2", "gpt2"])
+def test_names_and_patterns_choose_modules(case, tmp_path):
+    saved_reference(case, tmp_path)
+    config = load_decoder(tmp_path).config
+    layers = config.num_layers
+
+    def chosen(*targets):
+        return adaptation(config, Lora(kind="lora", targets=list(targets))).pairs
+
+    assert len(chosen("q_proj")) == layers
+    assert len(chosen("all-linear")) == layers * (7 if case == "llama2" else 6)
+    assert list(chosen("model.layers.[01].*.q_proj")) == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    assert len(chosen("mlp.*")) == layers * (3 if case == "llama2" else 2)
+    if case == "gpt2":
+        assert len(chosen("c_attn")) == 3 * layers
+    assert math.isclose(chosen("q_proj")["model.layers.0.self_attn.q_proj"].scale, 2.0)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"targets": ["q_porj"]}, "q_proj"), ({"targets": ["model.layers.9.mlp.up_proj"]}, "layers 0 to"),
+    ({"targets": ["lm_head"]}, "train_also"), ({"targets": []}, "q_proj"),
+    ({"train_also": ["lm_haed"]}, "lm_head"), ({"train_also": ["q_proj"]}, "one of the two"),
+    ({"init": "pissa", "rank": 64}, "adapter.rank=48"),
+])  # fmt: skip
+def test_settings_that_mean_nothing_are_refused_with_the_nearest(settings, told, tmp_path):
+    saved_reference("llama2", tmp_path)
+    config = load_decoder(tmp_path).config
+    with pytest.raises(UserError) as refused:
+        adaptation(config, Lora(**({"kind": "lora"} | settings)))
+    assert told in f"{refused.value.problem} {refused.value.remedy}"
+
+
+def test_parts_of_fused_modules_are_refused_where_files_cannot_hold_them(tmp_path):
+    saved_reference("phi3", tmp_path)
+    config = load_decoder(tmp_path).config
+    for settings in ({"kind": "dora"}, {"kind": "lora", "train_also": ["gate_proj"]}):
+        with pytest.raises(UserError, match="fused"):
+            adaptation(config, Lora(**settings))
