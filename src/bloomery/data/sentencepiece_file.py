@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -43,6 +44,30 @@ class SentencePiece:
         del special
         ids: list[list[int]] = self._processor.encode(texts)
         return ids
+
+    def encode_places(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Through the tokenizer.json that the model translates to: SentencePiece reads no control tokens. Raises
+        UserError where it does not translate.
+        """
+        if self._translated is None:
+            raise UserError("this SentencePiece model has no tokenizer.json that cuts text alike, which chats need",
+                            where=MODEL_FILE, remedy="save a tokenizer.json beside it with transformers")  # fmt: skip
+        encodings = self._translated.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def _translated(self) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        described = self._description()
+        return Library.from_str(json.dumps(described)) if described else None
+
+    def begins_with(self, token: int) -> bool:
+        """Llama's tokenizers put the begin token before every text; where not, tokenizer_config.json says so."""
+        return token == self._processor.bos_id()
+
+    def special(self) -> list[str]:
+        return [piece for piece, index in self._ids.items() if self._processor.is_control(index)]
 
     def merge(self, word: str) -> list[int]:
         """Ids of one word; SentencePiece has no words of its own."""

@@ -19,6 +19,7 @@ from bloomery.recipe.schema import TrainTokenizer
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
 _Result = TypeVar("_Result")
+Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and which characters of the text each stands for
 
 
 class Backend(Protocol):
@@ -27,10 +28,13 @@ class Backend(Protocol):
     description: Json
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
+    def encode_places(self, texts: list[str]) -> list[Placed]: ...
+    def begins_with(self, token: int) -> bool: ...
     def merge(self, word: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def token_bytes(self) -> list[int]: ...
     def id_of(self, token: str) -> int | None: ...
+    def special(self) -> list[str]: ...
     def fingerprint(self) -> str: ...
     def files(self) -> dict[str, bytes]: ...
 
@@ -83,6 +87,23 @@ class JsonBackend:
         """As the file says; `_plain` differs in what it reads out of a text."""
         return self._loaded(self._text)
 
+    @cached_property
+    def _placing(self) -> Any:
+        """As `_library`, and the space that a token begins with belongs to the token."""
+        return self._loaded(self._text.replace('"trim_offsets": true', '"trim_offsets": false'))
+
+    def encode_places(self, texts: list[str]) -> list[Placed]:
+        found = guarded(
+            lambda: self._placing.encode_batch(texts, add_special_tokens=False),
+            "the tokenizer failed on a text",
+            self._where,
+        )
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    def begins_with(self, token: int) -> bool:
+        """Whether the file's own rule puts this token before every text."""
+        return bool(self._library.encode("a", add_special_tokens=True).ids[0] == token)
+
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         library = self._library if special else self._plain
         call = getattr(library, "encode_batch_fast", library.encode_batch)
@@ -119,6 +140,9 @@ class JsonBackend:
     def id_of(self, token: str) -> int | None:
         index: int | None = self._plain.token_to_id(token)
         return index
+
+    def special(self) -> list[str]:
+        return [entry["content"] for entry in self.description.get("added_tokens") or [] if entry.get("special")]
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self._text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -171,6 +195,27 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
         return self._backend.encode_batch(texts, special=special)
+
+    def encode_places(self, texts: list[str]) -> list[Placed]:
+        """Ids of texts with control tokens read out of them, and the characters that each id stands for."""
+        return self._backend.encode_places(texts)
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """What transformers puts before a plain text: the begin token, or nothing."""
+        if self.bos_id is None:
+            return []
+        said = self._config.get("add_bos_token")
+        adds = said if isinstance(said, bool) else self._backend.begins_with(self.bos_id)
+        return [self.bos_id] if adds else []
+
+    def id_of(self, token: str) -> int | None:
+        return self._backend.id_of(token)
+
+    def control_tokens(self) -> list[str]:
+        """Special tokens by name: what may end a turn. The begin token is one of them only where it ends texts too."""
+        begin = self.bos_id if self.bos_id != self.eos_id else None
+        return [name for name in self._backend.special() if self._backend.id_of(name) != begin]
 
     def encode_array(self, text: str) -> words.Ids:
         """The ids of `encode` as `dtype`, several times as fast where byte-level BPE allows it."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bloomery.data import templates
 from bloomery.errors import UserError
 from bloomery.units import MIB
 
@@ -92,11 +93,19 @@ def roles(description: Json, config: Json) -> dict[str, str | None]:
 
 
 def configuration(folder: Path) -> Json:
-    """tokenizer_config.json with what older folders keep in special_tokens_map.json; empty without either."""
+    """tokenizer_config.json with what older folders keep in special_tokens_map.json and with chat templates in files
+    of their own; empty without any.
+    """
     merged: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             merged |= {
                 key: value for key, value in read_json(folder / name).items() if value is not None or key in _ROLES
             }
+    files = templates.beside(folder)
+    own = {**templates.own_templates(merged), **files}
+    if files:  # they come before what the configuration holds, as in transformers
+        merged[templates.KEY] = (
+            own["default"] if list(own) == ["default"] else [{"name": name, "template": own[name]} for name in own]
+        )
     return merged
