@@ -41,6 +41,10 @@ FLAGS = {
         "--repetition-penalty", "--stop", "--seed", "--step", "--json",
     },
     "export": {"--to", "--out", "--step", "--verify", "--no-verify"},
+    "chat": {
+        "--system", "--template", "--step", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+        "--repetition-penalty", "--seed",
+    },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": set(),

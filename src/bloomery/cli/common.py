@@ -83,12 +83,27 @@ def find_run(name: str) -> Path:
 
 
 def model_path(name: str) -> Path:
-    """The folder that MODEL means: one in Hugging Face's layout, or a run. Raises UserError (code 2)."""
+    """The folder that MODEL means: one in Hugging Face's layout, an adapter's, or a run. Raises UserError (code 2).
+
+    BASE+ADAPTER stays one path, both parts found; `train.model_folder.find_model` takes it apart.
+    """
     folder = expanded(name)
-    if (folder / "config.json").is_file():
+    if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         return folder
+    if "+" in name and not folder.exists() and not (Path("runs") / name).exists():
+        base, _, adapter = name.partition("+")
+        return Path(f"{model_path(base)}+{model_path(adapter)}")
     known = is_run(Path("runs") / name) or name == "last"
     return folder if folder.is_dir() and not known else find_run(name)
+
+
+_OVERRIDES = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # of the order in which letters are shown
+
+
+def harmless(text: str) -> str:
+    """Text of a model without control characters but newlines and tabs: none of it commands the terminal."""
+    kept = text.replace("\r\n", "\n")
+    return "".join(a for a in kept if a in "\n\t" or not (ord(a) < 32 or 127 <= ord(a) < 160 or ord(a) in _OVERRIDES))
 
 
 def print_json(value: object) -> None:

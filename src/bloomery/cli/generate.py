@@ -1,13 +1,13 @@
 """`bloomery generate MODEL`: a model continues prompts."""
 
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import model_path, print_json
+from bloomery.cli.common import harmless, model_path, print_json
+from bloomery.cli.drawing import drawing_options, finite
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("--prompt", help="The text that the model goes on with.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="A file with a prompt on each line.")
-@click.option("--max-tokens", type=click.IntRange(1), default=200, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0.0), default=0.8, show_default=True, help="0: the likeliest.")
-@click.option("--top-k", type=click.IntRange(1), help="Draw from the k likeliest tokens.")
-@click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.95, show_default=True)
-@click.option("--min-p", type=click.FloatRange(0.0, 1.0), default=0.0, show_default=True)
-@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100.0), default=1.0, show_default=True)
+@drawing_options
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the text.")
 def command(
@@ -43,10 +37,7 @@ def command(
 
     Example: bloomery generate last --prompt "func main() {" --max-tokens 100
     """
-    for name, value in drawing.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            where = f"--{name.replace('_', '-')}"
-            raise UserError(f"{value} is no number to draw with", where=where, remedy="write a finite number", code=2)
+    finite(drawing)
     asked = _asked(prompt, prompts)
     folder = model_path(model)
     from bloomery.hardware.adopt import adopt
@@ -100,8 +91,9 @@ def _stream(
 ) -> None:
     from bloomery.generate import generate
 
-    click.echo(prompt, nl=False)
+    safe = harmless if sys.stdout.isatty() else str  # a file gets every character
+    click.echo(safe(prompt), nl=False)
     for piece in generate(decoder, tokenizer, prompt, sampling, stop):
-        click.echo(piece, nl=False)
+        click.echo(safe(piece), nl=False)
         sys.stdout.flush()
     click.echo()

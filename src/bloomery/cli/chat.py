@@ -1,0 +1,191 @@
+"""`bloomery chat MODEL`: a conversation on the terminal, or with the lines of a pipe"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import click
+
+from bloomery.cli.common import expanded, harmless, model_path
+from bloomery.cli.drawing import SETTINGS, drawing_options, finite, setting
+from bloomery.errors import UserError
+
+if TYPE_CHECKING:
+    from bloomery.cli.chat_session import Session
+
+INTERRUPTED = 130
+HELP = """\
+/system TEXT       what the model is told before everything; without TEXT it is shown, `/system off` takes it away
+/set NAME VALUE    how tokens are drawn: /set temperature 0.7; without a name all settings are shown
+/save FILE         append this conversation to FILE, a row of JSONL that can be trained on
+/reset             forget what was said
+/help, /quit       Ctrl+C stops an answer; twice, or Ctrl+D, leaves
+A line that begins with two slashes is said with one; a line that ends in \\ goes on in the next."""
+
+
+@click.command()
+@click.argument("model")
+@click.option("--system", help="What the model is told before everything.")
+@click.option("--template", help="A chat template: chatml, llama2, llama3, qwen, mistral, gemma or a file.")
+@click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
+@drawing_options
+def command(model: str, system: str | None, template: str | None, step: str, **drawing: Any) -> int:
+    """Talk to MODEL (a run, a folder, a Hub id, or BASE+ADAPTER). Piped, each line is a message; answers go to stdout.
+
+    Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
+    """
+    finite(drawing)
+    where = model_path(model)
+    from bloomery.hardware.adopt import adopt
+
+    adopt()  # before torch is imported
+    from bloomery.cli.chat_session import Session, chat_form
+    from bloomery.generate import load_model
+    from bloomery.model.sampling import Sampling
+
+    decoder, tokenizer = load_model(where, step=step)
+    with chat_form(tokenizer, template) as form:
+        session = Session(decoder, tokenizer, form, Sampling(**drawing), system=system)
+        _tell(f"{model}: reads {decoder.config.max_positions:,} tokens; {form.told}")
+        _tell("/help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves")
+        return Terminal(session).talk()
+
+
+@final
+class Terminal:
+    """Lines of a person or a pipe, and what becomes of each."""
+
+    def __init__(self, session: "Session") -> None:
+        self.session = session
+        self.person = sys.stdin.isatty()
+        self.prompt = "\n> " if self.person and sys.stdout.isatty() else ""
+        self.commands: dict[str, Callable[[str], None]] = {
+            "help": lambda _: click.echo(HELP), "reset": self._reset, "system": self._system, "set": self._set,
+            "save": self._save,
+        }  # fmt: skip
+
+    def talk(self) -> int:
+        """Until the lines end, /quit, or Ctrl+C twice; returns the exit code."""
+        warned = failed = False
+        while True:
+            try:
+                line = self._line()
+            except KeyboardInterrupt:
+                if warned or not self.person:
+                    _tell("")
+                    return INTERRUPTED
+                warned = True
+                _tell("\n(Ctrl+C once more leaves)")
+                continue
+            if line is None or line.strip() in ("/quit", "/exit"):
+                return 1 if failed and not self.person else 0
+            try:
+                self._do(line)
+                warned = False
+            except KeyboardInterrupt:
+                warned = True
+                _tell("\n(stopped; Ctrl+C once more leaves)")
+            except UserError as error:
+                failed = True
+                _tell(str(error))
+
+    def _line(self) -> str | None:
+        """A line, with those that it goes on in; None at the end."""
+        parts: list[str] = []
+        while True:
+            part = self._read(self.prompt if not parts else "  ")
+            if part is None:
+                return "\n".join(parts) if parts else None
+            if not part.endswith("\\"):
+                return "\n".join([*parts, part])
+            parts.append(part[:-1])
+
+    def _read(self, prompt: str) -> str | None:
+        if not self.prompt:
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        import readline  # noqa: F401 (editing and the lines before, in `input`)
+
+        try:
+            return input(prompt)
+        except EOFError:
+            _tell("")
+            return None
+
+    def _do(self, line: str) -> None:
+        text = line.strip()
+        if not text:
+            return
+        if text.startswith("/") and not text.startswith("//"):
+            name, _, rest = text[1:].partition(" ")
+            self._command(name.lower())(rest.strip())
+            return
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in line):
+            problem, remedy = "this line is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
+            raise UserError(problem, where="the chat", remedy=remedy)
+        self._answer(line[1:] if text.startswith("//") else line)
+
+    def _command(self, name: str) -> Callable[[str], None]:
+        if name in self.commands:
+            return self.commands[name]
+        near = get_close_matches(name, [*self.commands, "quit"], n=1)
+        remedy = f"did you mean /{near[0]}?" if near else "/help lists them"
+        raise UserError(f"there is no command /{name[:40]}", where="the chat", remedy=remedy)
+
+    def _answer(self, text: str) -> None:
+        before = self.session.forgotten
+        for number, piece in enumerate(self._pieces(text)):
+            if not number and self.session.forgotten > before:
+                _tell(self._forgetting(before))
+            click.echo(piece, nl=False)
+            sys.stdout.flush()
+        click.echo()
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Without blank lines before and after the answer."""
+        held = begun = ""
+        for piece in self.session.answer(text):
+            shown = held + harmless(piece)
+            held = shown[len(shown.rstrip()) :]
+            shown = shown.rstrip() if begun else shown.strip()
+            begun = begun or shown
+            yield shown
+
+    def _forgetting(self, before: int) -> str:
+        count = self.session.forgotten - before
+        context = self.session.decoder.config.max_positions
+        return f"({count} earlier messages no longer fit into {context:,} tokens: the model has forgotten them)"
+
+    def _reset(self, rest: str) -> None:
+        del rest
+        self.session.reset()
+        _tell("(forgotten)")
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.session.system = None if rest == "off" else rest
+        _tell(f"(the model is told: {self.session.system})" if self.session.system else "(there is no system prompt)")
+
+    def _set(self, rest: str) -> None:
+        if rest:
+            name, value = setting(rest)
+            changed: dict[str, Any] = {name: value}
+            self.session.sampling = replace(self.session.sampling, **changed)
+        shown = {name: getattr(self.session.sampling, name) for name in SETTINGS}
+        _tell(", ".join(f"{name} {'off' if value is None else value}" for name, value in shown.items()))
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise UserError("/save lacks the file's name", where="the chat", remedy="for example: /save talk.jsonl")
+        path = expanded(Path(shlex.split(rest)[0]) if rest[0] in "'\"" else rest)
+        self.session.save(path)
+        _tell(f"({len(self.session.turns)} messages were appended to {path})")
+
+
+def _tell(line: str) -> None:
+    """To the person; stdout is the model's."""
+    click.echo(line, err=True)

@@ -1,0 +1,174 @@
+"""A chat: what the model is given, what it forgets, what a person may type, and what reaches the terminal."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import chat as verb
+from bloomery.cli import cli
+from bloomery.cli.chat_session import Form, Session, chat_form
+from bloomery.cli.common import harmless
+from bloomery.cli.drawing import SETTINGS, setting
+from bloomery.data.examples import Message
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.generate import continued, load_model
+from bloomery.model.sampling import Sampling
+from models_for_tests import make_model
+
+COLD = Sampling(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+def chatting(model, **rest):
+    decoder, tokenizer = model
+    form = Form(lambda turns: tokenizer.encode("".join(f"<{t.role}>{t.content}" for t in turns)), (), (), "")
+    return Session(decoder, tokenizer, form, COLD, **rest)
+
+
+def test_each_turn_is_put_to_the_model_with_all_before_it(model):
+    decoder, tokenizer = model
+    session = chatting(model, system="S")
+    first = "".join(session.answer("one"))
+    second = "".join(session.answer("two"))
+    assert [(turn.role, turn.content) for turn in session.turns] == [
+        ("system", "S"), ("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)
+    ]  # fmt: skip
+    whole = tokenizer.encode(f"<system>S<user>one<assistant>{first}<user>two")
+    assert second == "".join(
+        continued(decoder, tokenizer, whole, COLD)
+    )
+
+
+def test_the_oldest_turns_are_forgotten_and_the_system_prompt_never(model):
+    session = chatting(model, system="be brief")
+    put = []
+    session.form = Form(lambda turns: put.append(turns) or [3] * (10 * len(turns)), (), (), "")
+    for number in range(8):
+        list(session.answer(f"question {number}"))
+    assert session.forgotten and session.said[session.forgotten].role == "user"
+    last = put[-1]
+    assert last[0] == Message("system", "be brief") and last[-1].content == "question 7"
+    assert 10 * len(last) + COLD.max_tokens <= model[0].config.max_positions < 10 * (len(last) + 2) + COLD.max_tokens
+    session.reset()
+    assert (session.said, session.forgotten) == ([], 0)
+
+
+def test_a_message_that_cannot_fit_is_refused_and_was_not_said(model):
+    session = chatting(model)
+    with pytest.raises(UserError, match=r"this message has [\d,]+ tokens, and the model reads 128"):
+        list(session.answer("word " * 300))
+    assert session.said == []
+    assert list(session.answer("word"))
+
+
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
+    session = chatting(model)
+    answer = session.answer("one")
+    piece = next(answer)
+    answer.close()
+    assert session.said[-1] == Message("assistant", piece)
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(folder):
+    tokenizer = load_tokenizer(folder)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"
+    template += "{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    with chat_form(tokenizer, template) as form:
+        assert form.ends == (tokenizer.eos_id,) and form.stops == ()
+        assert tokenizer.decode(form.put([Message("user", "hi")])) == "user: hi\nassistant: "
+    with chat_form(tokenizer, "chatml") as form:  # its markup is letters to this tokenizer
+        assert form.ends == () and "<|im_end|>" in form.stops
+
+
+def test_a_model_without_a_template_goes_on_with_one_text(folder):
+    tokenizer = load_tokenizer(folder)
+    with chat_form(tokenizer, None) as form:
+        turns = [Message("user", "def f"), Message("assistant", "(x):"), Message("user", "    return")]
+        assert tokenizer.decode(form.put(turns)[1:]) == "def f(x):\n    return"
+        assert form.put(turns)[0] == tokenizer.bos_id and "no chat template" in form.told
+
+
+def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):
+    saved = tmp_path / "talk.jsonl"
+    lines = ["hello", "", "/set temperature 0", "/system Be kind.", "//slash", f"/save {saved}", "/reset", "a \\", "b"]
+    words = ["chat", str(folder), "--max-tokens", "5"]
+    told = CliRunner().invoke(cli, words, input="\n".join(lines) + "\n")
+    assert told.exit_code == 0, told.stderr
+    row = json.loads(saved.read_text())
+    assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert row["messages"][3]["content"] == "/slash"
+    assert "temperature 0.0" in told.stderr and "(the model is told: Be kind.)" in told.stderr
+    assert "reads 128 tokens; no chat template" in told.stderr and "reads" not in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "problem", "remedy"),
+    [
+        ("/sytem x", "there is no command /sytem", "did you mean /system?"),
+        ("/set temprature 1", "there is no setting 'temprature'", "did you mean temperature?"),
+        ("/set temperature hot", "'hot' is no temperature", "/set temperature 0.8"),
+        ("/set temperature -1", "'-1' is no temperature", "/set temperature"),
+        ("/set top_p nan", "nan is no number to draw with", "finite"),
+        ("/set top_k", "", ""),
+        ("/save", "/save lacks the file's name", "/save talk.jsonl"),
+        ("/save /proc/nothing/x", "cannot be written", "another file"),
+    ],
+)
+def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, remedy):
+    words = ["chat", str(folder), "--max-tokens", "3"]
+    told = CliRunner().invoke(cli, words, input=f"{line}\nhello\n", standalone_mode=False)
+    assert problem in told.stderr and remedy in told.stderr
+    assert told.return_value == (1 if problem else 0) and told.stdout.endswith("\n")
+
+
+def test_settings_are_those_of_the_flags():
+    assert set(SETTINGS) < set(Sampling.__dataclass_fields__)
+    assert setting("temperature 0.7") == ("temperature", 0.7) and setting("--max-tokens=9") == ("max_tokens", 9)
+    assert setting("top_k off") == ("top_k", None)
+
+
+def test_text_of_a_model_commands_no_terminal():
+    assert harmless("a\x1b]0;owned\x07\x1b[2Jb\x9b31m\r\nc\td\u202e\x7f") == "a]0;owned[2Jb31m\nc\td"
+    assert harmless("né 東京 🙂\u200d") == "né 東京 🙂\u200d"
+
+
+class Interrupted:
+    """A session of a person who presses Ctrl+C while it answers."""
+
+    forgotten = 0
+
+    def answer(self, text):
+        yield "begun"
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "asked"),
+    [("ic", 130, 2), ("cc", 130, 2), ("icq", 130, 2), ("iiq", 0, 3), ("q", 0, 1), ("", 0, 1)],
+)
+def test_ctrl_c_stops_an_answer_and_twice_leaves(monkeypatch, lines, code, asked):
+    """i: a line whose answer is interrupted; c: Ctrl+C instead of a line; q: /quit; then the end of the lines."""
+    terminal, typed, count = verb.Terminal(Interrupted()), iter(lines), []
+
+    def read(prompt):
+        count.append(prompt)
+        key = next(typed, None)
+        if key == "c":
+            raise KeyboardInterrupt
+        return {"i": "hello", "q": "/quit", None: None}[key]
+
+    monkeypatch.setattr(verb.Terminal, "_read", lambda self, prompt: read(prompt))
+    terminal.person = True
+    assert (terminal.talk(), len(count)) == (code, asked)
