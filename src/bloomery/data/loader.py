@@ -122,6 +122,11 @@ class Loader:
                 ]
             )
 
+    @property
+    def stored_rows(self) -> int:
+        """How many rows `stored_batches` gives, of all ranks together and without padding."""
+        return sum(self._rows.counts)
+
     def stored_batches(self, rows: int) -> Iterator[tuple[Batch, Tensor]]:
         """Every row of the split once, in order, this rank's share; and int64 [B, T], which of the split's tokens each
         label is (-1: none). What is missing at the end is padding.

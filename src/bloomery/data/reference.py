@@ -14,17 +14,26 @@ Values = np.ndarray[Any, np.dtype[np.float32]]
 
 @final
 class ReferenceWriter:
-    """A file of one value a token of a split; what nobody adds is NaN. It appears whole, when the block ends well."""
+    """A file of one value a token of a split; what nobody adds is NaN. It appears whole, when the block ends well.
+
+    A block that ended otherwise, or a kill, leaves a draft, and the next block goes on with it.
+    """
 
     def __init__(self, path: Path, tokens: int) -> None:
         self._path, self._draft, self._tokens = path, path.with_name(f".{path.name}.tmp"), tokens
 
     def __enter__(self) -> "ReferenceWriter":
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._draft.unlink(missing_ok=True)
-        self._values = np.memmap(self._draft, np.float32, "w+", shape=(self._tokens,))
-        self._values[:] = np.nan
+        begun = self._draft.is_file() and self._draft.stat().st_size == 4 * self._tokens
+        self._values = np.memmap(self._draft, np.float32, "r+" if begun else "w+", shape=(self._tokens,))
+        if not begun:
+            self._values[:] = np.nan
+            self._values.flush()  # after a power cut, what was not computed must not read as 0
         return self
+
+    def has(self, stored: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+        """Whether every token of `stored` was added."""
+        return not np.isnan(self._values[stored[stored >= 0]]).any()
 
     def add(self, stored: np.ndarray[Any, np.dtype[np.int64]], values: Values) -> None:
         """The log-probability `values` of the tokens at `stored` (-1: of none), given their pasts."""
@@ -37,7 +46,6 @@ class ReferenceWriter:
         self._values.flush()
         del self._values
         if kind is not None:
-            self._draft.unlink(missing_ok=True)
             return
         with self._draft.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,22 +1,24 @@
 """What a run holds in its hands, and how it is made ready before the first step."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from bloomery import __version__
 from bloomery.data.loader import Loader, Prefetcher
-from bloomery.data.shards import read_manifest
+from bloomery.data.shards import Name, read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
+from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
 from bloomery.train.checkpoint import AdapterOf, Saver
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
+from bloomery.train.reference import precompute, reference_file
 from bloomery.train.self_test import check_attention
-from bloomery.train.state import TrainState, build_state, settings_of
+from bloomery.train.state import TrainState, build_state, go_back, settings_of
 from bloomery.train.vitals import Checkup
 
 
@@ -57,14 +59,17 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
     check_attention(state.trainee.model, plan)
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)
+    splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
+    references = reference_files(plan, run_dir, splits, state, emit, resume_from)
+    loaders = {split: open_loader(plan, split, references.get(split)) for split in splits}
     job = Job(
         plan=plan,
         run_dir=run_dir,
         emit=emit,
         state=state,
         objective=build_objective(plan),
-        loader=open_loader(plan, "train"),
-        validation=open_loader(plan, "validation") if has_validation else None,
+        loader=loaders["train"],
+        validation=loaders.get("validation"),
         tokenizer=load_tokenizer(prepared),
         saver=open_saver(plan, checkpoints, state, emit),
         checkup=Checkup({name: p for name, p in state.trainee.model.named_parameters() if p.requires_grad}),
@@ -104,11 +109,32 @@ def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> 
     return Saver(checkpoints, keep, asynchronous, tokenizer=tokenizer, adapter=adapter, emit=emit)
 
 
-def open_loader(plan: Plan, split: Literal["train", "validation"]) -> Loader:
+def reference_files(
+    plan: Plan, run_dir: Path, splits: Sequence[Name], state: TrainState, emit: Emit, resume_from: Path | None
+) -> dict[Name, Path]:
+    """Where each split's scores of the model of the start lie, computed where they are missing; {} when not needed."""
+    if reference_of(plan.objective, plan.adapter).value != "precomputed":
+        return {}
+    files = {split: reference_file(run_dir, split) for split in splits}
+    missing = {split: file for split, file in files.items() if not file.is_file()}
+    if missing and resume_from is not None:
+        go_back(state, plan, None)
+    for split, file in missing.items():
+        precompute(
+            state.trainee.model, open_loader(plan, split), file, rows=plan.eval.micro_batch,
+            score_chunk=plan.model.score_chunk, precision=plan.train.precision, emit=emit,
+        )  # fmt: skip
+    if missing and resume_from is not None:
+        go_back(state, plan, resume_from, policy=True)
+    return files
+
+
+def open_loader(plan: Plan, split: Name, reference: Path | None = None) -> Loader:
     data = plan.data
     return Loader(
-        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split
-    )
+        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,
+        reference=reference,
+    )  # fmt: skip
 
 
 def read_ahead(job: Job) -> Prefetcher:

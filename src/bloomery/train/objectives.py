@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from bloomery.data.loader import Batch
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head, LabelScores, Values
+from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import forward, looking, to_device
@@ -28,6 +30,7 @@ from bloomery.train.losses import (
     simpo_loss,
     there_pairs,
 )
+from bloomery.train.reference import without_adapters
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
@@ -72,12 +75,12 @@ def build_objective(plan: Plan) -> Objective:
     scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
     if asked.kind in ("pretrain", "sft"):
         return likelihood(scoring)
-    if isinstance(asked, Preference):
-        return preference(asked, scoring)
-    if isinstance(asked, SimPo | OrPo):
-        return preference(asked, scoring)
+    disabled = reference_of(asked, plan.adapter).value == "adapters"
+    ask = partial(without_adapters, score_chunk=plan.model.score_chunk, precision=plan.train.precision)
+    if isinstance(asked, Preference | SimPo | OrPo):
+        return preference(asked, scoring, before=ask if disabled else None)
     if isinstance(asked, Kto):
-        return marked(asked, scoring, plan.train.precision)
+        return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None)
     if asked.kind == "reward":
         return rewarding()
     raise UserError(
@@ -98,8 +101,8 @@ def likelihood(scoring: Scoring) -> Objective:
     return Objective(head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.weights))
 
 
-def preference(asked: Preference | SimPo | OrPo, scoring: Scoring) -> Objective:
-    """Of two answers the chosen one is made likelier."""
+def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Before | None = None) -> Objective:
+    """Of two answers the chosen one is made likelier. `before`: what the reference is asked for, where none is read."""
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
         pairs = _pairs(scores_BT, batch)
@@ -112,7 +115,7 @@ def preference(asked: Preference | SimPo | OrPo, scoring: Scoring) -> Objective:
             return ipo_loss(pairs, reference, beta=asked.beta)
         return dpo_loss(pairs, reference, beta=asked.beta, label_smoothing=asked.label_smoothing)
 
-    return Objective(head=scoring, loss=loss, count=_count_pairs, per="pair")
+    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, per="pair")
 
 
 def rewarding() -> Objective:
@@ -125,7 +128,7 @@ def rewarding() -> Objective:
     return Objective(head=lambda _batch: Values(), loss=loss, count=_count_pairs, per="pair")
 
 
-def marked(asked: Kto, scoring: Scoring, precision: str) -> Objective:
+def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None) -> Objective:
     """Of single answers, the desirable ones are made likelier and the others less likely.
 
     What both are measured from is estimated over the whole step, so that it does not matter how the step is cut: of a
@@ -137,8 +140,9 @@ def marked(asked: Kto, scoring: Scoring, precision: str) -> Objective:
         return kto_drift(pairs.rejected, reference.rejected, pairs.there_P)
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        batches = list(batches) if reference is None else reference(model, batches)
         if len(batches) == 1:
-            return list(batches)
+            return batches
         device = next(model.parameters()).device
         with looking(model):
             there = (to_device(batch, device) for batch in batches)

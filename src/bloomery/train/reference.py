@@ -1,0 +1,63 @@
+"""Scores of the model of the start: computed once before the first step, or by the base without its adapters."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from bloomery.data.loader import Batch, Loader
+from bloomery.data.reference import ReferenceWriter
+from bloomery.data.shards import Name
+from bloomery.model.adapters import adapters_disabled
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import LabelScores
+from bloomery.monitor.events import Emit, Phase
+from bloomery.train.forward import forward, looking, to_device
+
+TOLD_EVERY = 1.0  # seconds
+
+
+def reference_file(run_dir: Path, split: Name) -> Path:
+    """Beside the run: the plan, the shards and the weights that it belongs to are the run's own."""
+    return run_dir / f"reference-{split}.bin"
+
+
+def precompute(
+    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, emit: Emit
+) -> None:
+    """Fills the file with the log-probability of every learned label of the split; what is there already stays.
+
+    `model` is as it was before the first step. A killed computation goes on where it was.
+    """
+    device, told = next(model.parameters()).device, 0.0
+    with ReferenceWriter(path, loader.tokens) as writer, looking(model):
+        for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
+            if time.monotonic() - told > TOLD_EVERY:
+                told = time.monotonic()
+                emit(Phase(name="reference", done=number * rows, total=loader.stored_rows))
+            if writer.has(stored.numpy()):
+                continue
+            scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
+            writer.add(stored.numpy(), scores_BT.cpu().numpy())
+    emit(Phase(name="reference", done=loader.stored_rows, total=loader.stored_rows))
+
+
+def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
+    """float32 [B, T]: the log-probability of each learned label, 0 elsewhere."""
+    head = LabelScores(batch.labels, batch.weights, score_chunk)
+    return forward(model, batch, head, precision=precision)
+
+
+def without_adapters(model: Decoder, batches: Sequence[Batch], *, score_chunk: int, precision: str) -> list[Batch]:
+    """The same batches with the scores of the base."""
+    device = next(model.parameters()).device
+    with looking(model), adapters_disabled(model):
+        return [
+            replace(
+                batch,
+                reference=scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision),
+            )
+            for batch in batches
+        ]

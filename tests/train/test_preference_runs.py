@@ -1,0 +1,140 @@
+"""The loop over pairs and marked answers: learning, the reference, evaluation, resuming."""
+
+import math
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+from structured_runs import write_answers
+
+from bloomery.choice import Choice
+from bloomery.data.loader import Cursor
+from bloomery.model.heads import LabelScores
+from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.monitor.events import EvalDone, Phase, StepDone, from_json, to_json
+from bloomery.plan.reference import reference_of
+from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
+from bloomery.train import job, objectives
+from bloomery.train import reference as references
+from bloomery.train.job import open_loader
+from bloomery.train.reference import reference_file
+
+PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
+DPO = Preference(kind="dpo", beta=0.5)
+
+
+@pytest.fixture(scope="module")
+def answers(prepared, tmp_path_factory):
+    made = {}
+
+    def of(kind: str):
+        if kind not in made:
+            made[kind] = write_answers(tmp_path_factory.mktemp(kind) / "prepared", prepared, kind)
+        return made[kind]
+
+    return of
+
+
+def plan_of(folder, asked, adapter=None, *, config=PLAIN, **sections):
+    train = {"steps": 12} | sections.pop("train", {})
+    parts = {"train": train, "checkpoint": {"every_steps": 6}, "eval": {"every_steps": 6}, **sections}
+    changes = {"objective": asked} | ({} if adapter is None else {"adapter": adapter})
+    return tiny_plan(folder, config=config, **parts).model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("chat", Sft(kind="sft")), ("pairs", DPO), ("pairs", Preference(kind="ipo", beta=0.5)),
+        ("pairs", SimPo(kind="simpo")), ("pairs", OrPo(kind="orpo", beta=0.5)), ("kto", Kto(kind="kto", beta=0.5)),
+        ("pairs", Reward(kind="reward")),
+    ],
+)  # fmt: skip
+def test_a_run_lowers_its_held_out_loss(kind, asked, answers, tmp_path):
+    values = isinstance(asked, Reward)
+    config = PLAIN.__class__(**vars(PLAIN) | {"head": "values"}) if values else PLAIN
+    run = Run(plan_of(answers(kind), asked, config=config), tmp_path / "run")
+    first, last = run.of(EvalDone)[0], run.of(EvalDone)[-1]
+    assert last.loss < run.of(StepDone)[0].loss
+    assert last.loss <= first.loss
+    assert (last.perplexity is None) == (kind != "chat")
+    if kind != "chat":
+        assert last.metrics["accuracy"] > 0.8
+        assert last.bits_per_byte is None
+    assert all(from_json(to_json(event)) == event for event in run.events)
+
+
+def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_path, monkeypatch):
+    plan = plan_of(answers("pairs"), DPO)
+    run = Run(plan, tmp_path / "run")
+    assert run.of(StepDone)[0].loss == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference yet
+    told = [event for event in run.of(Phase) if event.name == "reference"]
+    assert told[-1].done == told[-1].total > 0
+    batch = open_loader(plan, "train", reference_file(run.folder, "train")).batch(Cursor(0, 0), 3)
+    model = fresh_decoder(PLAIN, seed=0, attention="mask")
+    head = LabelScores(batch.labels, batch.weights, 64)
+    with torch.no_grad():
+        expected = model(batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head)
+    torch.testing.assert_close(batch.reference, expected, atol=1e-5, rtol=0)
+
+
+def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_reference(answers, tmp_path, monkeypatch):
+    plan = plan_of(answers("pairs"), DPO, config=CONFIG)
+    whole = Run(plan, tmp_path / "whole")
+    first = Run(plan, tmp_path / "halves", stop_after=6)
+    assert first.outcome == "stopped"
+    for name in ("train", "validation"):
+        reference_file(first.folder, name).unlink()
+    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(6))
+    assert second.losses() == {step: loss for step, loss in whole.losses().items() if step > 6}
+    assert_same_tensors(second.tensors(12), whole.tensors(12))
+    monkeypatch.setattr(references, "scores_of", None)  # it is there now
+    third = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(6))
+    assert third.losses() == second.losses()
+
+
+def test_a_killed_computation_of_the_reference_goes_on_where_it_was(answers, tmp_path, monkeypatch):
+    plan, scores_of, calls = plan_of(answers("pairs"), DPO), references.scores_of, []
+
+    def dying(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return scores_of(*args, **kwargs)
+
+    monkeypatch.setattr(references, "scores_of", dying)
+    with pytest.raises(KeyboardInterrupt):
+        Run(plan, tmp_path / "run")
+    assert not reference_file(tmp_path / "run", "train").exists()
+    halves = Run(plan, tmp_path / "run")
+    again = len(calls)
+    calls.clear()
+    calls.extend([1] * 10)
+    whole = Run(plan, tmp_path / "whole")
+    assert len(calls) - 10 == again - 1  # the one that died was repeated
+    assert halves.losses() == whole.losses()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, monkeypatch):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    write_model(model_state(fresh_decoder(PLAIN, seed=3)), PLAIN, folder)
+    asked = DPO if kind == "dpo" else Kto(kind="kto", beta=0.5)
+    prepared = answers("pairs" if kind == "dpo" else "kto")
+    sections = {"model": {"source": folder}, "optimizer": {"learning_rate": 0.02}}
+    plan = plan_of(prepared, asked, Lora(kind="lora", rank=4), **sections)
+    disabled = Run(plan, tmp_path / "disabled")
+    assert not reference_file(disabled.folder, "train").exists()
+    assert disabled.of(StepDone)[-1].loss < disabled.of(StepDone)[0].loss
+    for module in (job, objectives):
+        monkeypatch.setattr(module, "reference_of", lambda *_: Choice("precomputed", "as of a model trained in full"))
+    precomputed = Run(plan, tmp_path / "precomputed")
+    assert disabled.losses() == pytest.approx(precomputed.losses(), rel=1e-5)
+
+
+def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
+    reference = [reference_of(DPO, Lora(kind="lora", train_also=also)).value for also in ([], ["lm_head"])]
+    assert reference == ["adapters", "precomputed"]
+    assert reference_of(SimPo(kind="simpo"), Lora(kind="lora")).value == "none"
