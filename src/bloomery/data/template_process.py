@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, final
 
-import bloomery
 from bloomery.data.templates import ChatTemplate
 from bloomery.errors import UserError
 
@@ -20,6 +19,7 @@ WALL_SECONDS = 30.0  # beside the time that every conversation of a batch may ta
 _PATIENCE = 3  # conversations that may kill the process
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
 _REMEDY = "mend the template, or set data.chat.template to another: chatml, llama2, llama3, qwen, mistral, gemma"
+_SOURCES = Path(__file__).parents[2]  # where the child finds this package
 Json = dict[str, Any]
 
 
@@ -82,7 +82,7 @@ class TemplateProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         """Nothing of this process's environment but what Python needs: no token, no key."""
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        paths = (str(Path(bloomery.__file__).parent.parent), os.environ.get("PYTHONPATH", ""))
+        paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "bloomery.data.template_child"], env=environment, stdin=subprocess.PIPE,
