@@ -17,7 +17,7 @@ from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
-from bloomery.train.model_folder import model_folder
+from bloomery.train.model_folder import find_model
 from bloomery.train.scoring import score_documents
 
 
@@ -45,10 +45,11 @@ def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Token
 
     Raises UserError when there is none, or when it is damaged.
     """
-    folder = model_folder(model, step)
+    found = find_model(model, step)
     gpu = torch.cuda.is_available()
-    decoder = load_decoder(folder, dtype=None if gpu else torch.float32, device="cuda" if gpu else "cpu")
-    return decoder, load_tokenizer(folder)
+    dtype, device = (None, "cuda") if gpu else (torch.float32, "cpu")
+    decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base)
+    return decoder, load_tokenizer(found.tokenizer)
 
 
 def evaluate(

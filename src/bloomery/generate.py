@@ -12,18 +12,16 @@ from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Past, Sampling, sample_tokens
 from bloomery.model.weights import load_decoder
-from bloomery.train.model_folder import model_folder
+from bloomery.train.model_folder import find_model
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 
 
 def load_model(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
-    """Decoder and tokenizer of a run's checkpoint or of a folder in Hugging Face's layout, on the GPU where one is.
-
-    Raises UserError.
-    """
-    folder = model_folder(model, step)
-    return load_decoder(folder, device="cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(folder)
+    """Decoder and tokenizer of what `find_model` finds, on the GPU where one is. Raises UserError."""
+    found = find_model(model, step)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_decoder(found.weights, device=device, base=found.base), load_tokenizer(found.tokenizer)
 
 
 def generate(

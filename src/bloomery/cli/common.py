@@ -83,7 +83,7 @@ def find_run(name: str) -> Path:
 
 
 def model_path(name: str) -> Path:
-    """The folder that MODEL means: one in Hugging Face's layout, an adapter's, or a run. Raises UserError (code 2).
+    """The folder that MODEL means: one in Hugging Face's layout, an adapter's, or a run; a Hub id is fetched. Raises UserError.
 
     BASE+ADAPTER stays one path, both parts found; `train.model_folder.find_model` takes it apart.
     """
@@ -94,6 +94,11 @@ def model_path(name: str) -> Path:
         base, _, adapter = name.partition("+")
         return Path(f"{model_path(base)}+{model_path(adapter)}")
     known = is_run(Path("runs") / name) or name == "last"
+    if not folder.exists() and not known:
+        from bloomery.hub import fetch_model, is_hub_id
+
+        if is_hub_id(name):
+            return fetch_model(name)
     return folder if folder.is_dir() and not known else find_run(name)
 
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import EMBEDDING, HEAD, Adaptation, linear_modules, stored_modules
 from bloomery.model.adapters import LoraLinear
+from bloomery.model.base import CONFIG, TENSORS
 from bloomery.model.config import ModelConfig
 from bloomery.model.names import places
 from bloomery.model.renaming import to_hf_names
 from bloomery.model.tensors import Reader, Stored, stored_in
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 
 
@@ -36,10 +36,6 @@ class Part:
     module: str
     outputs: slice
     ranks: slice
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
 
 
 def layout(config: ModelConfig, settings: Adaptation, *, shared: bool = False) -> dict[str, list[Part]]:

@@ -4,7 +4,6 @@ Which modules are adapted, and at which rank, is read from the tensors; what cou
 here is refused.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -13,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.errors import UserError
-from bloomery.hub import fetch_model, is_hub_id
-from bloomery.model.adapter_files import CONFIG, PREFIX, TENSORS
+from bloomery.model.adapter_files import PREFIX
 from bloomery.model.adapter_names import EMBEDDING, HEAD, Adaptation, Pair, stored_modules
-from bloomery.model.base import base_of
+from bloomery.model.base import AGAIN, CONFIG, TENSORS, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.names import places
 from bloomery.model.tensors import Reader, Stored, stored_in
 
-LARGEST_CONFIG = 16 * 2**20
-AGAIN = "download or save the adapter again"
 # Keys that do not change what the adapter computes, or whose meaning is read from the tensors.
 HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -54,44 +50,6 @@ class _Said:
     def pair(self, stored: str) -> Pair:
         rank, alpha = _matching(self.ranks, stored, self.rank), _matching(self.alphas, stored, self.alpha)
         return Pair(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises UserError when it is none."""
-    path = folder / CONFIG
-    if path.stat().st_size > LARGEST_CONFIG:
-        raise UserError(f"{CONFIG} is larger than 16 MiB", where=str(path), remedy=AGAIN)
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]
-        raise UserError(f"{CONFIG} is not JSON: {reason}", where=str(path), remedy=AGAIN) from error
-    if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
-        raise UserError(f"{CONFIG} names no peft_type", where=str(path), remedy=AGAIN)
-    return said
-
-
-def base_folder(folder: Path) -> Path:
-    """The model that the adapter in `folder` names: a local folder first, else one of the Hub. Raises UserError."""
-    name, where = read_settings(folder).get("base_model_name_or_path"), str(folder / CONFIG)
-    remedy = f"name the base yourself: BASE+{folder.name}"
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise UserError("the adapter does not say which model it adapts", where=where, remedy=remedy)
-    for place in (Path(name), folder / name):
-        if len(name) < 4000 and (place / "config.json").is_file():
-            return place
-    if not is_hub_id(name):
-        raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, remedy=remedy)
-    return fetch_model(name)
-
-
-def refuse_other_base(folder: Path, base: Path) -> None:
-    """Raises UserError when a run's own checkpoint was trained on other weights than those in `base`."""
-    path = folder / "state.json"
-    if path.is_file():
-        stated = json.loads(path.read_text(encoding="utf-8")).get("base")
-        if isinstance(stated, dict):
-            base_of(base).refuse_change(str(stated.get("digest")), where=str(folder))
 
 
 def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, ModelConfig]:

@@ -1,12 +1,18 @@
 """The model that an adapter adapts, and whether its weights are those that the adapter was trained on. No torch."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bloomery.errors import UserError
+from bloomery.hub import fetch_model, is_hub_id
 
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+LARGEST_CONFIG = 16 * 2**20
+AGAIN = "download or save the adapter again"
 BLOCKS, BLOCK = 256, 4096  # of each file of weights: training changes all of a tensor, so that one block shows it
 
 
@@ -52,3 +58,45 @@ def _pieces(path: Path) -> Iterator[bytes]:
         for block in range(BLOCKS):
             file.seek(8 + header + (size - 8 - header) * block // BLOCKS)
             yield file.read(BLOCK)
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises UserError when it is none."""
+    path = folder / CONFIG
+    if path.stat().st_size > LARGEST_CONFIG:
+        raise UserError(f"{CONFIG} is larger than 16 MiB", where=str(path), remedy=AGAIN)
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{CONFIG} is not JSON: {reason}", where=str(path), remedy=AGAIN) from error
+    if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
+        raise UserError(f"{CONFIG} names no peft_type", where=str(path), remedy=AGAIN)
+    return said
+
+
+def base_folder(folder: Path) -> Path:
+    """The model that the adapter in `folder` names: a local folder first, else one of the Hub. Raises UserError."""
+    name, where = read_settings(folder).get("base_model_name_or_path"), str(folder / CONFIG)
+    remedy = f"name the base yourself: BASE+{folder.name}"
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UserError("the adapter does not say which model it adapts", where=where, remedy=remedy)
+    for place in (Path(name), folder / name):
+        if len(name) < 4000 and (place / "config.json").is_file():
+            return place
+    if not is_hub_id(name):
+        raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, remedy=remedy)
+    return fetch_model(name)
+
+
+def refuse_other_base(folder: Path, base: Path) -> None:
+    """Raises UserError when a run's own checkpoint was trained on other weights than those in `base`."""
+    path = folder / "state.json"
+    if path.is_file():
+        stated = json.loads(path.read_text(encoding="utf-8")).get("base")
+        if isinstance(stated, dict):
+            base_of(base).refuse_change(str(stated.get("digest")), where=str(folder))

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.errors import UserError
-from bloomery.model.adapter_files import is_adapter_folder, read_trained
-from bloomery.model.adapter_reading import base_folder, read_adaptation, refuse_other_base
+from bloomery.model.adapter_files import read_trained
+from bloomery.model.adapter_reading import read_adaptation
 from bloomery.model.adapters import adapt_as, is_adapter, note_base
+from bloomery.model.base import base_folder, is_adapter_folder, refuse_other_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder

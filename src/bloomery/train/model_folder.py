@@ -1,22 +1,61 @@
-"""Which folder of weights a MODEL means: a checkpoint of a run, or a folder in Hugging Face's layout. No torch."""
+"""Which folders a MODEL means: a run's checkpoint, a model's folder, an adapter and its base. No torch."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.errors import UserError
+from bloomery.model.base import base_folder, is_adapter_folder
 from bloomery.train.sealed import best_step, damage, newest_valid, saved_steps, step_folder
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Found:
+    """`weights` holds config.json, or adapter_config.json; then `base` is the model that it adapts."""
+
+    weights: Path
+    base: Path | None
+    tokenizer: Path
+
+
+def find_model(model: Path, step: str = "best") -> Found:
+    """What `model` means: as `model_folder` says, or BASE+ADAPTER, which chooses the base. Raises UserError."""
+    base, adapter = split(model)
+    weights = model_folder(adapter, step)
+    if not is_adapter_folder(weights):
+        if base is not None:
+            remedy = "name the folder of an adapter, or a run that trained one, after the +"
+            raise UserError("this is a whole model, not an adapter", where=str(adapter), remedy=remedy)
+        return Found(weights, None, weights)
+    base = base_folder(weights) if base is None else model_folder(base)
+    own = any((weights / name).is_file() for name in TOKENIZERS)
+    return Found(weights, base, weights if own else base)
+
+
+def split(model: Path) -> tuple[Path | None, Path]:
+    """BASE and ADAPTER where both are folders, else nothing and the whole; a folder may have a + in its name."""
+    text = str(model)
+    if not model.exists():
+        for place in (number for number, letter in enumerate(text) if letter == "+"):
+            base, adapter = Path(text[:place]), Path(text[place + 1 :])
+            if base.is_dir() and adapter.is_dir():
+                return base, adapter
+    return None, model
 
 
 def model_folder(run_or_folder: Path, step: str = "best") -> Path:
-    """The folder that holds config.json. `step`: a number, "last", or "best" (the last where no evaluation was noted).
+    """The folder that holds config.json or an adapter.
 
+    `step`: a number, "last", or "best" (the last where no evaluation was noted).
     A damaged newest checkpoint is passed over with a line on stderr; a damaged one that was asked for by its number is
     refused. Raises UserError when there is nothing to take.
     """
     if not run_or_folder.is_dir():
         raise UserError("there is no such folder", where=str(run_or_folder), remedy="name a run or a model's folder")
     checkpoints = run_or_folder / "checkpoints"
-    if (run_or_folder / "config.json").is_file():
+    if (run_or_folder / "config.json").is_file() or is_adapter_folder(run_or_folder):
         if step not in ("best", "last"):
             problem = f"this is one model, it has no step {step}"
             raise UserError(problem, where=str(run_or_folder), remedy="leave out --step", code=2)
