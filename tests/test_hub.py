@@ -236,3 +236,18 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
     assert asked[0] == ("org/model", "model", None)
     assert asked[-2:] == [("org/rows", "dataset", "*.parquet"), ("org/held", "dataset", "*.parquet")]
     assert Named("org/rows", None, "dataset").command == "bloomery download org/rows --dataset"
+
+
+def test_a_model_of_a_command_may_be_an_id_and_a_base_with_its_adapter(tmp_path, monkeypatch):
+    from bloomery.cli.common import model_path
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "adapter", "cache"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.setattr(hub, "fetch_model", lambda name: tmp_path / "cache")
+    assert model_path("org/name") == tmp_path / "cache"
+    assert str(model_path("base+adapter")) == "base+adapter"
+    assert str(model_path("org/name+adapter")) == f"{tmp_path}/cache+adapter"
+    with pytest.raises(UserError, match="there is no run"):
+        model_path("nothing")

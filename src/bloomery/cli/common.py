@@ -83,7 +83,7 @@ def find_run(name: str) -> Path:
 
 
 def model_path(name: str) -> Path:
-    """The folder that MODEL means: one in Hugging Face's layout, an adapter's, or a run; a Hub id is fetched. Raises UserError.
+    """The folder that MODEL means: a model's, an adapter's, or a run's; a Hub id is fetched. Raises UserError.
 
     BASE+ADAPTER stays one path, both parts found; `train.model_folder.find_model` takes it apart.
     """

@@ -16,7 +16,7 @@ from bloomery.errors import UserError
 @click.option("--no-bos", is_flag=True, help="Put no BOS before a text: its first token is then not scored.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; notes go to stderr.")
 def command(model: str, data: Path | None, step: str, no_bos: bool, as_json: bool) -> None:
-    """Loss, perplexity and bits per byte of MODEL (a run, or a folder in Hugging Face's layout).
+    """Loss, perplexity and bits per byte of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER).
 
     Without --data a run is examined on its validation split.
 

@@ -33,7 +33,7 @@ def command(
     as_json: bool,
     **drawing: Any,
 ) -> None:
-    """Let MODEL (a run, or a folder in Hugging Face's layout) continue a prompt.
+    """Let MODEL (a run, a folder, a Hub id, or BASE+ADAPTER) continue a prompt.
 
     Example: bloomery generate last --prompt "func main() {" --max-tokens 100
     """
