@@ -13,12 +13,13 @@ from bloomery.recipe.schema import Recipe
 
 @pytest.fixture
 def recipe_of() -> Callable[..., LoadedRecipe]:
-    def make(*, tokenizer: dict[str, Any] | None = None, **data: Any) -> LoadedRecipe:
+    def make(*, tokenizer: dict[str, Any] | None = None, objective: str = "pretrain", **data: Any) -> LoadedRecipe:
         tokenizer = {"train": {"vocab_size": 300}} if tokenizer is None else tokenizer
         whole = {
             "model": {"preset": "go-coder-tiny"},
             "tokenizer": tokenizer,
             "data": {"sequence_length": 16, "workers": 0, **data},
+            "objective": {"kind": objective},
         }
         return LoadedRecipe(Recipe.model_validate(whole), "small")
 

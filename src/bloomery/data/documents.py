@@ -79,6 +79,11 @@ class Corpus:
     def bytes(self) -> int:
         return sum(file.path.stat().st_size for file in self.files)
 
+    @property
+    def text_bytes(self) -> float:
+        """About what of the files is learned."""
+        return self.bytes * mined.SHARES.get(self.builtin or "", 1.0)
+
 
 def open_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
     """What the data section means on this machine, read for what an objective wants. Raises UserError when it names

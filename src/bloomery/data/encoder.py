@@ -1,9 +1,11 @@
 """Documents to ids on all cores: child processes that read texts from a pipe and write ids to another.
 
+Examples travel as example_wire writes them and are rendered where they are encoded, so that templates use all cores.
 Pipes of plain bytes and not multiprocessing: nothing is pickled, no `__main__` runs twice, and the children end with
 their parent.
 """
 
+import json
 import os
 import signal
 import struct
@@ -11,13 +13,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, final
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar, final
 
 import numpy as np
 
+from bloomery.data.example_wire import from_wire
+from bloomery.data.examples import Example
+from bloomery.data.render import Renderer
+from bloomery.data.streams import Flaw
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 
@@ -27,14 +33,39 @@ _Tag = TypeVar("_Tag")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of documents one after the other, and how many each has."""
+    """Ids of documents one after the other, and how many each has.
+
+    Of examples: an example has as many documents as answers, all of length 0 where `flaws` says, by the example's
+    number, why it has none; `learned` is a byte a token.
+    """
 
     ids: np.ndarray[Any, np.dtype[Any]]
     lengths: np.ndarray[Any, np.dtype[np.uint64]]
+    learned: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    flaws: dict[int, Flaw] = field(default_factory=dict)
 
 
 class Encoder(Protocol):
     def encode(self, texts: list[str]) -> Encoded: ...
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How examples become tokens: the recipe's data.chat, and how many answers each has."""
+
+    template: str | None
+    train_on: Literal["assistant", "all", "last"]
+    answers: int
+
+
+def packed_example(example: Example, wire: str) -> str:
+    """What travels of an example."""
+    return f"{json.dumps(example.source)}\n{wire}"
+
+
+def _unpacked_example(text: str) -> Example:
+    source, _, wire = text.partition("\n")
+    return from_wire(wire, json.loads(source))
 
 
 @final
@@ -56,24 +87,59 @@ class Inline:
 
 
 @final
+class Rendered:
+    """Renders and encodes in this process, with nothing added to what the template writes."""
+
+    def __init__(self, tokenizer: Tokenizer, rendering: Rendering) -> None:
+        self._renderer = Renderer(tokenizer, template=rendering.template, train_on=rendering.train_on)
+        self._answers, self._dtype = rendering.answers, tokenizer.dtype
+
+    def encode(self, texts: list[str]) -> Encoded:
+        examples = [_unpacked_example(text) for text in texts]
+        ids, learned, lengths, flaws = list[int](), list[bool](), list[int](), dict[int, Flaw]()
+        for number, found in enumerate(self._renderer.encode_batch(examples)):
+            if isinstance(found, Flaw):
+                flaws[number] = found
+                lengths += [0] * self._answers
+                continue
+            assert len(found) == self._answers
+            for sequence in found:
+                ids += sequence.ids
+                learned += sequence.learned
+                lengths.append(len(sequence.ids))
+        counts = np.array(lengths, np.uint64)
+        return Encoded(np.array(ids, self._dtype), counts, np.array(learned, np.uint8), flaws)
+
+    def close(self) -> None:
+        self._renderer.close()
+
+
+@final
 class _Child:
     """One process and the parent's ends of its pipes."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        command = [sys.executable, "-m", "bloomery.data.encoder", str(folder)]
+    def __init__(self, folder: Path, dtype: str, rendering: Rendering | None) -> None:
+        said = [] if rendering is None else [json.dumps(asdict(rendering))]
+        command = [sys.executable, "-m", "bloomery.data.encoder", str(folder), *said]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=2**20)
-        self._dtype = dtype
+        self._dtype, self._structured = dtype, rendering is not None
 
     def encode(self, texts: list[str]) -> Encoded:
         assert self._process.stdin and self._process.stdout
         try:
             _write(self._process.stdin, [text.encode() for text in texts])
             lengths, content = _read(self._process.stdout)
+            beside = _read(self._process.stdout) if self._structured else None
         except (EOFError, BrokenPipeError) as error:
             code = self._process.wait()
             raise UserError(f"a process that made tokens died (code {code})", where="prepare",
                             remedy="if memory ran out, set data.workers to a smaller number") from error  # fmt: skip
-        return Encoded(np.frombuffer(content, self._dtype), lengths)
+        ids = np.frombuffer(content, self._dtype)
+        if beside is None:
+            return Encoded(ids, lengths)
+        learned, flaws = beside[1][: len(ids)], json.loads(beside[1][len(ids) :])
+        found = {int(number): Flaw(*parts) for number, parts in flaws.items()}
+        return Encoded(ids, lengths, np.frombuffer(learned, np.uint8), found)
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
@@ -111,13 +177,21 @@ def _exactly(stream: BinaryIO | Any, count: int) -> bytes:
 
 
 @contextmanager
-def encoders(folder: Path, tokenizer: Tokenizer, workers: int) -> Iterator[list[Encoder]]:
-    """`workers` processes that encode with the tokenizer in `folder`, or this process alone for 0 and 1."""
+def encoders(
+    folder: Path, tokenizer: Tokenizer, workers: int, rendering: Rendering | None = None
+) -> Iterator[list[Encoder]]:
+    """`workers` processes that encode with the tokenizer in `folder`, or this process alone for 0 and 1; texts, or
+    with `rendering` examples.
+    """
     if workers <= 1:
-        yield [Inline(tokenizer)]
+        if rendering is None:
+            yield [Inline(tokenizer)]
+            return
+        with closing(Rendered(tokenizer, rendering)) as rendered:
+            yield [rendered]
         return
     with ExitStack() as stack:
-        children = [_Child(folder, tokenizer.dtype) for _ in range(workers)]
+        children = [_Child(folder, tokenizer.dtype, rendering) for _ in range(workers)]
         for child in children:
             stack.callback(child.close)
         yield list(children)
@@ -153,7 +227,9 @@ def main() -> None:
     """A child: frames of texts on stdin, frames of ids on stdout, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole group; the parent decides
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    encoder = Inline(load_tokenizer(Path(sys.argv[1])))
+    tokenizer = load_tokenizer(Path(sys.argv[1]))
+    chat = Rendering(**json.loads(sys.argv[2])) if len(sys.argv) > 2 else None
+    encoder = Inline(tokenizer) if chat is None else Rendered(tokenizer, chat)
     try:
         while True:
             sizes, content = _read(source)
@@ -164,7 +240,7 @@ def main() -> None:
         os._exit(0)  # the parent is gone or done: no flush of a pipe that nobody reads
 
 
-def _answer(sink: BinaryIO, encoder: Inline, texts: list[str]) -> None:
+def _answer(sink: BinaryIO, encoder: Encoder, texts: list[str]) -> None:
     try:
         encoded = encoder.encode(texts)
     except UserError as error:
@@ -173,6 +249,9 @@ def _answer(sink: BinaryIO, encoder: Inline, texts: list[str]) -> None:
         sink.flush()
         return
     _write(sink, [encoded.ids.tobytes()], [int(length) for length in encoded.lengths])
+    if encoded.learned is not None:
+        flaws = {number: [flaw.where, flaw.problem, flaw.remedy] for number, flaw in encoded.flaws.items()}
+        _write(sink, [encoded.learned.tobytes(), json.dumps(flaws).encode()])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from bloomery.data.files import SourceFile
 
 MAX_ANSWER = 1500  # characters: some 500 tokens
 MAX_QUESTION = 160
+SHARES = {"stdlib-chat": 0.19, "stdlib-pairs": 0.31}  # of the library's bytes, in Python 3.11
 _VERBS = """
 accept acquire activate add adjust allow append apply arrange ask assert assign attach bind block build calculate
 call cancel change check choose clean clear close collect combine compare compile compose compute configure connect

@@ -15,12 +15,13 @@ source) and, in structured text, is marked as learned.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
 
 from bloomery.data.fitting import Fitted, fit_part
-from bloomery.data.shards import ANSWERS, Split
+from bloomery.data.shards import ANSWERS, Manifest, Split
 from bloomery.errors import UserError
 
 Layout = Literal["packed", "padded", "fixed"]
@@ -59,6 +60,17 @@ class _Stretch:
 def part_rows(tokens: int, documents: int, *, sequence_length: int, layout: Layout) -> int:
     """Rows of one source of plain text. The last token has no label, so that it takes no position of its own."""
     return documents if layout == "padded" else -(-max(tokens - 1, 0) // sequence_length)
+
+
+def count_rows(folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout) -> list[int]:
+    """Rows of each source of the train split. Raises UserError as Rows does."""
+    if manifest.kind == "text":
+        return [
+            part_rows(part.tokens, part.documents, sequence_length=sequence_length, layout=layout)
+            for part in manifest.train.parts
+        ]
+    split = Split(folder, manifest, "train")
+    return Rows(split, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id).counts
 
 
 @final

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.data import builtin, snapshot
+from bloomery.data.example_rows import wants_of
+from bloomery.data.packing import count_rows
 from bloomery.data.preparing import Limits, Report, Work, streams
+from bloomery.data.preparing_examples import learns_examples, template_identity, train_on
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
 from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.errors import UserError
@@ -40,6 +43,9 @@ def identity(loaded: LoadedRecipe) -> str:
     }
     if recipe.data.builtin:
         parts["python"] = builtin.identity()
+    if learns_examples(recipe):
+        parts["examples"] = {"wants": wants_of(recipe), "template": template_identity(recipe.data.chat.template)}
+        parts["examples"]["train_on"] = train_on(recipe)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -63,7 +69,7 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     if manifest is None:
         with working(loaded, folder, report=report, limits=limits) as work:
             manifest = finished(loaded, folder) or work.run()
-            check_rows(manifest, loaded.recipe.data)
+            check_rows(manifest, loaded.recipe.data, folder)
     return manifest
 
 
@@ -90,14 +96,14 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
             remedy="set data.prepared to another folder, or delete this one",
         )
     if not _gone(loaded.recipe.data):
-        changed = snapshot.stale(folder, streams(loaded.recipe.data))
+        changed = snapshot.stale(folder, streams(loaded.recipe))
         if changed is not None:
             raise UserError(
                 f"was prepared from text that has changed since: {changed}",
                 where=str(folder),
                 remedy=f"delete it and prepare again: rm -r {folder}",
             )
-    check_rows(manifest, loaded.recipe.data)
+    check_rows(manifest, loaded.recipe.data, folder)
     return manifest
 
 
@@ -106,15 +112,34 @@ def _gone(data: Data) -> bool:
     return bool(paths) and not any(data_place(path).exists() for path in paths)
 
 
-def check_rows(manifest: Manifest, data: Data) -> None:
+def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
     """Raises UserError when no source fills one sequence."""
     train, length = manifest.train, data.sequence_length
+    if manifest.kind != "text":
+        _check_fitted(manifest, data, folder)
+        return
     if data.layout == "padded" or max((part.tokens for part in train.parts), default=0) > length:
         return
     raise UserError(
         f"all text together is {train.tokens:,} tokens, less than one sequence of {length:,}",
         where="data.sequence_length",
         remedy=f"set it below {max(part.tokens for part in train.parts):,}, or add text",
+    )
+
+
+def _check_fitted(manifest: Manifest, data: Data, folder: Path) -> None:
+    if any(count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout)):
+        return
+    if not manifest.train.learned_tokens:
+        raise UserError(
+            "nothing of it is learned: no row has an answer of the assistant that the template marks",
+            where="data.chat.train_on",
+            remedy="set data.chat.train_on=all, or see what is learned: bloomery prepare RECIPE --preview 3",
+        )
+    raise UserError(
+        f"no row has anything to learn among its first {data.sequence_length:,} tokens",
+        where="data.sequence_length",
+        remedy="raise it; bloomery prepare RECIPE --preview 3 shows what is learned",
     )
 
 

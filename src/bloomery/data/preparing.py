@@ -15,14 +15,17 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.data import snapshot
 from bloomery.data.documents import Corpus, Document, Tally, open_corpora, read_documents
-from bloomery.data.encoder import Encoded, count_workers, encode_in_order, encoders
+from bloomery.data.encoder import Encoded, Rendering, count_workers, encode_in_order, encoders, packed_example
+from bloomery.data.example_rows import wants_of
+from bloomery.data.example_wire import texts_of
+from bloomery.data.preparing_examples import Twins, add_examples, keep_template, refuse_mixture, shard_kind, train_on
 from bloomery.data.shard_writer import Lost, Progress, SplitWriter
-from bloomery.data.shards import MANIFEST, Manifest, Name
-from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpus
+from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name
+from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpus, validation_share
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, write_file
 from bloomery.data.tokenizer_source import find_tokenizer
 from bloomery.errors import UserError
-from bloomery.recipe.schema import Data, Recipe
+from bloomery.recipe.schema import Recipe
 from bloomery.units import MIB
 
 JOURNAL = "preparing.json"
@@ -49,14 +52,17 @@ class Journal(BaseModel):
     read: int = 0
     empty: int = 0
     held_back: int = 0
+    failed: int = 0  # examples that could not be rendered
+    first_failed: str = ""
     train: Progress = Progress()
     validation: Progress = Progress()
 
 
-def streams(data: Data) -> list[Corpus]:
+def streams(recipe: Recipe) -> list[Corpus]:
     """The sources, and the one of validation where it has its own."""
-    held = validation_corpus(data)
-    return open_corpora(data) + ([held] if held else [])
+    wants = wants_of(recipe)
+    held = validation_corpus(recipe.data, wants)
+    return open_corpora(recipe.data, wants) + ([held] if held else [])
 
 
 @dataclass
@@ -70,7 +76,12 @@ class Job:
     held_back: int
 
     def texts(self) -> list[str]:
-        return [document.text for _, document in self.documents if document.tokens is None]
+        """What is encoded: texts, or examples as they travel."""
+        return [
+            document.text if document.example is None else packed_example(document.example, document.text)
+            for _, document in self.documents
+            if document.tokens is None
+        ]
 
 
 @final
@@ -81,17 +92,30 @@ class Work:
         self._recipe, self._name, self._identity = recipe, name, identity
         self._folder, self._report, self._limits = folder, report, limits
         self._data = recipe.data
-        self._corpora = streams(self._data)
-        self._num_train = len(self._corpora) - (validation_corpus(self._data) is not None)
+        self._wants = wants_of(recipe)
+        self._corpora = streams(recipe)
+        self._num_train = len(self._corpora) - (validation_share(self._data) is None)
         self._seen = snapshot.look(self._corpora)
         self._journal = self._open_journal()
+        self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
         self._tally = Tally()
+        self.kind = shard_kind(self._corpora, on_error=self._data.on_error)
         self._bytes = sum(entry.bytes for entry in self._seen)
 
     def begin(self) -> tuple[Splitter, Tokenizer]:
         """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder."""
-        splitter = make_splitter(self._corpora[: self._num_train], self._data)
-        return splitter, self._tokenizer(splitter)
+        splitter = make_splitter(self._corpora[: self._num_train], self._data, self._wants)
+        tokenizer = self._tokenizer(splitter)
+        if self.rendering is not None:
+            keep_template(tokenizer, self.rendering, self._folder)
+        return splitter, tokenizer
+
+    @property
+    def rendering(self) -> Rendering | None:
+        """How examples become tokens; None for plain text."""
+        if self.kind == "text":
+            return None
+        return Rendering(self._data.chat.template, train_on(self._recipe), ANSWERS[self.kind])
 
     def documents(self, splitter: Splitter) -> Iterator[tuple[Name, Document]]:
         """What goes into the shards, in order, and where to."""
@@ -102,7 +126,8 @@ class Work:
         splitter, tokenizer = self.begin()
         writers = self._writers(tokenizer)
         try:
-            with encoders(self._folder, tokenizer, count_workers(self._data.workers, self._bytes)) as using:
+            workers = count_workers(self._data.workers, self._bytes)
+            with encoders(self._folder, tokenizer, workers, self.rendering) as using:
                 self._write_all(
                     encode_in_order(((job, job.texts()) for job in self._jobs(splitter, self._journal)), using),
                     writers,
@@ -173,10 +198,11 @@ class Work:
                 key = content_key(document)
                 if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
                     continue
-                taken += len(document.text.encode())
+                texts = [document.text] if document.example is None else texts_of(document.example)
+                taken += sum(len(text.encode()) for text in texts)
                 if taken > self._limits.tokenizer_bytes:
                     return
-                yield document.text
+                yield from texts
                 self._report("tokenizer", taken, max(limit, taken))
         if not taken:
             raise self._no_text() if any_tokens else self._empty(tally)
@@ -189,7 +215,8 @@ class Work:
         )
 
     def _empty(self, tally: Tally) -> UserError:
-        skipped = f"; {tally.skipped} rows were skipped, the first: {tally.first_skipped}" if tally.skipped else ""
+        count, first = tally.skipped + self._failed, tally.first_skipped or self._first_failed
+        skipped = f"; {count} rows were skipped, the first: {first}" if count else ""
         return UserError(
             f"there is no text in it{skipped}",
             where=f"data: {', '.join(corpus.path for corpus in self._corpora)}",
@@ -200,7 +227,12 @@ class Work:
         def opened() -> dict[Name, SplitWriter]:
             return {
                 name: SplitWriter(
-                    self._folder, name, tokenizer.dtype, self._limits.shard_tokens, getattr(self._journal, name)
+                    self._folder,
+                    name,
+                    tokenizer.dtype,
+                    self._limits.shard_tokens,
+                    getattr(self._journal, name),
+                    self.kind,
                 )
                 for name in SPLITS
             }
@@ -209,6 +241,7 @@ class Work:
             return opened()
         except Lost:  # the disk forgot what was written: begin the shards again
             self._journal = Journal(identity=self._journal.identity, sources=self._journal.sources)
+            self._failed, self._first_failed = 0, ""
             return opened()
 
     def _jobs(self, splitter: Splitter, start: Journal) -> Iterator[Job]:
@@ -219,14 +252,18 @@ class Work:
         for source in range(len(self._corpora)):
             batch, size, read = list[tuple[Name, Document]](), 0, 0
             passed = start.read if source == start.source else 0
-            for document in read_documents(self._corpora[source], on_error=self._data.on_error, tally=self._tally):
+            corpus = self._corpora[source]
+            twins = Twins(corpus, on_error=self._data.on_error) if self.kind == "kto" else None
+            for document in read_documents(corpus, on_error=self._data.on_error, tally=self._tally):
                 read += 1
+                refuse_mixture(document, self.kind)
+                twin = twins.of(document) if twins else document
                 if source < start.source or read <= passed:
                     continue
                 name = self._split_of(source, document, splitter)
                 empty, held_back = empty + (name == "empty"), held_back + (name == "held")
                 if name in SPLITS:
-                    batch.append((name, document))
+                    batch.append((name, twin))
                     size += len(document.text) + 4 * len(document.tokens or ())
                 if size >= self._limits.batch_bytes:
                     yield Job(batch, source, read, empty, held_back)
@@ -254,16 +291,29 @@ class Work:
                 for writer in writers.values():
                     writer.begin_part()
                 begun += 1
-            _add(job, ids, writers, tokenizer)
+            if self.kind == "text":
+                _add(job, ids, writers, tokenizer)
+            else:
+                self._refuse_or_count(ids)
+                add_examples(job.documents, ids, writers, tokenizer, ANSWERS[self.kind])
             text_bytes = sum(writer.progress.bytes for writer in writers.values())
             self._report("tokens", min(max(text_bytes, self._tally.bytes_read), self._bytes), self._bytes)
             if time.monotonic() - written >= self._limits.journal_seconds:
                 self._commit(job, writers)
                 written = time.monotonic()
 
+    def _refuse_or_count(self, encoded: Encoded) -> None:
+        """Raises UserError for an example that could not be rendered, unless such are skipped."""
+        for flaw in encoded.flaws.values():
+            if self._data.on_error != "skip":
+                raise flaw.error()
+            self._failed += 1
+            self._first_failed = self._first_failed or f"{flaw.where}: {flaw.problem}"
+
     def _commit(self, job: Job, writers: dict[Name, SplitWriter]) -> None:
         counters: dict[str, Any] = {name: writer.sync() for name, writer in writers.items()}
         counters |= {"source": job.source, "read": job.read, "empty": job.empty, "held_back": job.held_back}
+        counters |= {"failed": self._failed, "first_failed": self._first_failed}
         self._journal = self._journal.model_copy(update=counters)
         write_file(self._folder / JOURNAL, self._journal.model_dump_json().encode())
 
@@ -291,10 +341,12 @@ class Work:
             train=splits["train"],
             validation=splits["validation"],
             sources=sources,
-            skipped=self._tally.skipped,
-            first_skipped=self._tally.first_skipped,
+            skipped=self._tally.skipped + self._failed,
+            first_skipped=self._tally.first_skipped or self._first_failed,
             empty=self._last.empty,
             held_back=self._last.held_back,
+            kind=self.kind,
+            formats=tuple(sorted(self._tally.formats)),
         )
         write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         (self._folder / JOURNAL).unlink()

@@ -168,7 +168,7 @@ def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> No
         if error.where in ("train.micro_batch", "train.tokens_per_step"):
             raise
     if finished(loaded, prepared_folder(loaded, _workshop(path))) is None:
-        streams(loaded.recipe.data)  # the files are there
+        streams(loaded.recipe)  # the files are there
 
 
 def resume(
@@ -289,7 +289,7 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
 def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
     """Raises UserError when the prepared text is not what the run has learned from, or has another tokenizer."""
     data, checkpoints = plan.data.prepared, flow.folder.checkpoints
-    same_text = counted(read_manifest(data), loaded.recipe.data) == plan.corpus
+    same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.corpus
     saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
     used = [path for path in saved if path.is_file()]  # one may be damaged, all are copies of the same
     same_tokenizer = not used or any(path.read_bytes() == _content(data / path.name) for path in used)

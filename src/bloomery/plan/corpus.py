@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from bloomery.data.documents import open_corpora
-from bloomery.data.packing import part_rows
+from bloomery.data.example_rows import wants_of
+from bloomery.data.packing import count_rows
 from bloomery.data.prepare import finished
 from bloomery.data.shards import Manifest
 from bloomery.data.tokenizer_source import tokenizer_spec
@@ -17,12 +18,10 @@ BYTES_PER_TOKEN = 3.4  # byte-level BPE of 4k to 50k tokens on source code and E
 SPREAD = 0.3
 
 
-def counted(manifest: Manifest, data: Data) -> CorpusFacts:
+def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
     """The facts of prepared text in the recipe's layout."""
-    rows = [
-        part_rows(part.tokens, part.documents, sequence_length=data.sequence_length, layout=data.layout) * part.weight
-        for part in manifest.train.parts
-    ]
+    counts = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
+    rows = [count * part.weight for count, part in zip(counts, manifest.train.parts, strict=True)]
     return CorpusFacts(
         rows_per_epoch=sum(map(round, rows)),
         tokens=manifest.train.tokens,
@@ -39,7 +38,7 @@ def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
     Raises UserError for a folder that holds another recipe's text.
     """
     manifest = finished(loaded, prepared)
-    return counted(manifest, loaded.recipe.data) if manifest is not None else guessed(loaded.recipe)
+    return counted(manifest, loaded.recipe.data, prepared) if manifest is not None else guessed(loaded.recipe)
 
 
 def absent(recipe: Recipe) -> list[str]:
@@ -53,7 +52,7 @@ def guessed(recipe: Recipe) -> CorpusFacts | None:
     data = recipe.data
     if absent(recipe):
         return None
-    size = sum(corpus.bytes * corpus.weight for corpus in open_corpora(data))
+    size = sum(corpus.text_bytes * corpus.weight for corpus in open_corpora(data, wants_of(recipe)))
     tokens = round(size / BYTES_PER_TOKEN)
     return CorpusFacts(
         rows_per_epoch=max(1, tokens // data.sequence_length),

@@ -1,0 +1,163 @@
+"""What `prepare` does with examples and not with plain text: one kind of them, twins for KTO, flags beside tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, final
+
+import numpy as np
+
+from bloomery.data.documents import Corpus, Document, Tally, read_documents
+from bloomery.data.encoder import Encoded, Rendering
+from bloomery.data.example_wire import to_wire
+from bloomery.data.examples import Example, Turns
+from bloomery.data.files import CHAT
+from bloomery.data.render import Renderer
+from bloomery.data.shard_writer import SplitWriter, Structure
+from bloomery.data.shards import Name, ShardKind
+from bloomery.data.templates import BUILTIN, builtin_template
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.errors import UserError
+from bloomery.recipe.schema import Chat, Recipe
+
+KINDS: dict[str, ShardKind] = {"chat": "chat", "completion": "chat", "pair": "pairs", "kto": "kto"}
+_NAMES = {"text": "plain text", "chat": "conversations", "pairs": "preference pairs", "kto": "marked answers"}
+
+
+def kind_of(document: Document) -> ShardKind:
+    return "text" if document.example is None else KINDS[document.example.kind]
+
+
+def shard_kind(corpora: list[Corpus], *, on_error: str) -> ShardKind:
+    """The one kind of all sources, by their first documents. Raises UserError when they differ."""
+    firsts = [next(read_documents(corpus, on_error=on_error, tally=Tally()), None) for corpus in corpora]
+    found = [document for document in firsts if document is not None]
+    for document in found:
+        refuse_mixture(document, kind_of(found[0]))
+    return kind_of(found[0]) if found else "text"
+
+
+def refuse_mixture(document: Document, kind: ShardKind) -> None:
+    """Raises UserError for a document of another kind than the ones before it."""
+    if kind_of(document) != kind:
+        raise UserError(
+            f"is {_NAMES[kind_of(document)]}, and the data before it {_NAMES[kind]}: a run learns from one kind",
+            where=document.source,
+            remedy="leave one of them out of data.sources, or say what its rows are: data.format, data.columns",
+        )
+
+
+def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
+    """Pretraining learns every token, of conversations, too."""
+    return "all" if recipe.objective.kind == "pretrain" else recipe.data.chat.train_on
+
+
+def keep_template(tokenizer: Tokenizer, rendering: Rendering, folder: Path) -> None:
+    """The template that training used goes with its tokenizer, so that whoever opens it writes conversations alike.
+    Raises UserError for a template that cannot be used; completions of plain texts need none.
+    """
+    if rendering.template is None:
+        return
+    with Renderer(tokenizer, template=rendering.template, train_on=rendering.train_on) as renderer:
+        text = renderer.template.text
+    if tokenizer.config.get("chat_template") != text:
+        tokenizer.config["chat_template"] = text
+        tokenizer.save(folder)
+
+
+@final
+class Twins:
+    """For KTO: each example with the answer of another one beside its own, from which its drift is estimated
+    (arXiv:2402.01306, section 4): the answer of the nearest example before it that has another prompt. Those that have
+    none take it from the first example of the source with another prompt than theirs.
+
+    Raises UserError when all prompts of a source are one.
+    """
+
+    def __init__(self, corpus: Corpus, *, on_error: str) -> None:
+        self._corpus, self._on_error = corpus, on_error
+        self._last: Example | None = None
+        self._other: Example | None = None  # the latest one whose prompt is not that of `_last`
+
+    def of(self, document: Document) -> Document:
+        """The document with both answers; its place in the order counts."""
+        example = document.example
+        assert example is not None
+        if self._last is not None and self._last.prompt != example.prompt:
+            self._other = self._last
+        self._last = example
+        other = self._other or self._first_other(example)
+        both = replace(example, answers=(example.answers[0], _as(other.answers[0], example)))
+        return replace(document, example=both, text=to_wire(both))
+
+    def _first_other(self, example: Example) -> Example:
+        for document in read_documents(self._corpus, on_error=self._on_error, tally=Tally()):
+            if document.example is not None and document.example.prompt != example.prompt:
+                return document.example
+        raise UserError(
+            "every row has the same prompt, and kto compares an answer with answers to other prompts",
+            where=self._corpus.path,
+            remedy="add rows with other prompts, or set objective.kind=sft",
+        )
+
+
+def _as(answer: Turns, example: Example) -> Turns:
+    """An answer in the form that the example's own has, text or turns."""
+    own = example.answers[0]
+    if isinstance(own, str) and not isinstance(answer, str):
+        return "\n".join(turn.content for turn in answer)
+    if isinstance(answer, str) and not isinstance(own, str):
+        return (replace(own[-1], content=answer, calls=(), thinking=None),)
+    return answer
+
+
+def add_examples(
+    documents: list[tuple[Name, Document]],
+    encoded: Encoded,
+    writers: dict[Name, SplitWriter],
+    tokenizer: Tokenizer,
+    answers: int,
+) -> None:
+    """The answers of each example of a batch into its split, in order; those of flawed examples nowhere."""
+    assert encoded.learned is not None
+    sizes = tokenizer.token_bytes()
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(encoded.lengths).astype(np.int64)])
+    for name, writer in writers.items():
+        chosen = [n for n, (split, _) in enumerate(documents) if split == name and n not in encoded.flaws]
+        if not chosen:
+            continue
+        places = [slice(int(ends[n * answers]), int(ends[(n + 1) * answers])) for n in chosen]
+        ids = np.concatenate([encoded.ids[place] for place in places])
+        lengths = np.concatenate([encoded.lengths[n * answers : (n + 1) * answers] for n in chosen])
+        learned = np.concatenate([encoded.learned[place] for place in places])
+        marks = np.repeat(np.array([_mark(documents[n][1]) for n in chosen], np.uint8), answers)
+        writer.add(ids, lengths, int(sizes[ids].sum()), Structure(learned, marks))
+
+
+def _mark(document: Document) -> int:
+    return int(document.example is not None and document.example.desirable is True)
+
+
+def template_identity(asked: str | None) -> str | None:
+    """What decides the template: its text, or that it is the tokenizer's own."""
+    if asked is None:
+        return None
+    if asked in BUILTIN:
+        return builtin_template(asked)
+    return Path(asked).read_text(encoding="utf-8", errors="replace") if _is_file(asked) else asked
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a template in the recipe is longer than any path
+        return False
+
+
+def learns_examples(recipe: Recipe) -> bool:
+    """Whether chat settings can decide the tokens."""
+    data = recipe.data
+    formats = {data.format, *(source.format for source in data.sources)}
+    if recipe.objective.kind == "pretrain":
+        mined = data.builtin in ("stdlib-chat", "stdlib-pairs")
+        return mined or data.chat != Chat() or bool(formats & set(CHAT))
+    return data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}

@@ -1,0 +1,302 @@
+"""Conversations, pairs and marked answers in shards: the renderer's tokens and flags, whatever happened on the way."""
+
+import json
+import random
+import time
+
+import numpy as np
+import pytest
+from small_text import WORDS, sentences
+from test_prepare import SMALL, Stop, contents, kill_after
+
+from bloomery.data.documents import Tally, read_documents
+from bloomery.data.example_wire import texts_of
+from bloomery.data.examples import Example, Message
+from bloomery.data.prepare import finished, identity, prepare
+from bloomery.data.preparing import streams
+from bloomery.data.render import Renderer
+from bloomery.data.shards import Split, open_split, read_manifest
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.plan.corpus import counted, guessed
+from bloomery.recipe.load import LoadedRecipe
+
+TOKENIZER = {"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>", "<|im_end|>"]}}
+
+
+def talk(number: int) -> list[dict]:
+    question, answer, more = sentences(3 * number + 3, 5 + number % 7)[-3:]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": more},
+        {"role": "assistant", "content": f"{WORDS[number % 13]} {number}"},
+    ]
+
+
+def chat_rows(count: int) -> list[dict]:
+    return [{"messages": talk(number)[: 2 + 2 * (number % 2)]} for number in range(count)]
+
+
+def pair_rows(count: int) -> list[dict]:
+    texts = sentences(3 * count)
+    return [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(*[iter(texts)] * 3, strict=True)]
+
+
+def kto_rows(count: int) -> list[dict]:
+    texts = sentences(2 * count)
+    return [{"prompt": texts[2 * (n // 3)], "completion": texts[2 * n + 1], "label": n % 3 == 0} for n in range(count)]
+
+
+ROWS = {"sft": chat_rows, "dpo": pair_rows, "kto": kto_rows}
+KINDS = {"sft": "chat", "dpo": "pairs", "kto": "kto"}
+
+
+@pytest.fixture
+def recipe(tmp_path, recipe_of):
+    def make(objective: str = "sft", count: int = 60, rows: list[dict] | None = None, **data) -> LoadedRecipe:
+        path = tmp_path / "rows.jsonl"
+        rows = ROWS[objective](count) if rows is None else rows
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        if not path.exists() or path.read_text() != content:
+            path.write_text(content)
+        settings = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": "10%", **data}
+        return recipe_of(tokenizer=TOKENIZER, objective=objective, path=str(path), **settings)
+
+    return make
+
+
+def examples(loaded: LoadedRecipe) -> list[Example]:
+    documents = read_documents(streams(loaded.recipe)[0], on_error="skip", tally=Tally())
+    return [document.example for document in documents if document.example]
+
+
+def stored(split: Split, document: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    start, end = int(split.bounds[document]), int(split.bounds[document + 1])
+    assert split.learned is not None
+    return tuple(split.tokens[start:end].tolist()), tuple(split.learned[start:end].tolist())
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
+    loaded = recipe(objective)
+    manifest = prepare(loaded, tmp_path / "p", limits=SMALL)
+    assert manifest == read_manifest(tmp_path / "p") == finished(loaded, tmp_path / "p")
+    assert (manifest.kind, manifest.formats) == (
+        KINDS[objective],
+        ({"sft": "messages", "dpo": "preference"}[objective],),
+    )
+    with Renderer(load_tokenizer(tmp_path / "p"), template="chatml", train_on="assistant") as renderer:
+        expected = [renderer.encode(example) for example in examples(loaded)]
+    units = [tuple((tuple(s.ids), tuple(map(int, s.learned))) for s in sequences) for sequences in expected]
+    found = []
+    for name in ("train", "validation"):
+        split, step = open_split(tmp_path / "p", name), len(units[0])
+        assert len(split) % step == 0
+        found += [tuple(stored(split, i + side) for side in range(step)) for i in range(0, len(split), step)]
+        learned = split.learned[0 : len(split.tokens)]
+        assert split.record.learned_tokens == learned.sum()
+        firsts = [next((i for i, flag in enumerate(stored(split, d)[1]) if flag and i), len(stored(split, d)[1]))
+                  for d in range(len(split))]  # fmt: skip
+        assert split.first.tolist() == firsts
+    assert sorted(found) == sorted(units)
+    assert len(read_manifest(tmp_path / "p").train.learned) > 1
+
+
+def test_a_tokenizer_sees_the_texts_and_keeps_the_template(recipe, tmp_path):
+    prepare(recipe(), tmp_path / "p")
+    tokenizer = load_tokenizer(tmp_path / "p")
+    assert "<|im_start|>" in tokenizer.config["chat_template"]
+    assert '{"role"' not in tokenizer.decode(list(range(300)))
+
+
+def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
+    loaded = recipe("kto")
+    prepare(loaded, tmp_path / "p", limits=SMALL)
+    known = {(example.prompt, example.answers[0]): example for example in examples(loaded)}
+    tokenizer, seen = load_tokenizer(tmp_path / "p"), 0
+    by_answer = {answer: example for (_, answer), example in known.items()}
+    for name in ("train", "validation"):
+        split = open_split(tmp_path / "p", name)
+        for unit in range(0, len(split), 2):
+            sides = []
+            for side in (unit, unit + 1):
+                ids, flags = stored(split, side)
+                start = flags.index(1)
+                sides.append((tokenizer.decode(list(ids[1:start])), tokenizer.decode(list(ids[start:-1]))))
+            (prompt, own), (same, other) = sides
+            assert prompt == same
+            assert split.marks[unit] == split.marks[unit + 1] == known[prompt, own].desirable
+            assert by_answer[other].prompt != prompt
+            seen += 1
+    assert seen == 60
+
+
+def test_one_prompt_alone_is_nothing_for_kto(recipe, tmp_path):
+    rows = [{"prompt": "a", "completion": f"b{n}", "label": True} for n in range(5)]
+    with pytest.raises(UserError, match="every row has the same prompt"):
+        prepare(recipe("kto", rows=rows), tmp_path / "p")
+
+
+@pytest.mark.parametrize("objective", ["sft", "kto"])
+def test_several_processes_write_the_same_bytes(recipe, tmp_path, objective):
+    for workers in (0, 3):
+        prepare(recipe(objective, workers=workers), tmp_path / str(workers), limits=SMALL)
+    assert contents(tmp_path / "0") == contents(tmp_path / "3")
+
+
+def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path):
+    loaded = recipe("kto", 600, workers=2)
+    file = tmp_path / "recipe.json"
+    file.write_text(loaded.recipe.model_dump_json(by_alias=True))
+    begun = time.monotonic()
+    assert kill_after(120, file, tmp_path / "whole") == 0
+    whole, chance = time.monotonic() - begun, random.Random(3)
+    for _ in range(3):
+        kill_after(chance.uniform(0.3, 0.9) * whole, file, tmp_path / "killed")
+    assert kill_after(120, file, tmp_path / "killed") == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
+def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batches, objective):
+    rows = ROWS[objective](60)
+    rows[7] = {**rows[7], "extra": "\ud800"}  # unread
+    rows.insert(3, {"messages": "no", "prompt": 1})
+    loaded = recipe(objective, rows=rows, on_error="skip")
+    manifest = prepare(loaded, tmp_path / "whole", limits=SMALL)
+    assert manifest.skipped == 1
+    seen = 0
+
+    def stopping(phase: str, done: float, total: float) -> None:
+        nonlocal seen
+        seen += phase == "tokens"
+        if seen > batches:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(loaded, tmp_path / "p", report=stopping, limits=SMALL)
+    journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
+    kept = sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
+    assert sum(path.stat().st_size for path in (tmp_path / "p").glob("*-learned-*.bin")) == kept
+    prepare(loaded, tmp_path / "p", limits=SMALL)
+    assert contents(tmp_path / "p") == contents(tmp_path / "whole")
+
+
+def test_conversations_that_the_template_refuses_are_named_or_skipped(recipe, tmp_path):
+    rows = chat_rows(20)
+    rows[4]["messages"] = [{"role": "system", "content": "s"}, *rows[4]["messages"]]
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    (tmp_path / "t.jinja").write_text(refusing)
+    chat = {"template": str(tmp_path / "t.jinja")}
+    with pytest.raises(UserError, match="no system") as caught:
+        prepare(recipe(rows=rows, chat=chat), tmp_path / "p")
+    assert "rows.jsonl:5" in (caught.value.where or "")
+    manifest = prepare(recipe(rows=rows, chat=chat, on_error="skip"), tmp_path / "q", limits=SMALL)
+    assert manifest.skipped == 1
+    assert "rows.jsonl:5" in manifest.first_skipped
+    assert manifest.train.documents + manifest.validation.documents == 19
+
+
+def test_folder_depends_on_chat_settings_where_they_decide_tokens(recipe, recipe_of, tmp_path):
+    plain = recipe()
+    others = [
+        recipe(chat={"template": "gemma"}),
+        recipe(chat={"template": "chatml", "train_on": "all"}),
+        recipe_of(tokenizer=TOKENIZER, objective="dpo", **_data(plain)),
+        recipe_of(tokenizer=TOKENIZER, objective="pretrain", **_data(plain)),
+    ]
+    assert len({identity(loaded) for loaded in (plain, *others)}) == 5
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    mine = recipe(chat={"template": str(tmp_path / "t.jinja")})
+    before = identity(mine)
+    (tmp_path / "t.jinja").write_text("{{ messages }} ")
+    assert identity(mine) != before
+    text = {"path": "a", "format": "text"}
+    assert identity(recipe_of(objective="sft", **text)) == identity(recipe_of(**text))
+    assert identity(recipe(layout="padded")) == identity(plain)
+
+
+def _data(loaded: LoadedRecipe) -> dict:
+    return loaded.recipe.data.model_dump(mode="json")
+
+
+def test_pretraining_learns_every_token_of_conversations(recipe, recipe_of, tmp_path):
+    manifest = prepare(recipe_of(tokenizer=TOKENIZER, **_data(recipe())), tmp_path / "p")
+    assert manifest.kind == "chat"
+    assert manifest.train.learned_tokens == manifest.train.tokens
+
+
+def test_sources_of_several_formats_and_of_one_kind(recipe_of, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
+    (tmp_path / "b.json").write_text(json.dumps([{"instruction": text, "output": "yes"} for text in sentences(9)]))
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(9)))
+    (tmp_path / "d.txt").write_text("plain words")
+    data = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": 0}
+
+    def mixed(*names: str, **more) -> LoadedRecipe:
+        sources = [{"path": str(tmp_path / name), "weight": 0.5 + index} for index, name in enumerate(names)]
+        return recipe_of(tokenizer=TOKENIZER, objective="sft", sources=sources, **data, **more)
+
+    manifest = prepare(mixed("a.jsonl", "b.json"), tmp_path / "p")
+    assert manifest.formats == ("alpaca", "messages")
+    assert [(part.documents, part.weight) for part in manifest.train.parts] == [(20, 0.5), (9, 1.5)]
+    with pytest.raises(UserError, match="its rows are preference pairs"):
+        prepare(mixed("a.jsonl", "c.jsonl"), tmp_path / "q")
+    with pytest.raises(UserError, match="is plain text, and the data before it conversations"):
+        prepare(mixed("a.jsonl", "d.txt"), tmp_path / "r")
+
+
+def test_nothing_to_learn_is_said(recipe, tmp_path):
+    rows = [{"messages": [*talk(n)[:1], {**talk(n)[1], "weight": 0}]} for n in range(12)]
+    with pytest.raises(UserError, match="nothing of it is learned"):
+        prepare(recipe(rows=rows), tmp_path / "p")
+    with pytest.raises(UserError, match="no row has anything to learn among its first 8 tokens") as caught:
+        prepare(recipe(sequence_length=8), tmp_path / "q")
+    assert "sequence_length" in (caught.value.where or "")
+
+
+def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
+    from bloomery.data.loader import Loader
+
+    for objective, layout in (("sft", "packed"), ("dpo", "packed"), ("kto", "padded"), ("sft", "fixed")):
+        loaded = recipe(objective, layout=layout)
+        folder = tmp_path / objective / layout
+        manifest = prepare(loaded, folder)
+        facts = counted(manifest, loaded.recipe.data, folder)
+        assert facts.rows_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).rows
+        if layout == "packed":
+            before = guessed(loaded.recipe)
+            assert before is not None
+            assert before.tokens > 0
+
+
+def test_manifests_of_before_structure_are_read(corpus, recipe_of, tmp_path):
+    prepare(recipe_of(path=str(corpus)), tmp_path / "p")
+    path = tmp_path / "p" / "manifest.json"
+    said = json.loads(path.read_text())
+    for name in ("kind", "formats"):
+        del said[name]
+    for split in ("train", "validation"):
+        for name in ("learned_tokens", "learned", "first", "marks"):
+            del said[split][name]
+    path.write_text(json.dumps(said))
+    assert read_manifest(tmp_path / "p").kind == "text"
+    assert open_split(tmp_path / "p", "train").learned is None
+
+
+def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
+    from bloomery.data import mined
+
+    few = [Example(f"m.py:{n}", "chat", (), ((Message("user", f"Write {n}."), Message("assistant", text)),))
+           for n, text in enumerate(sentences(30))]  # fmt: skip
+    monkeypatch.setattr(mined, "conversations", lambda files: iter(few))
+    data = {"builtin": "stdlib-chat", "chat": {"template": "chatml"}, "sequence_length": 128}
+    manifest = prepare(recipe_of(tokenizer=TOKENIZER, objective="sft", **data), tmp_path / "p")
+    assert manifest.formats == ("stdlib-chat",)
+    assert manifest.train.documents + manifest.validation.documents == 30
+    assert texts_of(few[0])[0] == "Write 0."
+    assert np.all(np.asarray(open_split(tmp_path / "p", "train").first) > 0)
