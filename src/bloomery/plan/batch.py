@@ -74,10 +74,11 @@ def cut_step(train: Train, load: Occupancy, *, rows_per_step: int, measure: Meas
     that does not divide the step.
     """
     sizes = _sizes(train, load, rows_per_step)
+    several = not load.way.in_backward
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
     candidates = [(mode, rows) for mode in modes for rows in sizes]
     for mode, rows in candidates:
-        tried = _with(replace(load, accumulating=rows < rows_per_step), rows, mode, SMALL_CHUNK)
+        tried = _with(replace(load, accumulating=several and rows < rows_per_step), rows, mode, SMALL_CHUNK)
         if measure(tried).fits:
             return _finish(train, tried, measure)
     return _finish(train, tried, measure)
@@ -85,8 +86,10 @@ def cut_step(train: Train, load: Occupancy, *, rows_per_step: int, measure: Meas
 
 def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
     """Micro-batches to try, largest first: powers of two that divide the step."""
+    if load.way.in_backward and train.tokens_per_step != "auto":  # one micro-batch is a step
+        return [rows_per_step]
     if train.micro_batch != "auto":
-        if rows_per_step % train.micro_batch:
+        if rows_per_step % train.micro_batch and not load.way.in_backward:
             divisors = [str(n) for n in range(1, min(rows_per_step, 1024) + 1) if rows_per_step % n == 0]
             raise UserError(
                 f"{rows_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
@@ -98,6 +101,11 @@ def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
     most = rows_per_step if load.on_gpu else max(1, CPU_TOKENS // load.sequence_length)
     sizes = [2**n for n in range(rows_per_step.bit_length()) if rows_per_step % 2**n == 0]
     return [size for size in reversed(sizes) if size <= most]
+
+
+def one_micro_batch(cut: Cut) -> Choice[int]:
+    """Tokens of a step whose gradients are used and freed at once."""
+    return Choice(cut.load.rows, "optimizer.in_backward: a step is one micro-batch, the largest that fits")
 
 
 def _with(load: Occupancy, rows: int, mode: str, chunk: int) -> Occupancy:

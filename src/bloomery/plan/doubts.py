@@ -6,6 +6,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.settings import idle_settings
 from bloomery.plan.claims import roughly, span
+from bloomery.plan.lean import idle_lean_settings
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Expect, Recipe
@@ -18,6 +19,8 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     yield from _lengths(recipe, plan)
     yield from _settings(recipe, profile)
     yield from _variables(profile, machine)
+    device = profile.accelerator is not None
+    yield from idle_lean_settings(recipe, accelerator=device, precision=plan.train.precision)
 
 
 def _claims(expect: Expect, plan: Plan) -> Iterator[str]:

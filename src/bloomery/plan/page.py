@@ -24,6 +24,13 @@ from bloomery.plan.types import Decision, Plan, Verdict
 from bloomery.shell import broken
 from bloomery.units import GIB, format_bytes, format_seconds, two_digits
 
+LEAN = (
+    "optimizer.states",
+    "optimizer.in_backward",
+    "optimizer.stochastic_rounding",
+    "optimizer.offload",
+    "train.offload_activations",
+)
 REASON = 24  # where reasons begin
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
 
@@ -218,6 +225,7 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
     if plan.train.activation_checkpointing != "none":
         checkpointing = decided["train.activation_checkpointing"]
         rows.append((f"{checkpointing.value} checkpointing", checkpointing.because))
+    rows += [(decided[key].value, decided[key].because) for key in LEAN if key in decided]
     if profile.accelerator is not None:
         build = fitting_builds(machine, profile.accelerator)[0]
         rows.append((build.requirement.split("==")[0], "; ".join((build.because, *_unset(build.never)))))

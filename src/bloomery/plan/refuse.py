@@ -23,7 +23,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
 
 
 def _unbuilt(recipe: Recipe) -> Iterator[str]:
-    optimizer, parallel, train = recipe.optimizer, recipe.parallel, recipe.train
+    parallel, train = recipe.parallel, recipe.train
     if recipe.objective.kind != "pretrain":
         yield f"objective.kind={recipe.objective.kind}"
     if recipe.adapter.kind == "peft":
@@ -32,11 +32,6 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
         yield f"quantize.base={recipe.quantize.base}"
     if recipe.model.implementation == "foreign":
         yield "model.implementation=foreign"
-    if optimizer.states != "float32":
-        yield f"optimizer.states={optimizer.states}"
-    for key in ("paged", "offload", "in_backward", "stochastic_rounding"):
-        if getattr(optimizer, key):
-            yield f"optimizer.{key}"
     if train.offload_activations:
         yield "train.offload_activations"
     for key in ("replicate", "shard", "tensor", "context", "pipeline"):

@@ -16,6 +16,7 @@ from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, rem
 from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
+from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
@@ -62,6 +63,7 @@ def _resolution(
 ) -> "_Resolution":
     recipe = loaded.recipe
     refuse.refuse_unbuilt(recipe)
+    refuse_lean_misfits(recipe)
     profile = build_profile(machine)
     refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
     config = model_config(recipe, corpus)
@@ -112,6 +114,10 @@ class _Resolution:
         compiled = self.compiled(precision.value, attention.value, scale)
         load = self.occupancy(precision.value, attention.value, compiled.value)
         cut, parts, mesh = self.laid(load, scale.rows_per_step)
+        if load.way.in_backward and cut.micro_batch.value < scale.rows_per_step:
+            tokens = batch.one_micro_batch(cut)
+            scale = self.scale(tokens.value)
+            cut, parts, mesh = self.laid(load, scale.rows_per_step)
         seconds = speed.total(parts) if parts else None
         scale = self.timed(scale, seconds)
         train = self.train(cut, tokens.value, precision.value, compiled.value, scale, mesh)
@@ -145,6 +151,7 @@ class _Resolution:
                 _decision("train.tokens_per_step", tokens),
                 *self.length(scale),
                 *self.decisions(cut),
+                *self.lean(precision.value),
             ),
             contradictions=(),
             claims=(),
@@ -185,6 +192,10 @@ class _Resolution:
             return ()
         because = f"the last {rows:,} rows of {self.recipe.train.length} fill no step and are left out"
         return (_decision("train.length", Choice(f"{scale.steps:,} steps", because)),)
+
+    def lean(self, precision: str) -> tuple[Decision, ...]:
+        gpu = self.profile.accelerator is not None
+        return tuple(_decision(*told) for told in lean_choices(self.recipe, accelerator=gpu, precision=precision))
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment

@@ -29,7 +29,7 @@ def smaller_micro_batch(plan: Plan, because: str) -> Rung | None:
     Tokens per step, order of the data and the gradient's mathematics are the same; sums are formed in another order.
     """
     rows = plan.train.micro_batch
-    if rows == 1:
+    if rows == 1 or plan.optimizer.in_backward:  # gradients that are freed at once cannot be added up
         return None
     factor = next(number for number in range(2, rows + 1) if rows % number == 0)
     fewer, more = rows // factor, plan.train.accumulation * factor

@@ -1,0 +1,63 @@
+import pytest
+from plan_help import loaded, machine
+
+from bloomery.errors import UserError
+from bloomery.plan.resolve import resolve
+from bloomery.plan.safer import smaller_micro_batch
+
+LEAN = {"kind": "adafactor", "in_backward": True}
+
+
+def said(plan) -> dict[str, str]:
+    return {decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions}
+
+
+def test_in_backward_a_step_is_one_micro_batch():
+    plan = resolve(loaded(optimizer=LEAN, train={"tokens_per_step": "auto"}), machine())
+    assert plan.train.accumulation == 1
+    assert plan.train.tokens_per_step == plan.train.micro_batch * plan.data.sequence_length
+    assert "one micro-batch" in said(plan)["train.tokens_per_step"]
+    asked = resolve(loaded(optimizer=LEAN, train={"micro_batch": 3, "tokens_per_step": "auto"}), machine())
+    assert (asked.train.micro_batch, asked.train.accumulation) == (3, 1)
+    tokens = 4 * plan.data.sequence_length
+    whole = resolve(loaded(optimizer=LEAN, train={"tokens_per_step": tokens}), machine())
+    assert (whole.train.micro_batch, whole.train.accumulation) == (4, 1)
+    assert smaller_micro_batch(whole, "memory ran out") is None
+
+
+def test_accumulation_in_backward_is_refused_with_the_edit_that_helps():
+    length = resolve(loaded(), machine()).data.sequence_length
+    both = {"micro_batch": 2, "tokens_per_step": 8 * length}
+    with pytest.raises(UserError) as error:
+        resolve(loaded(optimizer=LEAN, train=both), machine())
+    assert f"train.tokens_per_step={2 * length}" in error.value.remedy
+    resolve(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
+
+
+@pytest.mark.parametrize("asked", [{"states": "int8"}, {"in_backward": True}, {"paged": True}, {"offload": True}])
+def test_muon_takes_none_of_it(asked):
+    with pytest.raises(UserError, match="does not go with Muon"):
+        resolve(loaded(optimizer={"kind": "muon"} | asked), machine())
+
+
+def test_what_is_done_instead_of_clipping_is_said():
+    adafactor = said(resolve(loaded(optimizer=LEAN), machine()))["optimizer.in_backward"]
+    assert "Adafactor clips its updates" in adafactor
+    adamw = said(resolve(loaded(optimizer={"in_backward": True}, train={"clip": 0.5}), machine()))
+    assert "train.clip=0.5 holds for each gradient alone" in adamw["optimizer.in_backward"]
+    off = said(resolve(loaded(optimizer={"in_backward": True}, train={"clip": None}), machine()))
+    assert "clip" not in off["optimizer.in_backward"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"optimizer": {"offload": True}}, "optimizer.offload does nothing on a CPU"),
+        ({"optimizer": {"paged": True, "kind": "adafactor"}}, "optimizer.paged does nothing with Adafactor"),
+        ({"optimizer": {"states": "int8", "kind": "adafactor"}}, "optimizer.states=int8 does nothing with Adafactor"),
+        ({"optimizer": {"stochastic_rounding": True}}, "optimizer.stochastic_rounding is for bfloat16 weights"),
+    ],
+)
+def test_what_changes_nothing_is_said(sections, words):
+    plan = resolve(loaded(**sections), machine())
+    assert any(words in text for text in plan.contradictions)
