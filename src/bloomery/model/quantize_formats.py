@@ -31,8 +31,8 @@ def quantise_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise_nf4(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
     """Undoes `quantise_nf4`: level times scale in float32, rounded once to the dtype of `into_N`."""
-    pairs = F.embedding(codes.int(), nf4_pairs(codes.device))  # [N / 2, 2]
-    _scaled(pairs.view(-1)[: len(into_N)], scales, into_N)
+    values = nf4_pairs(codes.device).index_select(0, codes.int()).view(torch.float32)
+    _scaled(values[: len(into_N)], scales, into_N)
 
 
 def quantise_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,9 +62,9 @@ def quantise_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise_scales(codes: Tensor, outer: Tensor) -> Tensor:
     """Undoes `quantise_scales`."""
-    scales = F.embedding(codes.int(), dynamic_levels(codes.device)[:, None])
+    scales = dynamic_levels(codes.device).index_select(0, codes.int())
     result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
-    _scaled(scales.view(-1), outer[:-1], result, size=SCALES_BLOCK)
+    _scaled(scales, outer[:-1], result, size=SCALES_BLOCK)
     return result.add_(outer[-1])
 
 
@@ -97,9 +97,9 @@ def nf4_bounds(device: torch.device) -> Tensor:
 
 @cache
 def nf4_pairs(device: torch.device) -> Tensor:
-    """The two levels of every byte, [256, 2]: one look-up for two weights."""
+    """The two float32 levels of every byte, as one int64 [256]: a look-up for two weights, of words of 8 bytes."""
     levels = torch.tensor(NF4_LEVELS, device=device)
-    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1).view(torch.int64).squeeze(1)
 
 
 @cache

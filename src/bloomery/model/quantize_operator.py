@@ -15,7 +15,7 @@ from bloomery.model.quantize_facts import BLOCK
 from bloomery.model.quantize_formats import dequantise_int8, dequantise_nf4, dequantise_scales
 
 # Weights turned back at once, each with 6 bytes beside the result. On a processor they stay in its caches.
-CPU_PIECE = 2**16
+CPU_PIECE = 2**17
 PIECE = 2**23
 
 

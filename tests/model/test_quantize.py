@@ -1,0 +1,140 @@
+"""Whole models with a quantised base against the same models holding the floats that it stands for."""
+
+import pytest
+import torch
+from tiny_models import saved_reference, tokens
+from torch import Tensor
+
+from bloomery.errors import UserError
+from bloomery.model.adapters import LoraLinear, adapt, adapted, init_adapters
+from bloomery.model.decoder import Decoder
+from bloomery.model.presets import read_config
+from bloomery.model.quantize import QuantisedLinear, quantise, quantised_weights
+from bloomery.model.quantize_facts import storage_bytes
+from bloomery.model.weights import init_weights, load_decoder, read_model
+from bloomery.recipe.schema import Lora, Quantize
+
+NF4, INT8 = Quantize(base="nf4"), Quantize(base="int8")
+CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap
+
+
+def lora(**settings) -> Lora:
+    return Lora(**({"kind": "lora", "rank": 4, "targets": ["q_proj", "down_proj"]} | settings))
+
+
+def built(folder, quantize: Quantize, adapter: Lora, *, seed: int = 0) -> Decoder:
+    """As a run builds it: without numbers, then read tensor by tensor."""
+    with torch.device("meta"):
+        model = Decoder(read_config(folder))
+        adapt(model, adapter)
+    quantise(model, quantize)
+    model.to_empty(device="cpu")
+    model.tie()
+    read_model(model, folder)
+    init_adapters(model, seed)
+    return model.eval()
+
+
+def with_floats(model: Decoder, folder, adapter: Lora) -> Decoder:
+    """A plain adapted model with the same adapter, whose base is what the quantised one reads back."""
+    other = load_decoder(folder)
+    adapt(other, adapter)
+    weights = {name: weight.dequantised(torch.float32) for name, weight in quantised_weights(model)}
+    rest = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(weights[name] if name in weights else rest[name])
+        for _, module in adapted(other):
+            module.note_base()
+    return other.train(model.training)
+
+
+def stirred(model: Decoder) -> Decoder:
+    """With adapters that do something."""
+    generator = torch.Generator().manual_seed(5)
+    for _, module in adapted(model):
+        module.lora_B.data.normal_(0.0, 0.05, generator=generator)
+    return model
+
+
+def gradients(model: Decoder, ids: Tensor) -> dict[str, Tensor]:
+    model(ids).float().logsumexp(-1).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("quantize", [NF4, Quantize(base="nf4", double=False), INT8], ids=["nf4", "single", "int8"])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_the_floats_it_stands_for(case, quantize, tmp_path):
+    saved_reference(case, tmp_path)
+    adapter = lora(train_also=["norms"])
+    model = stirred(built(tmp_path, quantize, adapter))
+    other = with_floats(model, tmp_path, adapter)
+    ids = tokens()
+    torch.testing.assert_close(model(ids), other(ids), atol=1e-6, rtol=1e-5)
+    ours, theirs = gradients(model, ids), gradients(other, ids)
+    assert ours.keys() == theirs.keys() and all("lora" in name or "norm" in name for name in ours)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(
+            gradient, theirs[name], atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("settings", [{"kind": "dora"}, {"init": "pissa"}], ids=["dora", "pissa"])
+def test_dora_and_pissa_start_as_the_quantised_base(settings, tmp_path):
+    saved_reference("qwen2", tmp_path)
+    model = built(tmp_path, NF4, lora(**settings))
+    plain = load_decoder(tmp_path)
+    quantise(plain.requires_grad_(False), NF4)
+    ids = tokens()
+    torch.testing.assert_close(model(ids), plain(ids), atol=2e-5, rtol=1e-5)  # PiSSA adds a pair and takes it away
+
+
+def test_every_frozen_matrix_of_the_layers_and_nothing_else_is_quantised(tmp_path):
+    saved_reference("qwen2", tmp_path)
+    model = built(tmp_path, NF4, lora(train_also=["model.layers.0.mlp.up_proj"]))
+    names = {name for name, _ in quantised_weights(model)}
+    layers = len(model.model.layers)
+    assert len(names) == 7 * layers - 1 and "model.layers.0.mlp.up_proj.weight" not in names
+    assert isinstance(model.model.layers[0].self_attn.q_proj, LoraLinear)
+    assert isinstance(model.model.layers[0].self_attn.k_proj, QuantisedLinear)
+    held = {name for name, _ in model.named_parameters()}
+    assert not names & held and {"model.embed_tokens.weight", "lm_head.weight"} <= held
+    for name, weight in quantised_weights(model):
+        held = sum(buffer.nbytes for buffer in weight.buffers())
+        assert held == storage_bytes((weight.outputs, weight.inputs), "nf4", True), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
+    """Also with a stage so small that every tensor takes several readings."""
+    saved_reference(case, tmp_path)
+    whole = load_decoder(tmp_path)
+    quantise(whole.requires_grad_(False), NF4)
+    monkeypatch.setattr("bloomery.model.tensors.STAGE_BYTES", 1000)
+    monkeypatch.setattr("bloomery.model.quantize_weight.AT_ONCE", 500)
+    parts = built(tmp_path, NF4, lora())
+    expected = dict(quantised_weights(whole))
+    for name, weight in quantised_weights(parts):
+        for ours, theirs in zip(weight.buffers(), expected[name].buffers(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_fresh_weights_are_those_of_a_float_model(tmp_path):
+    saved_reference("qwen2", tmp_path)
+    config = read_config(tmp_path)
+    plain = Decoder(config)
+    init_weights(plain, 7)
+    quantise(plain.requires_grad_(False), NF4)
+    model = built(tmp_path, NF4, lora())
+    init_weights(model, 7)
+    expected = dict(quantised_weights(plain))
+    for name, weight in quantised_weights(model):
+        assert torch.equal(weight.codes, expected[name].codes), name
+
+
+def test_a_base_that_is_not_finite_is_refused_by_name(tmp_path):
+    reference = saved_reference("qwen2", tmp_path)
+    reference.model.layers[1].mlp.up_proj.weight.data[2, 3] = float("nan")
+    reference.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        built(tmp_path, NF4, lora())

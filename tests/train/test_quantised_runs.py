@@ -1,0 +1,70 @@
+"""Runs over a quantised base: they learn, resume bitwise, and merge into the weights that the base came from."""
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+from safetensors.torch import load_file
+
+from bloomery.model.counting import parameter_shapes
+from bloomery.model.quantize import quantised_weights
+from bloomery.model.quantize_facts import storage_bytes
+from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.recipe.schema import Lora, Quantize
+from bloomery.train.state import build_state
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, folder)
+    return folder
+
+
+def plan_of(prepared, base, *, quantize=None, adapter=None, **sections):
+    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]} | (adapter or {})
+    sections["model"] = {"source": base} | sections.get("model", {})
+    changed = {"adapter": Lora(**facts), "quantize": Quantize(**(quantize or {"base": "nf4"}))}
+    return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update=changed)
+
+
+def tensors(run: Run, step: int) -> dict[str, torch.Tensor]:
+    folder = run.checkpoint(step)
+    parts = [load_file(folder / f"{part}.safetensors") for part in ("adapter_model", "optimizer", "rng")]
+    return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+@pytest.mark.parametrize(("quantize", "adapter", "train"), [
+    ({"base": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
+    ({"base": "nf4", "double": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
+    ({"base": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
+    ({"base": "nf4"}, {"train_also": ["norms"], "targets": ["all-linear"]}, {"precision": "bfloat16-pure"}),
+    ({"base": "nf4"}, {}, {"activation_checkpointing": "selective"}),
+], ids=["lora", "dora", "pissa", "whole", "checkpointed"])  # fmt: skip
+def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, quantize, adapter, train):
+    plan = plan_of(prepared, base, quantize=quantize, adapter=adapter, train={"steps": 5} | train)
+    whole = Run(plan, tmp_path / "whole")
+    first = Run(plan, tmp_path / "halves", stop_after=3)
+    torch.manual_seed(99)
+    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
+    assert first.losses() | second.losses() == whole.losses()
+    assert whole.losses()[5] < whole.losses()[1]
+    assert_same_tensors(tensors(second, 5), tensors(whole, 5))
+    assert not (second.checkpoint(5) / "model.safetensors").exists()
+
+
+def test_losses_stay_near_those_of_a_float_base(prepared, base, tmp_path):
+    kinds = [{"base": "none"}, {"base": "int8"}, {"base": "nf4"}]
+    plans = [plan_of(prepared, base, quantize=kind, train={"steps": 4}) for kind in kinds]
+    runs = [Run(plan, tmp_path / plan.quantize.base).losses() for plan in plans]
+    away = [max(abs(run[step] - runs[0][step]) for step in run) for run in runs]
+    assert 0 < away[1] < away[2] < 0.05
+
+
+def test_what_is_held_is_what_the_plan_says(prepared, base):
+    model = build_state(plan_of(prepared, base, train={"precision": "bfloat16"})).trainee.model
+    inside = {name: shape for name, shape in parameter_shapes(CONFIG).items() if ".layers." in name and len(shape) == 2}
+    held = sum(buffer.nbytes for buffer in model.buffers())
+    assert held == sum(storage_bytes(shape, "nf4", True) for shape in inside.values())
+    assert inside.keys() == dict(quantised_weights(model)).keys()
+    assert not inside.keys() & dict(model.named_parameters()).keys()
