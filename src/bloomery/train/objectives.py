@@ -8,12 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from bloomery.data.loader import Batch
-from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head, LabelScores, Values
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
+from bloomery.recipe.schema import Distil, Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import forward, looking, to_device
 from bloomery.train.losses import (
     LossParts,
@@ -30,6 +29,7 @@ from bloomery.train.losses import (
     simpo_loss,
     there_pairs,
 )
+from bloomery.train.objectives_distil import distil_loss, divergence_of, load_teacher
 from bloomery.train.reference import without_adapters
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
@@ -70,8 +70,8 @@ class Scoring:
         return LabelScores(batch.labels, batch.weights, self.chunk, self.compiled, into_grad=True)
 
 
-def build_objective(plan: Plan) -> Objective:
-    """What the plan says is minimised."""
+def build_objective(plan: Plan, teacher: Callable[[Plan], Decoder] = load_teacher) -> Objective:
+    """What the plan says is minimised. `teacher` gives the model that is distilled, where one is."""
     scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
     if asked.kind in ("pretrain", "sft"):
         return likelihood(scoring)
@@ -83,12 +83,9 @@ def build_objective(plan: Plan) -> Objective:
         return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None)
     if asked.kind == "reward":
         return rewarding()
-    raise UserError(
-        f"objective.kind={asked.kind} is not in this version of Bloomery",
-        where="objective.kind",
-        remedy="set objective.kind to pretrain, sft, dpo, ipo, simpo, orpo, kto or reward",
-        code=2,
-    )
+    if isinstance(asked, Distil):
+        return distillation(asked, teacher(plan), chunk=plan.model.score_chunk)
+    raise AssertionError(f"a plan of objective.kind={asked.kind} is refused")
 
 
 def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
@@ -116,6 +113,14 @@ def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Be
         return dpo_loss(pairs, reference, beta=asked.beta, label_smoothing=asked.label_smoothing)
 
     return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, per="pair")
+
+
+def distillation(asked: Distil, teacher: Decoder, *, chunk: int) -> Objective:
+    """A larger model's probabilities, beside the labels."""
+    return Objective(
+        head=lambda batch: divergence_of(batch, teacher, asked, chunk=chunk),
+        loss=lambda found_2BT, batch: distil_loss(found_2BT, batch.weights, asked),
+    )
 
 
 def rewarding() -> Objective:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.loader import Batch
+from bloomery.model.divergence import Divergence
 from bloomery.model.heads import LabelScores
 from bloomery.monitor.events import Vitals
 from bloomery.train.objectives import Objective
@@ -126,7 +127,7 @@ def _rows(batches: Sequence[Batch], objective: Objective) -> tuple[Ints, Ints, I
     """tokens, labels, documents, learned [rows, T] of up to POSITIONS; None for an objective without labels."""
     width = batches[0].tokens.shape[1]
     taken = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
-    heads = [head for head in map(objective.head, taken) if isinstance(head, LabelScores)]
+    heads = [head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)]
     if len(heads) < len(taken):
         return None
     rows = slice(max(1, POSITIONS // width))

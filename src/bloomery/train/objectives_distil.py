@@ -1,0 +1,78 @@
+"""Distillation: a larger model's probabilities are learned beside the labels."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bloomery.data.loader import Batch
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
+from bloomery.hub import local_model
+from bloomery.model.decoder import Decoder
+from bloomery.model.divergence import Divergence, Teacher
+from bloomery.model.weights import load_decoder
+from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Distil
+from bloomery.train.losses import LossParts, mean_of
+
+
+def load_teacher(plan: Plan) -> Decoder:
+    """The teacher on the run's device, its weights kept as matrix products read them.
+
+    Raises UserError when it cannot be read, and when its vocabulary is another than that of the data.
+    """
+    assert isinstance(plan.objective, Distil)
+    folder = local_model(plan.objective.teacher)
+    refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
+    precision = plan.train.precision
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
+    return _loaded(folder, dtype, plan.train.device, plan.model.attention)
+
+
+@lru_cache(maxsize=1)  # a run that plans anew keeps the one that it has: two might not fit
+def _loaded(folder: Path, dtype: torch.dtype, device: str, attention: str) -> Decoder:
+    return load_decoder(folder, dtype=dtype, device=device, attention=attention).requires_grad_(False)
+
+
+def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> None:
+    """Raises UserError when an id means something else to the teacher."""
+    if teacher.hash == ours.hash:
+        return
+    shared = min(teacher.vocab_size, ours.vocab_size)
+    other = next((i for i in range(shared) if teacher.decode([i]) != ours.decode([i])), None)
+    if other is None and teacher.vocab_size == ours.vocab_size:
+        return
+    told = f"{teacher.vocab_size:,} ids and the data's tokenizer {ours.vocab_size:,}"
+    if other is not None:
+        told = f"other words: id {other} is {teacher.decode([other])!r} there and {ours.decode([other])!r} here"
+    raise UserError(
+        f"the teacher has {told}",
+        where=where,
+        remedy="choose a teacher of the same family, as it has the same tokenizer",
+    )
+
+
+def divergence_of(batch: Batch, teacher: Decoder, asked: Distil, *, chunk: int) -> Divergence:
+    """The head of one micro-batch; the teacher runs when the head does."""
+
+    def hidden() -> Tensor:
+        documents = None if teacher.model.backend == "sdpa" else batch.documents
+        states: Tensor = teacher.model(batch.tokens, batch.positions, documents, None)
+        return states
+
+    taught = Teacher(hidden, teacher.lm_head, teacher.config.final_softcap)
+    return Divergence(batch.labels, batch.weights, chunk, asked.temperature, taught)
+
+
+def distil_loss(found_2BT: Tensor, weights_BT: Tensor, asked: Distil) -> LossParts:
+    """share * temperature^2 * KL(teacher || model) + (1 - share) * the label's nats, a learned label.
+
+    Hinton et al., arXiv:1503.02531, section 2: the square keeps the gradient's size whatever the temperature.
+    """
+    scores_BT, divergence_BT = found_2BT
+    learned_BT = weights_BT != 0
+    each_BT = asked.share * asked.temperature**2 * divergence_BT - (1 - asked.share) * scores_BT
+    metrics = {"kl": mean_of(divergence_BT, learned_BT), "nats": mean_of(-scores_BT, learned_BT)}
+    return LossParts((each_BT * weights_BT).sum(), weights_BT.sum(), metrics)

@@ -1,0 +1,141 @@
+"""A teacher's probabilities: by hand, as TRL has them, in chunks, and through a run."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import CONFIG, Run
+from test_step import batch
+from torch.testing import assert_close
+
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.model.divergence import Divergence, Teacher
+from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.monitor.events import EvalDone, StepDone
+from bloomery.recipe.schema import Distil
+from bloomery.train.losses import means
+from bloomery.train.objectives import build_objective, distillation
+from bloomery.train.step import compute_loss, train_step
+from models_for_tests import make_model
+
+
+def models(vocab: int = 97):
+    student = fresh_decoder(tiny_config(), seed=0, dtype=torch.float64, attention="mask")
+    teacher = fresh_decoder(
+        tiny_config(hidden_size=48, num_layers=3, initializer_range=0.3, final_softcap=5.0, vocab_size=vocab),
+        seed=1, dtype=torch.float64, attention="mask",
+    )  # fmt: skip
+    return student, teacher.eval().requires_grad_(False)
+
+
+def logits(model, some):
+    return model(some.tokens, positions_BT=some.positions, documents_BT=some.documents)
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_loss_and_its_gradient_are_those_of_whole_logits(chunk, temperature):
+    student, teacher = models()
+    some, asked = batch(3), Distil(kind="distil", teacher="", temperature=temperature, share=0.3)
+    ours = compute_loss(student, some, distillation(asked, teacher, chunk=chunk), precision="float32")
+    ours.total.backward()
+    gradients = [p.grad.clone() for p in student.parameters()]
+    student.zero_grad()
+    theirs, taught = logits(student, some).flatten(0, 1), logits(teacher, some).flatten(0, 1)
+    each = F.kl_div(
+        F.log_softmax(theirs / temperature, -1), F.log_softmax(taught / temperature, -1), reduction="none",
+        log_target=True,
+    ).sum(-1)  # fmt: skip
+    nats, weights = F.cross_entropy(theirs, some.labels.flatten(), reduction="none"), some.weights.flatten()
+    expected = ((0.3 * temperature**2 * each + 0.7 * nats) * weights).sum()
+    assert ours.total.item() == pytest.approx(expected.item(), rel=1e-9)
+    told = {"kl": (each * weights).sum() / weights.sum(), "nats": (nats * weights).sum() / weights.sum()}
+    assert means(ours.metrics) == pytest.approx({name: value.item() for name, value in told.items()})
+    expected.backward()
+    assert_close(gradients, [p.grad for p in student.parameters()])
+
+
+def test_it_agrees_with_trl():
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    student, teacher = models()
+    some, asked = batch(3), Distil(kind="distil", teacher="", temperature=1.7, share=1.0)
+    ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
+    labels = torch.where(some.weights > 0, some.labels, -100)
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(
+        logits(student, some), logits(teacher, some), labels=labels, beta=0, temperature=1.7
+    )
+    # TRL leaves out the square of the temperature
+    assert (ours.total / ours.count).item() == pytest.approx(theirs.item() * 1.7**2, rel=1e-4)
+
+
+def test_a_teacher_whose_embeddings_are_padded_further_is_a_teacher_all_the_same():
+    student, teacher = models(vocab=128)
+    some, asked = batch(2), Distil(kind="distil", teacher="", share=1.0)
+    ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
+    taught = F.log_softmax(logits(teacher, some)[..., :97], -1)
+    each = F.kl_div(F.log_softmax(logits(student, some), -1), taught, reduction="none", log_target=True).sum(-1)
+    assert ours.total.item() == pytest.approx((each * some.weights).sum().item(), rel=1e-9)
+
+
+def test_whole_logits_never_exist():
+    student, teacher = models()
+    sizes = []
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[-1:] == (97,):
+                sizes.append(out.shape[0])
+            return out
+
+    with Watched():
+        head = distillation(Distil(kind="distil", teacher=""), teacher, chunk=4)
+        compute_loss(student, batch(3), head, precision="float32").total.backward()
+    assert max(sizes) <= 48  # rows of weights (97 columns of the transposed ones) or of a chunk, never the 96 positions
+    assert isinstance(head.head(batch(1)), Divergence)
+
+
+def test_accumulation_takes_the_step_of_one_large_batch():
+    from test_step import halves, trainee, weights
+
+    teacher = models()[1].float()
+    asked, results = Distil(kind="distil", teacher="", temperature=2.0), []
+    for batches in ([batch(5)], halves(batch(5))):
+        who, plan = trainee()
+        results.append((train_step(who, batches, distillation(asked, teacher, chunk=9), plan=plan, share=1.0), who))
+    (one, ours), (two, theirs) = results
+    assert one.loss == pytest.approx(two.loss, rel=1e-6)
+    assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
+    assert_close(weights(ours), weights(theirs), atol=2e-5, rtol=0)
+
+
+def test_a_run_learns_from_its_teacher(prepared, tmp_path):
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    load_tokenizer(prepared).save(folder)
+    write_model(model_state(fresh_decoder(CONFIG, seed=7)), CONFIG, folder)
+    asked = Distil(kind="distil", teacher=str(folder), share=1.0)
+    parts = {"train": {"steps": 10}, "eval": {"every_steps": 5}, "checkpoint": {"every_steps": 10}}
+    run = Run(tiny_plan(prepared, config=CONFIG, **parts).model_copy(update={"objective": asked}), tmp_path / "run")
+    first, last = run.of(StepDone)[0], run.of(StepDone)[-1]
+    assert first.loss == pytest.approx(first.metrics["kl"], rel=1e-5)
+    assert last.metrics["kl"] < 0.7 * first.metrics["kl"]
+    assert run.of(EvalDone)[-1].metrics["kl"] < first.metrics["kl"]
+
+
+def test_a_teacher_of_other_words_is_refused(prepared, tmp_path):
+    make_model(tmp_path)
+    asked = Distil(kind="distil", teacher=str(tmp_path))
+    with pytest.raises(UserError, match="the teacher has"):
+        build_objective(tiny_plan(prepared).model_copy(update={"objective": asked}))
+
+
+def test_finite_differences():
+    student, teacher = models()
+    some = batch(1)
+    head = Divergence(some.labels, some.weights, 5, 1.3, Teacher(lambda: hidden, teacher.lm_head, 5.0))
+    numbers = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 32, 48, dtype=torch.float64, generator=numbers)
+    states = torch.randn(1, 32, 32, dtype=torch.float64, generator=numbers).requires_grad_()
+    assert torch.autograd.gradcheck(lambda states: head(states, student.lm_head, None), (states,))
