@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from bloomery.choice import Choice
+from bloomery.data.example_rows import wants_of
 from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.model import attention_facts
@@ -23,7 +24,9 @@ def choose_attention(
 ) -> Choice[str]:
     """A backend of model.attention that does exactly what the recipe asks. Raises UserError when its own cannot."""
     windows = [window for window in config.sliding_window if window is not None]
-    packed, kind = recipe.data.layout == "packed", "cpu" if profile.accelerator is None else "cuda"
+    # Both answers of a pair stand in one row under every layout, and must not see each other.
+    packed = recipe.data.layout == "packed" or wants_of(recipe) in ("pairs", "kto")
+    kind = "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
 
     def unfit_for(backend: str) -> str | None:

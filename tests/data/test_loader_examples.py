@@ -1,0 +1,164 @@
+"""Batches of conversations and pairs: numbered, marked, with references, and worth the same in every layout."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from structured import write_structured
+
+from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.data.reference import ReferenceWriter
+from bloomery.data.shards import MANIFEST, Manifest, Split
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.errors import UserError
+from bloomery.model.weights import fresh_decoder
+from bloomery.train.forward import forward
+from bloomery.train.losses import next_token_loss
+from bloomery.train.objectives import pretraining
+from models_for_tests import make_config, make_tokenizer
+
+LENGTH = 48
+
+
+def texts(count: int, together: int, seed: int = 0) -> list[list[tuple[int, bool]]]:
+    """Random tokens of which a later stretch is learned; answers of a pair share their prompt."""
+    numbers, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        prompt = numbers.integers(10, 300, int(numbers.integers(2, 9))).tolist()
+        for _ in range(together):
+            answer = numbers.integers(10, 300, int(numbers.integers(2, 14))).tolist()
+            found.append([(t, False) for t in prompt] + [(t, True) for t in answer])
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    def make(kind: str, count: int = 30, parts: int = 1) -> Path:
+        path = tmp_path / f"{kind}-{count}-{parts}"
+        path.mkdir()
+        tokenizer = make_tokenizer(path)
+        together = 1 if kind == "chat" else 2
+        sources = [texts(count, together, seed) for seed in range(parts)]
+        marks = [place // 2 % 3 == 0 for place in range(2 * count * parts)]
+        split = write_structured(path, sources, kind, 64, [int(mark) for mark in marks])
+        (path / MANIFEST).write_text(_manifest(split, path, tokenizer).model_dump_json())
+        return path
+
+    return make
+
+
+def _manifest(split: Split, folder: Path, tokenizer: Tokenizer) -> Manifest:
+    empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": (), "shards": (), "learned": ()})
+    return Manifest(recipe="r", identity="i", tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size, bos_id=1,
+                    eos_id=2, pad_id=3, unk_id=0, dtype="uint16", shard_tokens=64, sources=(), kind=split.kind,
+                    train=split.record, validation=empty)  # fmt: skip
+
+
+def loader(folder: Path, layout: str = "packed", **options) -> Loader:
+    return Loader(folder, **{"sequence_length": LENGTH, "layout": layout, "seed": 3, **options})
+
+
+def whole(data: Loader) -> Batch:
+    return data.batch(Cursor(3, 0), data.rows)
+
+
+def test_sequences_are_numbered_through_the_micro_batch(folder):
+    batch = whole(loader(folder("chat")))
+    assert batch.sequences is not None
+    assert batch.marks is batch.reference is None
+    inside = batch.documents >= 0
+    assert (batch.sequences[~inside] == -1).all()
+    assert batch.sequences[inside].unique().tolist() == list(range(30))
+    changes = batch.sequences[:, 1:] != batch.sequences[:, :-1]
+    assert torch.equal(changes, batch.documents[:, 1:] != batch.documents[:, :-1])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_pairs_are_neighbours_in_every_micro_batch_of_every_rank(folder, layout):
+    path = folder("pairs")
+    data = loader(path, layout)
+    batches = [loader(path, layout, rank=rank, world=2).batch(Cursor(3, 4), 4) for rank in range(2)]
+    batches += [data.batch(Cursor(3, index), 1) for index in range(3)]
+    for batch in batches:
+        numbers = batch.sequences[batch.sequences >= 0].unique().tolist()
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) % 2 == 0
+        for chosen in numbers[::2]:
+            sides = [batch.tokens[batch.sequences == number] for number in (chosen, chosen + 1)]
+            assert torch.equal(sides[0][:2], sides[1][:2])  # one prompt
+
+
+def test_marks_stand_on_every_token_of_their_text(folder):
+    batch = whole(loader(folder("kto")))
+    assert batch.marks is not None
+    assert set(batch.marks.unique().tolist()) == {0, 1}
+    assert (batch.marks[batch.sequences < 0] == 0).all()
+    marks = [set(batch.marks[batch.sequences == number].tolist()) for number in range(60)]
+    assert all(len(found) == 1 for found in marks)
+    assert marks[::2] == marks[1::2]
+    assert sum(found == {1} for found in marks[::2]) == 10
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("chat", "packed"), ("pairs", "packed"), ("chat", "padded")])
+def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
+    path, file = folder(kind, parts=2), tmp_path / "reference.bin"
+    data = loader(path, layout)
+    seen = Counter()
+    with ReferenceWriter(file, data.tokens) as writer:
+        for batch, stored in data.stored_batches(4):
+            assert torch.equal(stored >= 0, torch.where(batch.weights > 0, True, stored >= 0))
+            seen.update(stored[batch.weights > 0].tolist())
+            writer.add(stored.numpy(), (batch.labels * 1000 + batch.tokens).numpy().astype(np.float32))
+    assert set(seen.values()) == {1}
+    batch = whole(loader(path, layout, reference=file))
+    expected = (batch.labels * 1000 + batch.tokens).float() * (batch.weights > 0)
+    assert torch.equal(batch.reference, expected)
+    with pytest.raises(UserError, match="computed for another layout or length"):
+        whole(loader(path, layout, reference=partial(path, file, layout)))
+    with pytest.raises(UserError, match="is missing"):
+        loader(path, layout, reference=tmp_path / "none")
+
+
+def partial(path: Path, file: Path, layout: str) -> Path:
+    """A reference that lacks the last token that is learned."""
+    values = np.fromfile(file, np.float32)
+    values[np.flatnonzero(~np.isnan(values))[-1]] = np.nan
+    values.tofile(file.with_name("partial.bin"))
+    return file.with_name("partial.bin")
+
+
+def test_an_epoch_visits_every_conversation_once(folder):
+    data = loader(folder("chat", parts=2))
+    places = [data.place(index) for index in range(2 * data.rows)]
+    assert sorted(places[: data.rows]) == sorted(places[data.rows :]) == sorted(set(places))
+    learned = whole(data).weights.sum()
+    assert learned == sum(flag for source in range(2) for text in texts(30, 1, source) for _, flag in text)
+
+
+def gradients(path: Path, layout: str, tokenizer: Tokenizer) -> tuple[float, dict[str, torch.Tensor]]:
+    """Sums over an epoch, in float64."""
+    model = fresh_decoder(make_config(tokenizer), seed=1, attention="mask").double()
+    objective = pretraining(score_chunk=64)
+    data, total = loader(path, layout), 0.0
+    for index in range(0, data.rows, 4):
+        batch = data.batch(Cursor(3, index), min(4, data.rows - index))
+        batch = Batch(**{**vars(batch), "weights": batch.weights.double()})
+        loss = next_token_loss(forward(model, batch, objective.head(batch), precision="float32"), batch.weights).total
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_packed_and_unpacked_give_the_same_gradients(folder):
+    path = folder("chat", 24)
+    tokenizer = make_tokenizer(path)
+    loss, packed = gradients(path, "packed", tokenizer)
+    alone_loss, alone = gradients(path, "padded", tokenizer)
+    assert loader(path).rows < loader(path, "padded").rows / 2
+    assert loss == pytest.approx(alone_loss, rel=1e-12)
+    assert packed.keys() == alone.keys()
+    for name, gradient in packed.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, alone[name], atol=1e-9, rtol=0)
