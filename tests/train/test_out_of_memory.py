@@ -282,3 +282,14 @@ def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
         "; others use 4.0 GiB of this GPU's 12.0 GiB (on the GPUs of this machine: blender (process 77) 3.0 GiB)"
     )
     assert memory.told_tenants((), others=GIB // 2, total=12 * GIB) == ""
+
+
+def test_a_step_whose_optimizer_is_in_backward_is_not_cut(plan, tmp_path):
+    """Half of it may have moved: nothing of it is saved, and the error says which smaller step to start again with."""
+    inside = plan.optimizer.model_copy(update={"kind": "adafactor", "in_backward": True})
+    short = Allocator("backward", 4, since=4)
+    with pytest.raises(UserError, match="an optimizer in backward takes them all at once") as error:
+        run_short_of_memory(plan.model_copy(update={"optimizer": inside}), tmp_path / "run", short)
+    assert "train.micro_batch=2 train.tokens_per_step=64" in error.value.remedy
+    assert damage(tmp_path / "run" / "checkpoints" / "step-00000002") is None
+    assert not (tmp_path / "run" / "checkpoints" / "step-00000003").exists()

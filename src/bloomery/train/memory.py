@@ -72,13 +72,14 @@ def _wanted(text: str) -> str:
 
 
 def smaller_step(plan: Plan, full: Full, *, step: int) -> Rung:
-    """For the step after `step`. Raises MemoryFull when its micro-batches are single rows already."""
+    """For the step after `step`. Raises MemoryFull when its micro-batches are single rows, or cannot be cut."""
     rung = smaller_micro_batch(plan, f"{full} in step {step + 1} with {plan.train.micro_batch}")
     if rung is None:
         raise MemoryFull(
-            f"{full} in step {step + 1}, with a single row of {plan.data.sequence_length:,} tokens at once"
+            f"{full} in step {step + 1}, with {_rows(plan)} of {plan.data.sequence_length:,} tokens at once"
             + who_else(plan.train.device),
-            where="train.micro_batch=1" + (f"; what filled memory is listed in {full.listed}" if full.listed else ""),
+            where=f"train.micro_batch={plan.train.micro_batch}"
+            + (f"; what filled memory is listed in {full.listed}" if full.listed else ""),
             remedy=_remedy(plan),
         )
     return rung
@@ -89,8 +90,16 @@ def smaller_look(plan: Plan, full: Full, *, step: int) -> Rung | None:
     return smaller_evaluation(plan, f"{full} in the evaluation after step {step} with {plan.eval.micro_batch}")
 
 
+def _rows(plan: Plan) -> str:
+    rows = plan.train.micro_batch
+    return "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
+
+
 def _remedy(plan: Plan) -> str:
     """The plan's own remedies, cheapest first, and where it saw no need for any what always helps."""
+    if plan.train.micro_batch > 1:
+        rows = plan.train.micro_batch // 2
+        return f"start again with train.micro_batch={rows} train.tokens_per_step={rows * plan.data.sequence_length}"
     edits = [remedy.edit for remedy in plan.remedies if not remedy.edit.startswith("train.micro_batch")]
     if not edits:
         train = plan.train

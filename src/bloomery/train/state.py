@@ -100,7 +100,7 @@ def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
     model.tie()
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
-    trainee = Trainee(model, build_optimizer(model, plan.optimizer), scale)
+    trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale)
     source = plan.model.source
     base = base_of(source) if source is not None and any(adapted(model)) else None
     state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), base)
