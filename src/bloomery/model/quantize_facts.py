@@ -30,23 +30,23 @@ def buffer_bytes(count: int, base: str, double: bool) -> tuple[int, int, int]:
     return codes, blocks, (-(-blocks // SCALES_BLOCK) + 1) * SCALE_BYTES  # one more: what is subtracted from them all
 
 
-def backend(machine: Machine, base: str) -> Choice[str]:
+def backend(machine: Machine, base: str, *, device: str) -> Choice[str]:
     """Whose code turns the stored weights back into floats: "bitsandbytes" or "torch", which is ours."""
     if base != "nf4":
-        return Choice("torch", "its int8 has a scale for each 64 weights, which only Bloomery's own code reads")
-    if not machine.accelerators:
-        return Choice("torch", "on the processor Bloomery's own code turns the weights back")
+        return Choice("torch", "Bloomery's own code reads them: no other has a scale for each 64 weights of 8 bits")
+    if device == "cpu":
+        return Choice("torch", "Bloomery's own code reads them on a processor")
     installed = next((package for package in machine.software.packages if package.name == "bitsandbytes"), None)
     if installed is None:
-        return Choice("torch", "bitsandbytes is not installed; Bloomery's own code needs nothing")
+        return Choice("torch", "Bloomery's own code reads them: bitsandbytes is not installed")
     if _series(installed.version) < OLDEST:
-        return Choice("torch", f"bitsandbytes {installed.version} is older than 0.50, whose 4-bit kernels are right")
+        return Choice("torch", f"Bloomery's own code reads them: bitsandbytes {installed.version} is older than 0.50")
     probe = next((probe for probe in machine.probes if probe.name == "bitsandbytes"), None)
     if probe is None:
-        return Choice("torch", "`bloomery doctor --probe` has not shown yet that bitsandbytes computes right here")
+        return Choice("torch", "Bloomery's own code reads them: `bloomery doctor --probe` has not tried bitsandbytes")
     if probe.outcome != "ok":
-        return Choice("torch", f"the probe of bitsandbytes came out {probe.outcome} on this GPU")
-    return Choice("bitsandbytes", f"its {installed.version} kernel computed right values on this GPU")
+        return Choice("torch", f"Bloomery's own code reads them: the probe of bitsandbytes came out {probe.outcome}")
+    return Choice("bitsandbytes", f"bitsandbytes {installed.version} reads them: its probe came out right on this GPU")
 
 
 def _series(version: str) -> tuple[int, int]:

@@ -28,8 +28,6 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
         yield f"objective.kind={recipe.objective.kind}"
     if recipe.adapter.kind == "peft":
         yield "adapter.kind=peft"
-    if recipe.quantize.base != "none":
-        yield f"quantize.base={recipe.quantize.base}"
     if recipe.model.implementation == "foreign":
         yield "model.implementation=foreign"
     if train.offload_activations:

@@ -21,6 +21,7 @@ from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
 from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.quantised import quantised_by, quantised_choices, refuse_quantised_misfits
 from bloomery.plan.states import optimizer_bytes, trained_count, way_of
 from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
@@ -64,6 +65,7 @@ def _resolution(
     recipe = loaded.recipe
     refuse.refuse_unbuilt(recipe)
     refuse_lean_misfits(recipe)
+    refuse_quantised_misfits(recipe)
     profile = build_profile(machine)
     refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
     config = model_config(recipe, corpus)
@@ -138,6 +140,7 @@ class _Resolution:
             objective=recipe.objective,
             adapter=recipe.adapter,
             quantize=recipe.quantize,
+            quantised_by=quantised_by(recipe, self.machine, device=self.profile.device.value),
             torch=self.torch or "",
             memory=cut.memory,
             step_seconds=seconds,
@@ -195,7 +198,9 @@ class _Resolution:
 
     def lean(self, precision: str) -> tuple[Decision, ...]:
         gpu = self.profile.accelerator is not None
-        return tuple(_decision(*told) for told in lean_choices(self.recipe, accelerator=gpu, precision=precision))
+        told = [*quantised_choices(self.recipe, self.machine, device=self.profile.device.value)]
+        told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
+        return tuple(_decision(*each) for each in told)
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment

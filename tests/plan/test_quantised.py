@@ -1,0 +1,60 @@
+"""What a plan says of a quantised base: that it needs an adapter, its bits, and whose kernels read it."""
+
+import pytest
+from plan_help import gpu_machine, loaded, machine
+
+from bloomery.errors import UserError
+from bloomery.hardware.machine import Machine, Package, Probe
+from bloomery.model.quantize_facts import backend
+from bloomery.plan.resolve import resolve
+
+LORA = {"kind": "lora", "targets": ["all-linear"]}
+
+
+def with_bitsandbytes(version: str = "0.50.2", *probes: Probe) -> Machine:
+    gpu = gpu_machine("MI300X")
+    software = gpu.software.model_copy(update={"packages": (Package(name="bitsandbytes", version=version),)})
+    return gpu.model_copy(update={"software": software, "probes": probes})
+
+
+def probe(outcome: str) -> Probe:
+    return Probe(name="bitsandbytes", outcome=outcome)
+
+
+@pytest.mark.parametrize(("where", "base", "device", "expected", "because"), [
+    (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "cuda", "bitsandbytes", "its probe came out right"),
+    (with_bitsandbytes("0.50.2", probe("wrong")), "nf4", "cuda", "torch", "came out wrong"),
+    (with_bitsandbytes("0.50.2"), "nf4", "cuda", "torch", "has not tried"),
+    (with_bitsandbytes("0.49.2", probe("ok")), "nf4", "cuda", "torch", "older than 0.50"),
+    (with_bitsandbytes("1.0", probe("ok")), "nf4", "cuda", "bitsandbytes", "bitsandbytes 1.0"),
+    (with_bitsandbytes("0.50.2", probe("ok")), "int8", "cuda", "torch", "64 weights"),
+    (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "cpu", "torch", "on a processor"),
+    (gpu_machine("MI300X"), "nf4", "cuda", "torch", "not installed"),
+])  # fmt: skip
+def test_whose_kernels_read_the_base(where, base, device, expected, because):
+    choice = backend(where, base, device=device)
+    assert choice.value == expected and because in choice.because
+
+
+def test_the_plan_says_it_and_keeps_it():
+    recipe = loaded(adapter=LORA, quantize={"base": "nf4"})
+    plan = resolve(recipe, with_bitsandbytes("0.50.2", probe("ok")))
+    said = next(decision for decision in plan.decisions if decision.key == "quantize.base")
+    assert plan.quantised_by == "bitsandbytes"
+    assert said.because.startswith("4.127 bits a weight of the layers; bitsandbytes 0.50.2 reads them")
+    here = resolve(recipe, machine())
+    assert here.quantised_by == "torch" and here.quantize.base == "nf4"
+
+
+def test_memory_counts_the_quantised_bytes():
+    floats, bits = (
+        resolve(loaded(adapter=LORA, quantize={"base": base}), machine()).memory.parts["weights"]
+        for base in ("none", "nf4")
+    )
+    assert bits < floats
+
+
+def test_a_quantised_base_without_an_adapter_is_refused():
+    with pytest.raises(UserError, match="cannot learn") as error:
+        resolve(loaded(quantize={"base": "int8"}), machine())
+    assert error.value.code == 2 and "adapter.kind=lora" in error.value.remedy
