@@ -1,30 +1,47 @@
-"""`bloomery export MODEL --to hf --out PATH`: the model in the layout of other programs."""
+"""`bloomery export MODEL --to hf|adapter|merged --out PATH`: the model in the layout of other programs."""
 
 from pathlib import Path
 
 import click
 
 from bloomery.cli.common import model_path
+from bloomery.errors import UserError
 from bloomery.units import format_bytes
+
+LAYOUTS = "hf: for transformers, vLLM and kin; adapter: for PEFT; merged: an adapter and its base as one model."
 
 
 @click.command()
 @click.argument("model")
-@click.option("--to", "layout", type=click.Choice(["hf"]), required=True, help="hf: for transformers, vLLM and kin.")
+@click.option("--to", "layout", type=click.Choice(["hf", "adapter", "merged"]), required=True, help=LAYOUTS)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A folder that does not exist yet.")
+@click.option(
+    "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of merged weights (default: the base's); they are computed in float32.",
+)  # fmt: skip
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--verify/--no-verify", default=True, help="Read the copy back, compare it and run it.")
-def command(model: str, layout: str, out: Path, step: str, verify: bool) -> None:
-    """Write MODEL (a run, or a folder in Hugging Face's layout) in the layout of other programs.
+def command(model: str, layout: str, out: Path, dtype: str | None, step: str, verify: bool) -> None:
+    """Write MODEL (a run, a folder in Hugging Face's layout, or BASE+ADAPTER) in the layout of other programs.
 
     Example: bloomery export last --to hf --out my-model
     """
-    assert layout == "hf"
+    if dtype is not None and layout != "merged":
+        problem = f"--to {layout} copies the weights as they are"
+        raise UserError(problem, where="--type", remedy="leave out --type", code=2)
     source = model_path(model)
+    from bloomery.export.adapter import export_adapter
     from bloomery.export.hf import export
-    from bloomery.train.model_folder import model_folder
+    from bloomery.export.merged import export_merged
+    from bloomery.train.model_folder import find_model
 
-    done = export(model_folder(source, step), out, verify=verify)
+    found = find_model(source, step)
+    if layout == "hf":
+        done = export(found.weights, out, verify=verify)
+    elif layout == "adapter":
+        done = export_adapter(found, out, verify=verify)
+    else:
+        done = export_merged(found, out, dtype=dtype, verify=verify)
     for proof in done.proofs:
         click.echo(f"verified   {proof}", err=True)
     click.echo(f"export     {done.folder} ({format_bytes(done.bytes)})")

@@ -11,7 +11,7 @@ from bloomery.monitor.events import EvalDone, RunStarted, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Data, Recipe
+from bloomery.recipe.schema import Data, Lora, Recipe
 from bloomery.units import format_count, format_seconds
 
 
@@ -52,9 +52,10 @@ def training_of(checkpoint: Path) -> Training | None:
     )  # fmt: skip
 
 
-def model_card(name: str, config: ModelConfig, training: Training | None) -> str:
-    """Markdown with the metadata block that model hubs read."""
-    parts = [_metadata(), f"# {name}\n", "\n".join(_facts(config)), "\n".join(_use(name))]
+def model_card(name: str, config: ModelConfig, training: Training | None, *, base: str | None = None) -> str:
+    """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for."""
+    use = _use(name) if base is None else _use_adapter(name, base)
+    parts = [_metadata(base), f"# {name}\n", "\n".join(_facts(config, base)), "\n".join(use)]
     if training is not None:
         parts[3:3] = ["\n".join(_training(training)), "\n".join(_evaluation(training))]
     parts.append(
@@ -64,12 +65,16 @@ def model_card(name: str, config: ModelConfig, training: Training | None) -> str
     return "\n".join(part for part in parts if part)
 
 
-def _metadata() -> str:
-    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- bloomery\n---\n"
+def _metadata(base: str | None) -> str:
+    library = "transformers" if base is None else "peft"
+    of = f"base_model: {base}\n" if base is not None and not base.startswith("/") else ""
+    return f"---\nlibrary_name: {library}\n{of}pipeline_tag: text-generation\ntags:\n- bloomery\n---\n"
 
 
-def _facts(config: ModelConfig) -> Iterator[str]:
+def _facts(config: ModelConfig, base: str | None) -> Iterator[str]:
     size = format_count(parameter_count(config))
+    if base is not None:
+        yield f"An adapter for {_name(base)}. The model with it:"
     yield f"A language model of {size} parameters: {FAMILIES[config.family].architecture}, {config.num_layers} layers"
     yield f"of width {config.hidden_size}, {config.vocab_size:,} tokens, a context of {config.max_positions:,} tokens."
     yield "Made with Bloomery.\n"
@@ -85,11 +90,26 @@ def _training(training: Training) -> Iterator[str]:
         yield f"- optimizer: {plan.optimizer.kind}, learning rate {plan.optimizer.learning_rate:g}"
         yield f"- batch: {plan.train.tokens_per_step:,} tokens a step"
         yield f"- precision: {plan.train.precision}; seed {plan.train.seed}; recipe {plan.name}"
+        yield from _adapter(plan)
     if training.recipe.model.from_ is not None:
-        yield f"- started from: {Path(training.recipe.model.from_).name}"
+        yield f"- started from: {_name(training.recipe.model.from_)}"
     if training.loss is not None:
         yield f"- training loss of the last step: {training.loss:.3f} nats per token"
     yield ""
+
+
+def _adapter(plan: Plan) -> Iterator[str]:
+    adapter = plan.adapter
+    if isinstance(adapter, Lora):
+        targets = ", ".join(adapter.targets)
+        yield f"- adapter: {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
+        if adapter.train_also:
+            yield f"- trained in full beside it: {', '.join(adapter.train_also)}"
+
+
+def _name(model: str) -> str:
+    """The id on the Hub, or of a path its last part."""
+    return Path(model).name if model.startswith(("/", ".", "~")) else model
 
 
 def _data(data: Data) -> str:
@@ -109,6 +129,17 @@ def _evaluation(training: Training) -> Iterator[str]:
     yield "| loss (nats per token) | perplexity | bits per byte |\n|--:|--:|--:|"
     bits = "" if told.bits_per_byte is None else f"{told.bits_per_byte:.3f}"
     yield f"| {told.loss:.3f} | {'' if told.perplexity is None else f'{told.perplexity:.2f}'} | {bits} |\n"
+
+
+def _use_adapter(name: str, base: str) -> Iterator[str]:
+    yield "## Use\n"
+    yield "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    yield f'model = AutoModelForCausalLM.from_pretrained("{_name(base)}")'
+    yield "if len(tokenizer) > model.get_input_embeddings().num_embeddings:"
+    yield "    model.resize_token_embeddings(len(tokenizer))"
+    yield f'model = PeftModel.from_pretrained(model, "{name}")\n```\n'
+    yield f'Or `bloomery generate {name} --prompt "Once"`.\n'
 
 
 def _use(name: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 from bloomery.export.card import model_card, training_of
+from bloomery.model.base import is_adapter_folder
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
@@ -41,11 +42,16 @@ def export(source: Path, out: Path, *, verify: bool = True) -> Exported:
     `out` appears whole or not at all. Verification reads it back, compares every tensor with the source, runs it, and
     opens it in transformers where that is installed. Raises UserError when `out` exists or the copy does not hold.
     """
+    if is_adapter_folder(source):
+        raise UserError(
+            "this is an adapter: there is no whole model to copy", where=str(source), code=2,
+            remedy="--to merged writes a whole model, --to adapter the adapter alone",
+        )  # fmt: skip
     config = read_config(source)
-    with _draft(out) as draft:
+    with draft_of(out) as draft:
         dtype = _copy_weights(source, draft)
-        _write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
-        _write_json(draft / "generation_config.json", _generation(source, config))
+        write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+        write_json(draft / "generation_config.json", generation_settings(source, config))
         load_tokenizer(source).save(draft)
         (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
         proofs = tuple(_proofs(source, draft)) if verify else ()
@@ -53,7 +59,7 @@ def export(source: Path, out: Path, *, verify: bool = True) -> Exported:
 
 
 @contextmanager
-def _draft(out: Path) -> Iterator[Path]:
+def draft_of(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when the block ends well, and disappears when it does not."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError("this place is taken; nothing is overwritten", where=str(out), remedy="choose another --out")
@@ -81,11 +87,11 @@ def _copy_weights(source: Path, draft: Path) -> str:
     return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _generation(source: Path, config: ModelConfig) -> dict[str, object]:
+def generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
     """The settings that came with the model, else its token ids."""
     stated = source / "generation_config.json"
     if stated.is_file():
@@ -102,12 +108,9 @@ def _generation(source: Path, config: ModelConfig) -> dict[str, object]:
 def _proofs(source: Path, draft: Path) -> Iterator[str]:
     yield _same_tensors(source, draft)
     decoder = load_decoder(draft, dtype=torch.float32)
-    logits = _probe(decoder)
-    if not bool(torch.isfinite(logits).all()):
-        problem = "the exported model answers with numbers that are not finite"
-        raise UserError(problem, where=str(source), remedy="choose an earlier --step")
+    logits = finite(probe(decoder), source)
     if importlib.util.find_spec("transformers") is not None:
-        yield _opens_in_transformers(draft, logits, decoder.config)
+        yield opens_in_transformers(draft, logits, decoder.config)
 
 
 def _same_tensors(source: Path, draft: Path) -> str:
@@ -120,24 +123,32 @@ def _same_tensors(source: Path, draft: Path) -> str:
     return f"read back: all {len(ours)} tensors are the same"
 
 
-def _probe(decoder: Decoder) -> torch.Tensor:
+def probe(decoder: Decoder) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = decoder(_tokens(decoder.config))
+        logits: torch.Tensor = decoder(probe_tokens(decoder.config))
     return logits
 
 
-def _tokens(config: ModelConfig) -> torch.Tensor:
+def finite(logits: torch.Tensor, source: Path) -> torch.Tensor:
+    """The same logits. Raises UserError when they are no numbers."""
+    if not bool(torch.isfinite(logits).all()):
+        problem = "the exported model answers with numbers that are not finite"
+        raise UserError(problem, where=str(source), remedy="choose an earlier --step")
+    return logits
+
+
+def probe_tokens(config: ModelConfig) -> torch.Tensor:
     length = min(PROBE_TOKENS, config.max_positions)
     return torch.arange(length)[None] * 7919 % config.vocab_size
 
 
-def _opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
+def opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
     transformers.AutoTokenizer.from_pretrained(draft)
     with torch.no_grad():
-        theirs = model.eval()(_tokens(config)).logits
+        theirs = model.eval()(probe_tokens(config)).logits
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"transformers computes other logits (they differ by {error:.2g})"

@@ -1,0 +1,69 @@
+"""An adapter alone, in the format that PEFT opens."""
+
+import importlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.export.card import model_card, training_of
+from bloomery.export.hf import TOLERANCE, Exported, draft_of, finite, probe, probe_tokens
+from bloomery.model.base import CONFIG, TENSORS, base_of, read_settings
+from bloomery.model.decoder import Decoder
+from bloomery.model.weights import load_decoder
+from bloomery.train.model_folder import Found
+
+
+def export_adapter(found: Found, out: Path, *, verify: bool = True) -> Exported:
+    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
+
+    Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
+    UserError.
+    """
+    if found.base is None:
+        problem, remedy = "this is a whole model: it has no adapter", "--to hf copies a whole model"
+        raise UserError(problem, where=str(found.weights), remedy=remedy, code=2)
+    base = base_of(found.base).name
+    with draft_of(out) as draft:
+        said = read_settings(found.weights) | {"base_model_name_or_path": base}
+        (draft / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        shutil.copyfile(found.weights / TENSORS, draft / TENSORS)
+        load_tokenizer(found.tokenizer).save(draft)
+        decoder = load_decoder(draft, base=found.base, dtype=torch.float32)
+        card = model_card(out.name, decoder.config, training_of(found.weights), base=base)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+        proofs = tuple(_proofs(found, draft, decoder)) if verify else ()
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
+
+
+def _proofs(found: Found, draft: Path, decoder: Decoder) -> Iterator[str]:
+    if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
+        raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), remedy="check the disk")
+    logits = finite(probe(decoder), found.weights)
+    yield "read back: the tensors are the same, and the base takes them"
+    if all(importlib.util.find_spec(name) is not None for name in ("peft", "transformers")):
+        yield _opens_in_peft(found, draft, logits, probe_tokens(decoder.config))
+
+
+def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, tokens: torch.Tensor) -> str:
+    peft: Any = importlib.import_module("peft")
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(found.base, **settings)
+    if logits.shape[-1] > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(logits.shape[-1], mean_resizing=False)
+    model = peft.PeftModel.from_pretrained(model, draft).eval()
+    with torch.no_grad():
+        theirs = model(tokens).logits
+    error = float((theirs - logits).abs().max())
+    if error > TOLERANCE * max(1.0, float(logits.abs().max())):
+        problem = f"PEFT computes other logits (they differ by {error:.2g})"
+        raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
+    return f"PEFT {peft.__version__} opens it: logits within {error:.1e}"
