@@ -1,0 +1,346 @@
+"""What is learned of a conversation: transformers, TRL's own markers and hand-written turns say what is right."""
+
+from itertools import groupby
+from pathlib import Path
+
+import chat_tokenizers
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bloomery.data.examples import Example, Message
+from bloomery.data.render import Renderer, as_turn
+from bloomery.data.streams import Flaw
+from bloomery.data.templates import BUILTIN, builtin_template
+from bloomery.errors import UserError
+
+trl = pytest.importorskip("trl")
+TRL = Path(trl.__file__).parent / "chat_templates"
+SYSTEM = Message("system", "be kind")
+
+
+def user(text):
+    return Message("user", text)
+
+
+def said(text, **more):
+    return Message("assistant", text, **more)
+
+
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add_up", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add_up", "description": "d", "parameters": {"type": "object"}}}
+TALKS = {
+    "one": (user("hi"), said("hello there")),
+    "system": (SYSTEM, user("hi"), said("the quick brown fox")),
+    "two": (user("hi"), said("hello"), user("what"), said("lazy dog")),
+    "equal": (user("dog"), said("dog"), user("dog"), said("dog")),
+    "white space": (user(" hi\n"), said("  the quick \n"), user("x"), said("\n\ndog")),
+    "markup": (user("[INST] <s> is it"), said("user\nhello"), user("assistant\n"), said("é 🎈 日本")),
+}
+CALLING = (user("add"), said("", calls=(CALL,)), Message("tool", "2"), said("two"), user("ok"), said("fine"))
+
+
+def chat(*messages, **more):
+    return Example("a.jsonl:3", "chat", (), (messages,), **more)
+
+
+def encode(example, template, train_on="assistant", tokenizer=None):
+    tokenizer = tokenizer or chat_tokenizers.ours()
+    with Renderer(tokenizer, template=template, train_on=train_on) as renderer:
+        return tokenizer, renderer.encode(example)
+
+
+def learned(example, template, train_on="assistant", tokenizer=None):
+    """The text of each stretch of learned tokens, of each answer."""
+    tokenizer, sequences = encode(example, template, train_on, tokenizer)
+    found = []
+    for sequence in sequences:
+        assert len(sequence.ids) == len(sequence.learned)
+        stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
+        found.append([tokenizer.decode([token for token, _ in pairs]) for flag, pairs in stretches if flag])
+    return found
+
+
+def reference(messages, template, kind="bytes", tools=None):
+    library = chat_tokenizers.theirs(kind, template)
+    return library.apply_chat_template(
+        [as_turn(message) for message in messages], tools=tools, tokenize=True, return_dict=True,
+        return_assistant_tokens_mask=True,
+    )  # fmt: skip
+
+
+MARKED = ["llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "gemma3", "phi3", "lfm2_v2", "deepseekv3"]
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_tokens_and_flags_are_those_of_transformers_where_the_template_has_markers(name, kind):
+    template = (TRL / f"{name}_training.jinja").read_text()
+    tokenizer = chat_tokenizers.ours(kind, template)
+    with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+        for messages in TALKS.values():
+            expected = reference(messages, template, kind)
+            (found,) = renderer.encode(chat(*messages))
+            assert found.ids == expected["input_ids"]
+            assert found.learned == [bool(flag) for flag in expected["assistant_masks"]]
+
+
+UNMARKED = [
+    "llama3",
+    "qwen2_5",
+    "qwen3_instruct_2507",
+    "qwen3_vl",
+    "gemma",
+    "gemma3",
+    "phi3",
+    "lfm2",
+    "nemotron_3_nano",
+]
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_without_markers_the_same_is_learned_as_with_those_that_trl_put_in(name):
+    """But for white space behind the end token, and headers that some of TRL's markers take in."""
+    plain, marked = ((TRL / f"{file}.jinja").read_text() for file in (name, f"{name}_training"))
+    with (
+        Renderer(chat_tokenizers.ours(), template=plain, train_on="assistant") as ours,
+        Renderer(chat_tokenizers.ours(), template=marked, train_on="assistant") as theirs,
+    ):
+        for messages in TALKS.values():
+            if name == "gemma" and messages[0] is SYSTEM:
+                continue  # refuses system messages
+            (one,), (other,) = (renderer.encode(chat(*messages)) for renderer in (ours, theirs))
+            assert one.ids == other.ids
+            extra = [a for a, mine, yours in zip(one.ids, one.learned, other.learned, strict=True) if mine != yours]
+            assert chat_tokenizers.ours().decode(extra).strip() == ""
+            assert sum(one.learned) > len(messages) // 2
+
+
+END = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>",
+       "llama2": "</s>", "mistral": "</s>"}  # fmt: skip
+BY_HAND = {
+    "chatml": ["  the quick \n<|im_end|>", "\n\ndog<|im_end|>"],
+    "qwen": ["  the quick \n<|im_end|>", "\n\ndog<|im_end|>"],
+    "llama3": ["the quick<|eot_id|>", "dog<|eot_id|>"],
+    "gemma": ["the quick<end_of_turn>", "dog<end_of_turn>"],
+    "llama2": [" the quick </s>", " dog </s>"],
+    "mistral": [" the quick</s>", " dog</s>"],
+}
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_an_answer_and_its_end_token_are_learned_and_no_header(name):
+    assert learned(chat(*TALKS["white space"]), name) == [BY_HAND[name]]
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_last_answer_alone_and_everything(name):
+    assert learned(chat(*TALKS["white space"]), name, "last") == [BY_HAND[name][-1:]]
+    _, (sequence,) = encode(chat(*TALKS["two"]), name, "all")
+    assert all(sequence.learned)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("name", ["llama2", "llama3", "mistral", "gemma"])
+def test_the_begin_token_is_written_once(name, kind):
+    tokenizer = chat_tokenizers.ours(kind)
+    _, (sequence,) = encode(chat(*TALKS["one"]), name, tokenizer=tokenizer)
+    assert sequence.ids.count(tokenizer.bos_id) == 1 and sequence.ids[0] == tokenizer.bos_id
+
+
+WORDS = st.text(st.sampled_from("abz .\n\t<>[]/|é日🎈\U000f0001'\"{}%"), min_size=1, max_size=12).filter(str.strip)
+TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs=TURNS, system=st.none() | WORDS)
+def test_what_is_learned_reads_as_the_answers(renderers, pairs, system):
+    messages = [] if system is None else [Message("system", system)]
+    for question, answer in pairs:
+        messages += [user(question), said(answer)]
+    for name, renderer in renderers.items():
+        tokenizer = chat_tokenizers.ours()
+        (sequence,) = renderer.encode(chat(*messages))
+        stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
+        found = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
+        keeps = name in ("chatml", "qwen")
+        expected = [(answer if keeps else answer.strip()) for _, answer in pairs]
+        assert [
+            text.removesuffix(END[name]) if keeps else text.removesuffix(END[name]).strip() for text in found
+        ] == expected
+        assert all(text.endswith(END[name]) for text in found)
+
+
+@pytest.fixture(scope="module")
+def renderers():
+    made = {name: Renderer(chat_tokenizers.ours(), template=name, train_on="assistant") for name in BUILTIN}
+    yield made
+    for renderer in made.values():
+        renderer.close()
+
+
+@pytest.mark.parametrize(("name", "file"), [("llama3", "llama3"), ("qwen", "qwen2_5"), ("gemma", "gemma3")])
+def test_built_in_templates_write_what_the_models_own_do(name, file):
+    """TRL ships what the models' repositories hold."""
+    own, published = builtin_template(name), (TRL / f"{file}.jinja").read_text()
+    for messages in TALKS.values():
+        assert text(messages, own) == text(messages, published)
+    if name == "qwen":
+        assert text(CALLING, own, [TOOL]) == text(CALLING, published, [TOOL])
+        two = (*CALLING[:2], Message("tool", "2"), *CALLING[2:])
+        assert text(two, own, [TOOL]) == text(two, published, [TOOL])
+
+
+def text(messages, template, tools=None, prompt=False):
+    library = chat_tokenizers.theirs(template=template)
+    turns = [as_turn(message) for message in messages]
+    return library.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+
+def test_built_in_templates_of_formats_that_are_only_described():
+    talk = (SYSTEM, *TALKS["two"])
+    assert text(talk, builtin_template("llama2")) == (
+        "<s>[INST] <<SYS>>\nbe kind\n<</SYS>>\n\nhi [/INST] hello </s><s>[INST] what [/INST] lazy dog </s>"
+    )
+    assert text(talk, builtin_template("mistral")) == (
+        "<s>[INST] be kind\n\nhi[/INST] hello</s>[INST] what[/INST] lazy dog</s>"
+    )
+    assert text(talk, builtin_template("chatml")) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\nhello<|im_end|>\n"
+        "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\nlazy dog<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_prompt_for_an_answer_is_what_training_put_before_it(name):
+    tokenizer = chat_tokenizers.ours()
+    with Renderer(tokenizer, template=name, train_on="assistant") as renderer:
+        (sequence,) = renderer.encode(chat(*TALKS["one"]))
+        asked = renderer.prompt(TALKS["one"][:1])
+    assert asked == sequence.ids[: sequence.learned.index(True)]
+
+
+def test_calls_are_learned_and_what_tools_answer_is_not():
+    example = chat(*CALLING, tools=(TOOL,))
+    call = '<tool_call>\n{"name": "add_up", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert learned(example, "qwen") == [[call, "two<|im_end|>", "fine<|im_end|>"]]
+    published = (TRL / "qwen3.jinja").read_text()
+    assert learned(example, published) == [[call, "two<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]]
+
+
+def test_thoughts_of_the_last_answer_are_learned_as_the_template_writes_them():
+    template = (TRL / "qwen3.jinja").read_text()
+    talk = (user("hi"), said("a", thinking="hm"), user("x"), said("b", thinking="so"))
+    assert learned(chat(*talk), template) == [["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]]
+
+
+def test_turns_of_weight_zero_are_not_learned():
+    talk = (user("hi"), said("hello", learned=False), user("what"), said("dog"))
+    assert learned(chat(*talk), "chatml") == [["dog<|im_end|>"]]
+    marked = (TRL / "llama3_training.jinja").read_text()
+    assert learned(chat(*talk), marked) == [["dog<|eot_id|>"]]
+
+
+@pytest.mark.parametrize("kind", ["pair", "kto", "completion"])
+def test_of_a_prompt_and_its_answers_only_answers_are_learned(kind):
+    answers = ((said("hello"),), (said("dog"),))[: 2 if kind == "pair" else 1]
+    example = Example("a.jsonl:3", kind, (user("hi"), said("x"), user("what")), answers)
+    assert learned(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
+    assert learned(example, "chatml", "last") == learned(example, "chatml")
+    marked = (TRL / "qwen3_instruct_2507_training.jinja").read_text()
+    assert learned(example, marked) == [["hello<|im_end|>\n"], ["dog<|im_end|>\n"]][: len(answers)]
+
+
+TEXTS = [("hello", " there"), ("hell", "o there"), ("the quick ", "brown"), ("a\n", "\nb"), ("<s>hi", " dog</s>")]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("prompt_answer", TEXTS)
+def test_texts_are_cut_as_trl_cuts_them(kind, prompt_answer):
+    from trl.data_utils import common_prefix_length  # SFTTrainer and DPOTrainer
+
+    prompt, answer = prompt_answer
+    library = chat_tokenizers.theirs(kind)
+    answer_ended = answer if answer.endswith("</s>") else answer + "</s>"
+    asked, whole = (library(text)["input_ids"] for text in (prompt, prompt + answer_ended))
+    if prompt.startswith("<s>") and kind == "pieces":  # TRL writes the begin token twice
+        asked, whole = asked[1:], whole[1:]
+    start = common_prefix_length(asked, whole)
+    for example_kind, count in (("completion", 1), ("pair", 2)):
+        example = Example("a.jsonl:3", example_kind, prompt, (answer,) * count)
+        for sequence in encode(example, None, tokenizer=chat_tokenizers.ours(kind))[1]:
+            assert sequence.ids == whole
+            assert sequence.learned == [index >= start for index in range(len(whole))]
+
+
+def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():
+    _, (chosen, rejected) = encode(Example("a.jsonl:3", "pair", "hell", ("o there", " the")), None)
+    assert chosen.learned.index(True) == rejected.learned.index(True)
+    assert chosen.ids[-1] == rejected.ids[-1] == chat_tokenizers.ours().eos_id
+
+
+def each(body):
+    return "{% for m in messages %}" + body + "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+STRANGE = {
+    "cuts contents short": each("{{ m.role }}:{{ m.content[:3] }}</s>"),
+    "writes in capitals": each("{{ m.role }}:{{ m.content | upper }}</s>"),
+    "turns the order": each("{{ m.role }}:{{ m.content }}</s>").replace("messages", "messages | reverse"),
+    "writes answers twice": each("{{ m.role }}:{{ m.content }}/{{ m.content }}</s>"),
+    "leaves answers out": each("{{ m.role }}:{{ m.content if m.role == 'user' }}</s>"),
+    "counts characters": each("{{ m.content | length }}{{ m.role }}:{{ m.content }}</s>"),
+    "quotes": each("{{ m.role }}:{{ m.content | tojson }}</s>"),
+    "asks otherwise": each("[{{ m.role }}]{{ m.content }}</s>"),
+    "ends otherwise": each("{{ m.role }}:{{ m.content }}{{ '</s>' if loop.last else '<|end|>' }}"),
+}
+RIGHT = {
+    "writes in capitals": ["HELLO THERE</s>", "LAZY DOG</s>"],
+    "quotes": ['"hello there"</s>', '"lazy dog"</s>'],
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
+    talk = (user("hi"), said("hello there"), user("what"), said("lazy dog"))
+    tokenizer = chat_tokenizers.ours()
+    with Renderer(tokenizer, template=STRANGE[name], train_on="assistant") as renderer:
+        (found,) = renderer.encode_batch([chat(*talk)])
+    if isinstance(found, Flaw):
+        assert "template" in found.problem and found.remedy
+        return
+    (sequence,) = found
+    stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
+    spoken = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
+    assert spoken == RIGHT[name]
+
+
+def test_a_conversation_that_uses_the_characters_of_the_marks():
+    talk = (user("\U00100000\U00100001"), said("a\U0010fffd"), user("\U00100003"), said("\U00100004b"))
+    assert learned(chat(*talk), "chatml") == [["a\U0010fffd<|im_end|>", "\U00100004b<|im_end|>"]]
+    both = (user("\U00100000"), said("\U000f0000"))
+    with pytest.raises(UserError, match="private planes"):
+        learned(chat(*both), "chatml")
+
+
+def test_a_thousand_turns_take_no_longer_than_the_limit():
+    talk = [message for index in range(500) for message in (user(f"q {index}"), said(f"a {index}"))]
+    (found,) = learned(chat(*talk), "chatml")
+    assert found == [f"a {index}<|im_end|>" for index in range(500)]
+
+
+def test_one_bad_conversation_of_a_batch_is_a_flaw_and_the_others_are_read():
+    good, bad = chat(*TALKS["two"]), chat(user("a"), user("b"), said("c"))
+    with Renderer(chat_tokenizers.ours(), template="llama2", train_on="assistant") as renderer:
+        first, second, third = renderer.encode_batch([good, bad, good])
+        with pytest.raises(UserError, match="alternate") as caught:
+            renderer.encode(bad)
+    assert first == third and isinstance(second, Flaw)
+    assert second.where == "a.jsonl:3" and "alternate" in second.problem
+    assert caught.value.where == "a.jsonl:3" and caught.value.remedy
+
+
+def test_markup_that_the_tokenizer_does_not_know_is_named():
+    with Renderer(chat_tokenizers.ours(), template="{{ '<|im_start|><|nosuch|>' }}", train_on="all") as renderer:
+        assert renderer.missing_tokens() == ["<|nosuch|>"]
