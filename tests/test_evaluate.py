@@ -139,3 +139,66 @@ def test_tokens_that_somebody_else_made_are_scored_as_they_are(decoder, tokenize
     (text,) = texts_of(path, tokenizer)
     assert text.tokens == [tokenizer.bos_id, *ids] and text.bytes == len(PROSE.encode())
     assert np.isclose(evaluate(decoder, tokenizer, path)[0].loss, nats_by_hand(decoder, text.tokens) / len(ids))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\nA:\n{% else %}{{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def chat_by_hand(decoder, tokenizer, turns):
+    """Nats, tokens and bytes of the answers, each with its end token, after all that stands before it."""
+    ids, nats, tokens, size = [], 0.0, 0, 0
+    for question, answer in turns:
+        ids += tokenizer.encode(f"Q: {question}\nA:\n")
+        learned = [*tokenizer.encode(answer), tokenizer.eos_id]
+        nats += nats_by_hand(decoder, ids + learned) - nats_by_hand(decoder, ids)
+        ids, tokens, size = ids + learned, tokens + len(learned), size + len(answer.encode())
+    return nats, tokens, size
+
+
+def test_of_conversations_the_answers_are_scored(decoder, tokenizer, tmp_path):
+    talks = [[("the dog", "jumps."), ("fox?", "naïve")], [("brown", "lazy")]]
+    roles = ("user", "assistant")
+    said = [[turn for pair in talk for turn in zip(roles, pair, strict=True)] for talk in talks]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in talk]} for talk in said]
+    path = file_of(tmp_path, "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    result, notes = evaluate(decoder, tokenizer, path, template=TEMPLATE)
+    sums = [chat_by_hand(decoder, tokenizer, talk) for talk in talks]
+    nats, tokens, size = (sum(column) for column in zip(*sums, strict=True))
+    assert (result.tokens, result.bytes) == (tokens, size)
+    assert math.isclose(result.loss, nats / tokens, rel_tol=1e-5)
+    assert math.isclose(result.bits_per_byte, nats / math.log(2) / size, rel_tol=1e-5)
+    assert f"of 2 conversations what the assistant wrote is scored: {tokens} of " in notes[0]
+
+
+def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable(decoder, tokenizer, tmp_path):
+    pair = {"prompt": "the dog\n", "chosen": "jumps", "rejected": "lazy lazy"}
+    marked = [{"prompt": "the dog\n", "completion": c, "label": c == "jumps"} for c in ("jumps", "lazy lazy")]
+    pairs, kto = file_of(tmp_path, "a.jsonl", json.dumps(pair)), tmp_path / "b.jsonl"
+    kto.write_text("".join(json.dumps(row) + "\n" for row in marked))
+    asked, answer = tokenizer.encode("the dog\n"), [*tokenizer.encode("jumps"), tokenizer.eos_id]
+    start = [tokenizer.bos_id, *asked]
+    nats = nats_by_hand(decoder, start + answer) - nats_by_hand(decoder, start)
+    for path in (pairs, kto):
+        result, _ = evaluate(decoder, tokenizer, path)
+        assert result.tokens == len(answer) and math.isclose(result.loss, nats / len(answer), rel_tol=1e-5)
+
+
+def test_the_validation_split_of_conversations_is_scored_as_it_was_prepared(decoder, tokenizer, tmp_path, monkeypatch):
+    from bloomery.data.prepare import prepare
+    from bloomery.recipe.load import load_recipe
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save(tmp_path / "words")
+    rows = [{"messages": [{"role": "user", "content": f"the {n}"}, {"role": "assistant", "content": f"fox {n}"}]}
+            for n in range(60)]  # fmt: skip
+    file_of(tmp_path, "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    words = ["objective.kind=sft", "data.path=talk.jsonl", "data.validation=20%", "tokenizer.from=words",
+             "data.sequence_length=64"]  # fmt: skip
+    loaded = load_recipe("go-coder-tiny", [*words, f"data.chat.template={json.dumps(TEMPLATE)}"])
+    manifest = prepare(loaded, tmp_path / "prepared")
+    result, notes = evaluate(decoder, tokenizer, tmp_path / "prepared")
+    assert result.tokens == manifest.validation.learned_tokens and manifest.validation.documents > 3
+    assert f"{manifest.validation.documents} conversations" in notes[0]

@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bloomery.data.documents import Tally, open_corpus, read_documents, read_file
+from bloomery.data.documents import Corpus, Tally, open_corpus, read_documents, read_file
+from bloomery.data.example_rows import Wants
+from bloomery.data.examples import Example
 from bloomery.data.files import DATA, TABLES, suffix_of
-from bloomery.data.shards import open_split
+from bloomery.data.render import Renderer
+from bloomery.data.shards import ANSWERS, open_split
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
@@ -19,6 +22,8 @@ from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
 from bloomery.train.model_folder import find_model
 from bloomery.train.scoring import score_documents
+
+KINDS_OF_ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Text:
-    """One document as the model sees it. `bytes` belong to the tokens after the first."""
+    """One document as the model sees it. `bytes` belong to the tokens that are scored: those after the first, of them
+    only the `learned` ones where that is said (bool [len(tokens)]).
+    """
 
     tokens: list[int]
     bytes: int
+    learned: np.ndarray | None = None
+
+    @property
+    def scored(self) -> int:
+        return max(len(self.tokens) - 1, 0) if self.learned is None else int(self.learned[1:].sum())
 
 
 def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
@@ -53,17 +65,19 @@ def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Token
 
 
 def evaluate(
-    decoder: Decoder, tokenizer: Tokenizer, data: Path, *, bos: bool = True, context: int | None = None
-) -> tuple[Evaluation, list[str]]:
+    decoder: Decoder, tokenizer: Tokenizer, data: Path, *, bos: bool = True, context: int | None = None,
+    template: str | None = None,
+) -> tuple[Evaluation, list[str]]:  # fmt: skip
     """The evaluation, and what a reader of it must know.
 
     `data`: a text file (one document), a data file or folder as recipes know them, or a prepared folder, whose
-    validation split is meant. With `bos` the tokenizer's BOS goes before each document, so that its first token is
-    scored too. `context` bounds what a token sees (default: the model's own). Raises UserError when nothing can be
-    scored.
+    validation split is meant. With `bos` the tokenizer's BOS goes before each text, so that its first token is
+    scored too. Of conversations, written by `template` or the tokenizer's own, what the assistant wrote is scored; of
+    pairs the chosen answer, of marked answers the desirable ones. `context` bounds what a token sees (default: the
+    model's own). Raises UserError when nothing can be scored.
     """
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
-    texts = list(texts_of(data, tokenizer, bos=bos))
+    texts = list(texts_of(data, tokenizer, bos=bos, template=template))
     refuse_foreign_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes(texts, tokenizer, bos=bos, context=context)
@@ -75,8 +89,9 @@ def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, conte
     scores = score_documents(decoder, (text.tokens for text in texts), context=context)
     nats, tokens, size = 0.0, 0, 0
     for text, nats_of_text in zip(texts, scores, strict=True):
-        nats += float(nats_of_text.sum(dtype=np.float64))
-        tokens += len(nats_of_text)
+        learned = nats_of_text if text.learned is None else nats_of_text[text.learned[1:]]
+        nats += float(learned.sum(dtype=np.float64))
+        tokens += text.scored
         size += text.bytes
     if tokens == 0:
         raise UserError("there is no token to score", where=where, remedy="evaluate on a text of two tokens or more")
@@ -95,28 +110,53 @@ def from_nats(nats: float, tokens: int, size: int) -> Evaluation:
     return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / size if size else None, tokens, size)
 
 
-def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True) -> Iterator[Text]:
+def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None) -> Iterator[Text]:
     """The documents of `data`, tokenised. Raises UserError when it is missing or unreadable."""
     if (data / "manifest.json").is_file():
         yield from _prepared(data, tokenizer, bos=bos)
         return
     sizes = tokenizer.token_bytes()
     start = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
-    for content in _contents(data):
-        ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
-        ids = ids if start and ids[:1] == start else start + ids
-        yield Text(ids, _bytes(content, ids, sizes, whole=bool(start)))
+    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
+        for content in _contents(data):
+            if isinstance(content, Example):
+                if content.desirable is not False:
+                    answer = renderer.encode(content)[0]
+                    yield _learned(answer.ids, np.array(answer.learned), sizes)
+                continue
+            ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
+            ids = ids if start and ids[:1] == start else start + ids
+            yield Text(ids, _bytes(content, ids, sizes, whole=bool(start)))
 
 
-def _contents(data: Path) -> Iterator[str | tuple[int, ...]]:
+def _learned(ids: list[int], learned: np.ndarray, sizes: np.ndarray) -> Text:
+    scored = np.asarray(ids[1:], dtype=np.int64)[learned[1:]]
+    return Text(ids, int(sizes[scored].sum()), learned)
+
+
+def _contents(data: Path) -> Iterator[str | tuple[int, ...] | Example]:
     root, glob = _split_glob(data)
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
         yield read_file(root)
         return
-    corpus = open_corpus(Source(path=str(root), glob=glob))
+    corpus = _corpus(Source(path=str(root), glob=glob))
     whole = tuple(replace(file, format="code" if file.format == "text" else file.format) for file in corpus.files)
     for document in read_documents(replace(corpus, files=whole), on_error="stop", tally=Tally()):
-        yield document.text if document.tokens is None else document.tokens
+        yield document.example or (document.text if document.tokens is None else document.tokens)
+
+
+def _corpus(source: Source) -> Corpus:
+    """Read for whatever its rows are. Raises UserError."""
+    failed: UserError | None = None
+    for wants in KINDS_OF_ROWS:
+        try:
+            corpus = open_corpus(source, wants)
+            next(read_documents(corpus, on_error="stop", tally=Tally()), None)
+            return corpus
+        except UserError as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
 
 
 def _split_glob(data: Path) -> tuple[Path, str | None]:
@@ -140,8 +180,13 @@ def _bytes(content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *,
 def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text]:
     """The validation split as training saw it, [bos] text [eos]; the EOS is scored and has no bytes."""
     split, sizes = open_split(folder, "validation"), tokenizer.token_bytes()
-    for index in range(len(split)):
+    for index in range(0, len(split), ANSWERS[split.kind]):
         ids: list[int] = split.document(index).tolist()
+        if split.learned is not None:
+            if split.marks is None or split.marks[index]:
+                flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])]
+                yield _learned(ids, flags.astype(bool), sizes)
+            continue
         ids = ids[1:] if not bos and ids[:1] == [tokenizer.bos_id] else ids
         yield Text(ids, int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum()))
 
@@ -153,6 +198,11 @@ def notes(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int) -
     if longer:
         count = f"{longer:,} of {len(texts):,} texts are" if len(texts) > 1 else "the text is"
         found.append(f"{count} longer than the context of {context:,} tokens and scored in half-overlapping windows")
-    if bos and tokenizer.bos_id is None:
+    judged = [text for text in texts if text.learned is not None]
+    if judged:
+        scored, whole = sum(text.scored for text in judged), sum(len(text.tokens) for text in judged)
+        shares = f"{scored:,} of {whole:,} tokens"
+        found.append(f"of {len(judged):,} conversations what the assistant wrote is scored: {shares}")
+    if bos and tokenizer.bos_id is None and len(judged) < len(texts):
         found.append("the tokenizer has no BOS: the first token of each text is not scored")
     return found

@@ -35,12 +35,12 @@ FLAGS = {
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
-    "eval": {"--data", "--step", "--no-bos", "--json"},
+    "eval": {"--data", "--step", "--no-bos", "--template", "--json"},
     "generate": {
         "--prompt", "--prompts", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--stop", "--seed", "--step", "--json",
     },
-    "export": {"--to", "--out", "--step", "--verify", "--no-verify"},
+    "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify"},
     "chat": {
         "--system", "--template", "--step", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--seed",

@@ -11,26 +11,27 @@ from bloomery.errors import UserError
 
 @click.command()
 @click.argument("model")
-@click.option("--data", type=click.Path(path_type=Path), help="A text, data file or folder [default: the run's own].")
+@click.option("--data", type=click.Path(path_type=Path), help="A text, data file, folder or hub:ORG/NAME.")
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--no-bos", is_flag=True, help="Put no BOS before a text: its first token is then not scored.")
+@click.option("--template", help="How conversations are written [default: the tokenizer's own chat template].")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; notes go to stderr.")
-def command(model: str, data: Path | None, step: str, no_bos: bool, as_json: bool) -> None:
+def command(model: str, data: Path | None, step: str, no_bos: bool, template: str | None, as_json: bool) -> None:
     """Loss, perplexity and bits per byte of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER).
 
-    Without --data a run is examined on its validation split.
+    Without --data a run is examined on its validation split. Of conversations only the assistant's turns are scored.
 
     Example: bloomery eval last --data ~/my-texts
     """
     folder = model_path(model)
-    text = data if data is not None else _validation(folder)
+    text = _validation(folder) if data is None else _fetched(data)
     from bloomery.hardware.adopt import adopt
 
     adopt()  # before torch is imported
     from bloomery.evaluate import evaluate, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(folder, step=step)
-    result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos)
+    result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
@@ -47,6 +48,13 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, as_json: boo
     }
     for name, value in rows.items():
         click.echo(f"{name:<11}{value}")
+
+
+def _fetched(data: Path) -> Path:
+    """A path as it is; `hub:ORG/NAME` as the folder of that data set."""
+    from bloomery.hub import PREFIX, fetch_dataset
+
+    return fetch_dataset(str(data)) if str(data).startswith(PREFIX) else data
 
 
 def _validation(folder: Path) -> Path:
