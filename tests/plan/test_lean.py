@@ -55,6 +55,7 @@ def test_what_is_done_instead_of_clipping_is_said():
         ({"optimizer": {"offload": True}}, "optimizer.offload does nothing on a CPU"),
         ({"optimizer": {"paged": True, "kind": "adafactor"}}, "optimizer.paged does nothing with Adafactor"),
         ({"optimizer": {"states": "int8", "kind": "adafactor"}}, "optimizer.states=int8 does nothing with Adafactor"),
+        ({"train": {"offload_activations": True}}, "train.offload_activations does nothing on a CPU"),
         ({"optimizer": {"stochastic_rounding": True}}, "optimizer.stochastic_rounding is for bfloat16 weights"),
     ],
 )

@@ -46,7 +46,6 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
     [
         ({"objective": {"kind": "sft"}}, "objective.kind=sft"),
         ({"adapter": {"kind": "peft", "method": "adalora"}}, "adapter.kind=peft"),
-        ({"train": {"offload_activations": True}}, "train.offload_activations"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
         ({"model": {"implementation": "foreign"}}, "model.implementation=foreign"),
     ],

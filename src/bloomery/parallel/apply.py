@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bloomery.model.decoder import Decoder
+from bloomery.parallel.offload import offload_activations
 from bloomery.plan.types import TrainPlan
 
 _Forward = Callable[..., Any]
@@ -34,6 +35,8 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
         checkpoint_block(block, plan.activation_checkpointing, index=index)
         if plan.compile:
             block.compile(dynamic=False)
+    if plan.offload_activations and plan.device != "cpu":  # the plan says that it does nothing on a CPU
+        offload_activations(model.model)
 
 
 def checkpoint_block(block: nn.Module, mode: str, *, index: int) -> None:

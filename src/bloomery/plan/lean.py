@@ -81,5 +81,7 @@ def idle_lean_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> 
         yield f"optimizer.states={optimizer.states} does nothing with Adafactor: its rows and columns stay float32"
     if recipe.train.offload_activations and not accelerator:
         yield "train.offload_activations does nothing on a CPU: activations are in its memory anyway"
+    elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
+        yield "train.offload_activations leaves what selective checkpointing keeps on the GPU: full goes with it"
     if optimizer.stochastic_rounding and precision != "bfloat16-pure":
         yield f"optimizer.stochastic_rounding is for bfloat16 weights (train.precision=bfloat16-pure), not {precision}"

@@ -23,15 +23,13 @@ def refuse_unbuilt(recipe: Recipe) -> None:
 
 
 def _unbuilt(recipe: Recipe) -> Iterator[str]:
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
     if recipe.objective.kind != "pretrain":
         yield f"objective.kind={recipe.objective.kind}"
     if recipe.adapter.kind == "peft":
         yield "adapter.kind=peft"
     if recipe.model.implementation == "foreign":
         yield "model.implementation=foreign"
-    if train.offload_activations:
-        yield "train.offload_activations"
     for key in ("replicate", "shard", "tensor", "context", "pipeline"):
         if getattr(parallel, key) not in (1, "auto"):
             yield f"parallel.{key}={getattr(parallel, key)}"
