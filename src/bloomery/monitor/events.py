@@ -33,6 +33,7 @@ class RunStarted(Event):
     attention: str  # the kernel that runs
     device: str
     because: dict[str, str] = field(default_factory=dict)
+    per: str = "token"  # what a loss is of: nats a learned token, or an objective's number a pair or an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,8 @@ def _accepted(annotation: Any) -> tuple[type, ...]:
 
 
 _ACCEPTED = {kind: {f.name: _accepted(f.type) for f in fields(kind)} for kind in KINDS.values()}
+_HELD = {kind: {f.name: _accepted(get_args(f.type)[1]) for f in fields(kind) if get_origin(f.type) is dict}
+         for kind in KINDS.values()}  # fmt: skip
 _REQUIRED = {
     kind: frozenset(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
     for kind in KINDS.values()
@@ -206,7 +209,14 @@ def from_json(line: str) -> Event | None:
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         return None
     known = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}
-    return kind(**known) if all(isinstance(value, _ACCEPTED[kind][key]) for key, value in known.items()) else None
+    return kind(**known) if all(_fits(value, kind, key) for key, value in known.items()) else None
+
+
+def _fits(value: Any, kind: type[Event], key: str) -> bool:
+    """Whether the field may hold it; of a dictionary every value is asked."""
+    held = _HELD[kind].get(key)
+    inside = held is None or not isinstance(value, dict) or all(isinstance(one, held) for one in value.values())
+    return inside and isinstance(value, _ACCEPTED[kind][key])
 
 
 @final

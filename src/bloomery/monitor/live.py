@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bloomery.monitor.devices import lines
-from bloomery.monitor.events import Event, Phase, Recovered, Resumed, RunEnded, Sampled, Saved, Warned
+from bloomery.monitor.events import EvalDone, Event, Phase, Recovered, Resumed, RunEnded, Sampled, Saved, Warned
 from bloomery.monitor.tally import RunFacts, Tally, in_millions, sparkline, thinned
 from bloomery.units import format_seconds
 
@@ -111,7 +111,7 @@ def _figures(facts: RunFacts, tally: Tally) -> RenderableType:
     exam = tally.evaluation
     left = (
         ("loss", f"{'skipped' if last.loss is None else f'{last.loss:.4f}'}   smooth {_number(tally.smoothed, '.4f')}"),
-        ("exam", "" if exam is None else _exam(exam.loss, exam.perplexity, exam.bits_per_byte, exam.step)),
+        ("exam", "" if exam is None else _exam(exam)),
         ("rate", f"{last.learning_rate:.3e}"),
         ("gradient", _number(last.grad_norm, ".3f")),
     )
@@ -132,11 +132,14 @@ def _figures(facts: RunFacts, tally: Tally) -> RenderableType:
     return Group(table, curve)
 
 
-def _exam(loss: float | None, perplexity: float | None, bits: float | None, step: int) -> str:
-    if loss is None:
-        return f"not finite at step {step:,}"
-    measure = f"{bits:.3f} bits/byte" if bits is not None else f"loss {loss:.3f}"
-    return f"{measure} · perplexity {_number(perplexity, '.4g')} at {step:,}"
+def _exam(exam: EvalDone) -> str:
+    if exam.loss is None:
+        return f"not finite at step {exam.step:,}"
+    bits, right = exam.bits_per_byte, exam.metrics.get("accuracy")
+    told = [f"{bits:.3f} bits/byte" if bits is not None else f"loss {exam.loss:.3f}"]
+    told += [] if exam.perplexity is None else [f"perplexity {exam.perplexity:.4g}"]
+    told += [] if right is None else [f"{right:.1%} right"]
+    return f"{' · '.join(told)} at {exam.step:,}"
 
 
 def _number(value: float | None, spec: str) -> str:

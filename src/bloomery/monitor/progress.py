@@ -98,7 +98,7 @@ class PlainView:
             case StepDone():
                 self._step(event)
             case EvalDone():
-                self._at(event.step).exam = _exam(event)
+                self._at(event.step).exam = _exam(event, self._tally.per)
             case Saved() if event.step == self._tally.step:
                 self._at(event.step).notes.append(_saved(event))
             case RunEnded():
@@ -197,7 +197,7 @@ class PlainView:
             return
         if not self._headed:
             self._write("")
-            self._write(HEADER)
+            self._write(HEADER if self._tally.per == "token" else HEADER.replace("exam, bits/byte", "           exam"))
             self._headed = True
         loss = "skipped" if line.loss is None else f"{line.loss:.2f}"
         speed = "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
@@ -230,9 +230,12 @@ def _saved(event: Saved) -> str:
     return "saved, the best" if event.best else "saved"
 
 
-def _exam(event: EvalDone) -> str:
+def _exam(event: EvalDone, per: str) -> str:
     if event.loss is None:
         return "not finite"
+    if per != "token":
+        right = event.metrics.get("accuracy")
+        return f"{event.loss:.2f}" + ("" if right is None else f", {right:.0%} right")
     return f"{event.bits_per_byte:.2f}" if event.bits_per_byte is not None else f"{event.loss:.2f} nats"
 
 

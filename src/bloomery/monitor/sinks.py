@@ -70,6 +70,10 @@ class Pace:
         return due and bool(event.seconds)
 
 
+def _told(metrics: dict[str, float]) -> str:
+    return "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
+
+
 def sentence(event: Event) -> str:
     """An event as one line for people."""
     match event:
@@ -81,13 +85,15 @@ def sentence(event: Event) -> str:
             return (
                 f"step {event.step}  loss {number(event.loss)}  gradient {number(event.grad_norm)}"
                 f"  rate {event.learning_rate:.3g}  {event.tokens_per_second:,.0f} tokens/s  {event.memory_gib:.2f} GiB"
+                + _told(event.metrics)
             )
         case Vitals():
             moved = f"weights moved by {event.update_ratio:.2g} of their size" if event.update_ratio else "no update"
             return f"vitals of step {event.step}  {moved}"
         case EvalDone():
             exam = f"  {event.bits_per_byte:.4f} bits/byte" if event.bits_per_byte is not None else ""
-            return f"exam at step {event.step}  loss {number(event.loss)}  perplexity {number(event.perplexity)}{exam}"
+            guess = f"  perplexity {number(event.perplexity)}" if not event.metrics or event.perplexity else ""
+            return f"exam at step {event.step}  loss {number(event.loss)}{guess}{exam}{_told(event.metrics)}"
         case Sampled():
             return f"sample {event.prompt!r} -> {event.text!r}"
         case Saved():
@@ -188,6 +194,7 @@ def scalars(event: Event) -> dict[str, float]:
                 "speed/step_seconds": event.step_seconds,
                 "speed/data_wait_seconds": event.data_wait_seconds,
                 "memory/gib": event.memory_gib,
+                **{f"train/{name}": value for name, value in event.metrics.items()},
             }
         case Vitals():
             figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
@@ -196,6 +203,7 @@ def scalars(event: Event) -> dict[str, float]:
                 "eval/loss": event.loss,
                 "eval/perplexity": event.perplexity,
                 "eval/bits_per_byte": event.bits_per_byte,
+                **{f"eval/{name}": value for name, value in event.metrics.items()},
             }
         case GpuSampled():
             folder = "processor" if event.device == PROCESSOR else f"gpu{event.device}"

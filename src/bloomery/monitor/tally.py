@@ -82,6 +82,7 @@ class Tally:
     last: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     ended: RunEnded | None = None
+    per: str = "token"  # what a loss is of
     stopping: bool = False  # it was asked to, and saves after the step that it is taking
     began: float | None = None
     latest: float | None = None
@@ -112,6 +113,7 @@ class Tally:
                 self.evaluations[event.step] = event
             case RunStarted():
                 self.steps, self.ended, self.stopping = event.steps or self.steps, None, False
+                self.per = event.per
                 self.recent.clear()
             case Phase(name="stopping"):
                 self.stopping = True
@@ -138,6 +140,11 @@ class Tally:
                 self.devices.add(event)
             case RunEnded():
                 self.ended, self.stopping = event, False
+
+    @property
+    def unit(self) -> str:
+        """Of the loss, in words."""
+        return "nats a token" if self.per == "token" else f"a {self.per}"
 
     def _add_step(self, event: StepDone) -> None:
         self.step, self.tokens, self.last, self.phase = event.step, event.tokens, event, None

@@ -11,6 +11,7 @@ from rich.cells import cell_len, set_cell_size
 
 from bloomery.monitor.devices import format_joules, lines, short_lines
 from bloomery.monitor.events import (
+    EvalDone,
     Event,
     Phase,
     Recovered,
@@ -173,7 +174,7 @@ def _chart(seen: Seen, screen: Screen, height: int, *, strips: bool = True) -> l
     exams = [(float(step), told.loss) for step, told in sorted(seen.tally.evaluations.items()) if told.loss is not None]
     top, below = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds} if strips else {}
     drawn = plot(seen.curve, exams, below, width=screen.width, height=height, top=top, plain=screen.plain)
-    legend = "loss, nats a token"
+    legend = f"loss, {seen.tally.unit}"
     legend += "   o exam on held-out text" if exams else ""
     legend += f"   (it began at {seen.curve[0][1]:.4g})" if top is not None else ""
     return [legend, *drawn] if drawn else []
@@ -189,8 +190,8 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
     pairs = [
         ("loss", f"{loss}, smoothed {tally.smoothed or 0:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
-        ("exam", "none yet" if exam is None else f"{_score(exam.bits_per_byte, exam.loss)} at {exam.step:,}"),
-        ("best", "" if best in (None, exam) else f"{_score(best.bits_per_byte, best.loss)} at {best.step:,}"),
+        ("exam", "none yet" if exam is None else f"{_score(exam, tally.per)} at {exam.step:,}"),
+        ("best", "" if best is None or best == exam else f"{_score(best, tally.per)} at {best.step:,}"),
         ("tokens", in_millions(tally.tokens)),
         (
             "memory",
@@ -208,10 +209,12 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
     return [f"{f'{a:<{_TITLE}}{b}':<{half}}{f'{c:<{_TITLE}}{d}' if c else ''}".rstrip() for (a, b), (c, d) in rows]
 
 
-def _score(bits: float | None, loss: float | None) -> str:
-    if bits is not None:
-        return f"{bits:.3f} bits/byte"
-    return "not finite" if loss is None else f"{loss:.3f} nats"
+def _score(exam: EvalDone, per: str) -> str:
+    if exam.bits_per_byte is not None:
+        return f"{exam.bits_per_byte:.3f} bits/byte"
+    right = exam.metrics.get("accuracy")
+    told = f"{exam.loss:.3f} nats" if per == "token" else f"{exam.loss:.3f}"
+    return "not finite" if exam.loss is None else told + ("" if right is None else f", {right:.1%} right")
 
 
 def _energy(tally: Tally) -> str:

@@ -12,9 +12,9 @@ from bloomery.units import GIB
 def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
     """Reads a sample of the shards: a tenth of a second. Text that is gone or damaged is not known."""
     config, train, optimizer, traits = plan.model.config, plan.train, plan.optimizer, _traits(plan)
-    estimate = plan.step_seconds
+    estimate, kind = plan.step_seconds, plan.objective.kind
     return Facts(
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size if kind in ("pretrain", "sft") else None,  # a guess is worth ln V to these alone
         fresh=plan.model.source is None,
         steps=train.steps,
         tokens_per_step=train.tokens_per_step,
@@ -26,7 +26,7 @@ def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
         warmup_steps=optimizer.warmup_steps,
         clip=train.clip,
         precision=train.precision,
-        unigram_nats=traits.unigram_nats if traits else None,
+        unigram_nats=traits.unigram_nats if traits and kind == "pretrain" else None,  # counted over all of the text
         bytes_per_token=traits.bytes_per_token if traits else None,
         duplicates=traits.duplicates if traits else None,
         text_tokens=traits.tokens if traits else None,

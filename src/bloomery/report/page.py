@@ -74,9 +74,11 @@ def _figures(record: Record) -> list[tuple[str, str]]:
     tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
     bits, used = best.bits_per_byte if best else None, record.utilisation
     joules, each = tally.devices.joules, tally.joules_per_token
+    right = best.metrics.get("accuracy") if best else None
     return [
         (f"{bits:.3f}" if bits is not None else "", f"bits per byte, held out, step {best.step if best else 0:,}"),
-        (f"{best.loss:.3f}" if best and best.loss is not None else "", "nats a token, held out"),
+        (f"{best.loss:.3f}" if best and best.loss is not None else "", f"{loss_name(tally.per)}, held out"),
+        (f"{right:.1%}" if right is not None else "", "of them right, held out"),
         (f"{best.perplexity:.4g}" if best and best.perplexity is not None else "", "perplexity, held out"),
         (f"{tally.smoothed:.3f}" if tally.smoothed is not None else "", "training loss, smoothed"),
         (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
@@ -97,7 +99,7 @@ def loss(record: Record) -> Html:
     held: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
     trained = Series("each step", raw, "raw"), Series("smoothed", smooth(raw), "line")
     series = [*trained, Series("held out", held, "eval")]
-    chart = line_chart("Loss", series, record.marks, unit="nats a token", height=300)
+    chart = line_chart("Loss", series, record.marks, unit=record.tally.unit, height=300)
     kinds = {mark.kind for mark in record.marks}
     note = " · ".join(f"{sign} {_HAPPENED[kind]}" for kind, sign in SIGNS.items() if kind in kinds)
     return join(chart, el("p", note, class_="note") if note else None)
@@ -198,18 +200,26 @@ def evaluations(record: Record) -> Html | None:
     if not record.evals:
         return None
     best = record.tally.best
+    names = list(dict.fromkeys(name for event in record.evals for name in event.metrics))
     rows: list[list[str | Html]] = [
         [
             f"{event.step:,}" + (" best" if best and event.step == best.step else ""),
             "not finite" if event.loss is None else f"{event.loss:.4f}",
             "" if event.perplexity is None else f"{event.perplexity:.4g}",
             "" if event.bits_per_byte is None else f"{event.bits_per_byte:.4f}",
+            *(f"{event.metrics[name]:.4f}" if name in event.metrics else "" for name in names),
             f"{event.tokens:,}",
             format_seconds(event.seconds),
         ]
         for event in record.evals
     ]
-    return table(["step", "nats a token", "perplexity", "bits per byte", "tokens", "took"], rows, class_="numbers")
+    heads = ["step", loss_name(record.tally.per), "perplexity", "bits per byte"]
+    heads += [name.replace("_", " ") for name in names]
+    return table([*heads, "tokens", "took"], rows, class_="numbers")
+
+
+def loss_name(per: str) -> str:
+    return "nats a token" if per == "token" else f"loss a {per}"
 
 
 def samples(record: Record) -> Html | None:

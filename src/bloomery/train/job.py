@@ -13,10 +13,11 @@ from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
 from bloomery.train.checkpoint import AdapterOf, Saver
+from bloomery.train.fresh_base import with_base
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
-from bloomery.train.reference import precompute, reference_file
+from bloomery.train.reference import Told, precompute, reference_file
 from bloomery.train.self_test import check_attention
 from bloomery.train.state import TrainState, build_state, go_back, settings_of
 from bloomery.train.vitals import Checkup
@@ -55,6 +56,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
     began = time.perf_counter()
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
+    plan = with_base(plan, run_dir)
     state = build_state(plan, resume_from=resume_from)
     check_attention(state.trainee.model, plan)
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
@@ -95,6 +97,7 @@ def announce(job: Job) -> None:
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
+            per=job.objective.per,
             because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
         )
     )
@@ -119,11 +122,14 @@ def reference_files(
     missing = {split: file for split, file in files.items() if not file.is_file()}
     if missing and resume_from is not None:
         go_back(state, plan, None)
-    for split, file in missing.items():
+    loaders = {split: open_loader(plan, split) for split in missing}
+    done, total = 0, sum(loader.stored_rows for loader in loaders.values())
+    for split, loader in loaders.items():
         precompute(
-            state.trainee.model, open_loader(plan, split), file, rows=plan.eval.micro_batch,
-            score_chunk=plan.model.score_chunk, precision=plan.train.precision, emit=emit,
+            state.trainee.model, loader, files[split], rows=plan.eval.micro_batch, score_chunk=plan.model.score_chunk,
+            precision=plan.train.precision, told=Told(emit, done, total),
         )  # fmt: skip
+        done += loader.stored_rows
     if missing and resume_from is not None:
         go_back(state, plan, resume_from, policy=True)
     return files

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -19,29 +19,41 @@ from bloomery.train.forward import forward, looking, to_device
 TOLD_EVERY = 1.0  # seconds
 
 
+@dataclass(frozen=True)
+class Told:
+    """Says how many rows of all splits are done."""
+
+    emit: Emit
+    before: int  # rows of the splits before this one
+    total: int
+
+    def __call__(self, rows: int) -> None:
+        self.emit(Phase(name="reference", done=self.before + rows, total=self.total))
+
+
 def reference_file(run_dir: Path, split: Name) -> Path:
     """Beside the run: the plan, the shards and the weights that it belongs to are the run's own."""
     return run_dir / f"reference-{split}.bin"
 
 
 def precompute(
-    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, emit: Emit
+    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, told: Told
 ) -> None:
     """Fills the file with the log-probability of every learned label of the split; what is there already stays.
 
     `model` is as it was before the first step. A killed computation goes on where it was.
     """
-    device, told = next(model.parameters()).device, 0.0
+    device, last = next(model.parameters()).device, 0.0
     with ReferenceWriter(path, loader.tokens) as writer, looking(model):
         for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
-            if time.monotonic() - told > TOLD_EVERY:
-                told = time.monotonic()
-                emit(Phase(name="reference", done=number * rows, total=loader.stored_rows))
+            if time.monotonic() - last > TOLD_EVERY:
+                last = time.monotonic()
+                told(number * rows)
             if writer.has(stored.numpy()):
                 continue
             scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
             writer.add(stored.numpy(), scores_BT.cpu().numpy())
-    emit(Phase(name="reference", done=loader.stored_rows, total=loader.stored_rows))
+    told(loader.stored_rows)
 
 
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
