@@ -25,10 +25,11 @@ from bloomery.data.masks import (
     generation_marks,
     unmarked,
 )
-from bloomery.data.template_process import CPU_SECONDS, read_frame, write_frame
+from bloomery.data.template_process import read_frame, write_frame
 
 MEMORY_BYTES = 2**30
 MAX_OUTPUT = 2**25  # characters of one rendering
+_MEMORY = "it needs more than 1 GiB of memory"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Json = dict[str, Any]
 
@@ -84,6 +85,7 @@ class Template:
     text: str
     names: Json  # bos_token and its like
     enders: re.Pattern[str]
+    seconds: float = 2.0  # of the processor, for one conversation
     memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
@@ -151,7 +153,7 @@ def _reason(error: Exception) -> str:
         case jinja2.TemplateError():
             return f"it refuses the conversation: {said}"
         case MemoryError():
-            return "it needs more than 1 GiB for one conversation"
+            return _MEMORY
         case RecursionError():
             return "it calls itself without end"
     return f"it fails with {type(error).__name__}: {said}"
@@ -165,7 +167,9 @@ def limit_memory() -> None:
 
 
 def _answer(template: Template, job: Json) -> Json:
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends this process: no code here could catch it in time
+    signal.setitimer(
+        signal.ITIMER_PROF, template.seconds
+    )  # SIGPROF ends this process: no code here could catch it in time
     try:
         return template.read(job)
     except Refused as error:
@@ -175,18 +179,21 @@ def _answer(template: Template, job: Json) -> Json:
     except RecursionError:
         return {"error": "it calls itself without end"}
     except MemoryError:
-        return {"error": "it needs more than 1 GiB for one conversation"}
+        return {"error": _MEMORY}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _compile(said: Json) -> Template | str:
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, said["seconds"])
     try:
-        return Template(said["text"], said["names"], re.compile("|".join(map(re.escape, said["enders"])) or "(?!)"))
+        enders = re.compile("|".join(map(re.escape, said["enders"])) or "(?!)")
+        return Template(said["text"], said["names"], enders, said["seconds"])
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {' '.join(str(error.message).split())[:240]}"
-    except (RecursionError, MemoryError, SyntaxError):
+    except MemoryError:
+        return _MEMORY
+    except (RecursionError, SyntaxError):
         return "it is nested too deeply"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -16,7 +16,7 @@ from bloomery.errors import UserError
 
 CPU_SECONDS = 2.0  # for one conversation
 WALL_SECONDS = 30.0  # beside the time that every conversation of a batch may take
-_PATIENCE = 3  # conversations that may kill the process
+_PATIENCE = 3  # conversations that may kill the process, and one more for every thousand
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
 _REMEDY = "mend the template, or set data.chat.template to another: chatml, llama2, llama3, qwen, mistral, gemma"
 _SOURCES = Path(__file__).parents[2]  # where the child finds this package
@@ -45,7 +45,7 @@ class TemplateProcess:
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]) -> None:
         self._template, self._names, self._enders = template, dict(names), list(enders)
         self._process: subprocess.Popen[bytes] | None = None
-        self._deaths = 0
+        self._deaths = self._answered = 0
 
     def read(self, jobs: Sequence[Json]) -> list[Json]:
         """An answer a job: {"text", "spans"} or {"error"}. Raises UserError for a template that cannot be used."""
@@ -53,11 +53,12 @@ class TemplateProcess:
             return []
         answers = self._ask(jobs)
         if isinstance(answers, list):
+            self._answered += len(answers)
             return answers
         if len(jobs) > 1:  # one of them killed it: one by one
             return [answer for job in jobs for answer in self.read([job])]
         self._deaths += 1
-        if self._deaths >= _PATIENCE:
+        if self._deaths >= _PATIENCE + self._answered // 1000:
             raise self.error(answers)
         return [{"error": answers}]
 
@@ -89,7 +90,7 @@ class TemplateProcess:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=2**20,
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout
-        said = {"text": self._template.text, "names": self._names, "enders": self._enders}
+        said = {"text": self._template.text, "names": self._names, "enders": self._enders, "seconds": CPU_SECONDS}
         try:
             write_frame(self._process.stdin, said)
             ready = read_frame(self._process.stdout)

@@ -1,0 +1,218 @@
+"""Chat templates: where they come from, and what none of them can do."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chat_tokenizers
+import jinja2
+import pytest
+
+from bloomery.data import template_process
+from bloomery.data.examples import Example, Message
+from bloomery.data.render import Renderer
+from bloomery.data.streams import Flaw
+from bloomery.data.template_child import environment
+from bloomery.data.templates import BUILTIN, builtin_template, find_template
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+
+TALK = Example("a.jsonl:3", "chat", (), ((Message("user", "hi"), Message("assistant", "yo")),))
+SIMPLE = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+
+
+def folder_with(tmp_path, config=None, **files):
+    chat_tokenizers.ours().save(tmp_path)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | (config or {})))
+    for name, content in files.items():
+        path = tmp_path / (name.replace("__", "/") + ".jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return load_tokenizer(tmp_path)
+
+
+def test_the_tokenizer_brings_its_own_template(tmp_path):
+    found = find_template(None, folder_with(tmp_path, {"chat_template": "A"}).config)
+    assert (found.text, found.origin) == ("A", "the tokenizer's own template")
+
+
+def test_of_several_templates_the_default_is_taken_and_others_by_name(tmp_path):
+    named = [
+        {"name": "default", "template": "A"},
+        {"name": "tool_use", "template": "B"},
+        {"name": "rag", "template": "C"},
+    ]
+    config = folder_with(tmp_path, {"chat_template": named}).config
+    assert find_template(None, config).text == "A" and find_template(None, config).tool_use == "B"
+    assert find_template("rag", config).text == "C"
+    with pytest.raises(UserError, match="several chat templates and none of them is the default: rag"):
+        find_template(None, {"chat_template": named[2:]})
+
+
+def test_files_beside_the_tokenizer_come_before_its_configuration(tmp_path):
+    tokenizer = folder_with(tmp_path, {"chat_template": "A"}, chat_template="B", additional_chat_templates__rag="C")
+    assert find_template(None, tokenizer.config).text == "B"
+    assert find_template("rag", tokenizer.config).text == "C"
+
+
+def test_transformers_finds_the_same_template_in_what_is_saved(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = folder_with(tmp_path / "a", None, chat_template=SIMPLE)
+    tokenizer.save(tmp_path / "b")
+    assert AutoTokenizer.from_pretrained(tmp_path / "b").chat_template == SIMPLE
+
+
+def test_a_file_a_name_and_a_text(tmp_path):
+    (tmp_path / "mine.jinja").write_text("A")
+    assert find_template(str(tmp_path / "mine.jinja"), {}).text == "A"
+    assert find_template("{{ messages }}", {}).text == "{{ messages }}"
+    for name in BUILTIN:
+        assert find_template(name, {}).text == builtin_template(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [(None, "has no chat template"), ("chatlm", "did you mean chatml?"), ("no/such.jinja", "no file 'no/such.jinja'")],
+)
+def test_a_template_that_is_not_there(asked, why):
+    with pytest.raises(UserError, match=why.replace("?", r"\?")) as caught:
+        find_template(asked, {})
+    assert "chatml" in caught.value.remedy and caught.value.where == "data.chat.template"
+
+
+def test_a_file_that_is_no_text_or_too_large(tmp_path):
+    (tmp_path / "a.jinja").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "b.jinja").write_text("x" * 2**21)
+    for name, why in (("a", "not UTF-8"), ("b", "larger than any")):
+        with pytest.raises(UserError, match=why):
+            find_template(str(tmp_path / f"{name}.jinja"), {})
+
+
+BAD = {
+    "a syntax error": ("{% for m in messages %}\n{{ m.content", "line 2"),
+    "a block that never ends": ("{% for m in messages %}", "end of template"),
+    "a tag of nobody": ("{% import 'os' as os %}{% frobnicate %}", "frobnicate"),
+    "a power of powers": ("{{ 9**(9**9) }}", "more than 2 seconds"),
+    "a power that depends on the talk": ("{{ (messages | length + 7)**(9**9) }}", "more than 2 seconds"),
+    "loops in loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
+        "more than 2 seconds",
+    ),
+    "a range beyond bounds": ("{% for a in range(10**9) %}{% endfor %}", "OverflowError"),
+    "ten billion letters": ("{{ 'a' * 10**10 }}", "1 GiB"),
+    "a text in the middle of nowhere": ("{{ messages[0].content.center(10**8) }}", "characters for one conversation"),
+    "a format of any width": ("{{ '%0999999999d' % 3 }}", "1 GiB"),
+    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+    "nested brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+    "Python's insides": ("{{ ''.__class__.__mro__ }}", "reaches for what no template may"),
+    "insides of a helper": (
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "reaches for what no template may",
+    ),
+    "insides by a filter": ("{{ (messages | attr('__class__')).__mro__ }}", "no"),
+    "insides by a format": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "reaches for what no template may"),
+    "a change of the talk": ("{{ messages.append(1) }}", "reaches for what no template may"),
+    "a file": ("{% include '/etc/passwd' %}", "no loader"),
+    "a name of nothing": ("{{ messages[0].nothing.at.all }}", "uses what is not there"),
+    "a number and a text": ("{{ 1 + messages[0].content }}", "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_no_template_harms_the_parent(name):
+    template, why = BAD[name]
+    began = time.monotonic()
+    with (
+        Renderer(chat_tokenizers.ours(), template=template + "{{ '' }}", train_on="all") as renderer,
+        pytest.raises(UserError) as caught,
+    ):
+        renderer.encode(TALK)
+    assert why in caught.value.problem
+    assert caught.value.remedy and caught.value.where == "the template in the recipe"
+    assert "\n" not in caught.value.problem and len(caught.value.problem) < 400
+    assert time.monotonic() - began < 20
+
+
+BOOM = Example("a.jsonl:4", "chat", (), ((Message("user", "boom"), Message("assistant", "yo")),))
+HANGS = "{% if messages[0].content == 'boom' %}{{ (messages | length + 7)**(9**9) }}{% endif %}" + SIMPLE
+
+
+def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_read(monkeypatch):
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 0.2)
+    with Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer:
+        first, second, third = renderer.encode_batch([TALK, BOOM, TALK])
+    assert isinstance(second, Flaw) and "more than 0.2 seconds" in second.problem and second.where == "a.jsonl:4"
+    assert first == third and not isinstance(first, Flaw)
+
+
+def test_a_template_that_kills_the_process_again_and_again_ends_the_run(monkeypatch):
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 0.2)
+    with (
+        Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer,
+        pytest.raises(UserError, match=r"cannot be used: it took more than 0\.2 seconds"),
+    ):
+        renderer.encode_batch([BOOM] * 5)
+
+
+def test_the_child_sees_no_secret(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with Renderer(chat_tokenizers.ours(), template=SIMPLE, train_on="all") as renderer:
+        renderer.encode(TALK)
+        (process,) = renderer._processes.values()
+        assert process._process is not None
+        seen = Path(f"/proc/{process._process.pid}/environ").read_text()
+    assert "secret" not in seen and "HF_" not in seen
+
+
+def test_the_child_ends_with_its_parent(tmp_path):
+    code = (
+        "import chat_tokenizers, os\n"
+        "from test_templates import SIMPLE, TALK\n"
+        "from bloomery.data.render import Renderer\n"
+        "renderer = Renderer(chat_tokenizers.ours(), template=SIMPLE, train_on='all')\n"
+        "renderer.encode(TALK)\n"
+        "print(next(iter(renderer._processes.values()))._process.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60
+    )
+    pid = int(done.stdout)
+    for _ in range(50):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} outlived its parent")
+
+
+def test_templates_mean_what_they_mean_in_transformers():
+    """Filters and names that only transformers' environment has."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = (
+        "{{ messages | tojson }}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}\n"
+        "  {% for m in messages %}\n    {% if loop.first %}{% continue %}{% endif %}\n"
+        "{{ m.content }}{% break %}\n  {% endfor %}\n"
+        "{{ strftime_now('%Y') }}{{ bos_token }}{% generation %}x{% endgeneration %}{{ tools is none }}{{ documents }}"
+    )
+    turns = [{"role": "user", "content": "a<b"}, {"role": "assistant", "content": "é"}]
+    (expected,), _ = render_jinja_template([turns], chat_template=template, bos_token="<s>")
+    with Renderer(chat_tokenizers.ours(), template=template, train_on="all") as renderer:
+        talk = Example("a:1", "chat", (), (tuple(Message(turn["role"], turn["content"]) for turn in turns),))
+        (sequence,) = renderer.encode(talk)
+    assert chat_tokenizers.ours().decode(sequence.ids) == expected
+
+
+def test_built_in_templates_compile_and_are_installed():
+    assert {path.stem for path in (template_process._SOURCES / "bloomery/data/templates").glob("*.jinja")} == set(
+        BUILTIN
+    )
+    for name in BUILTIN:
+        environment().from_string(builtin_template(name))
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        environment().from_string("{% endgeneration %}")
