@@ -19,7 +19,7 @@ from bloomery.plan.mesh_memory import Split, unsharded
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import expandable, model_config
 from bloomery.plan.speed import Recompute, recompute, step_parts, total, work_of
-from bloomery.plan.states import trained_count, way_of
+from bloomery.plan.states import learning_bytes, way_of
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
 from bloomery.units import GIB
@@ -151,7 +151,7 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     peak = max((their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total)
     parts = tensors_at(load, peak)
     if not load.way.in_backward:
-        parts["gradients"] = float(trained_count(config, load.way) * load.trained)
+        parts["gradients"] = learning_bytes(config, load.way, load.precision)
     for name in parts.keys() & {"weights", "gradients", "optimizer", "adapter"}:
         parts[name] /= shard
     if shard > 1:

@@ -95,8 +95,8 @@ def test_muon_keeps_one_number_for_matrices_of_blocks():
     config = preset("go-coder-tiny")
     matrices = 8 * (4 * 512 * 512 + 2 * 512 * 2048)
     rest = (50_000 + 1024) * 512 + 8 * 13 * 512 + 2 * 512  # embeddings; biases and norms
-    assert optimizer_bytes(config, FULL, "muon", weight=4) == 4 * (matrices + 2 * rest)
-    assert optimizer_bytes(config, FULL, "adafactor", weight=4) < optimizer_bytes(config, FULL, "muon", weight=4) / 20
+    assert optimizer_bytes(config, FULL, "muon", "float32") == 4 * (matrices + 2 * rest)
+    assert optimizer_bytes(config, FULL, "adafactor", "float32") < optimizer_bytes(config, FULL, "muon", "float32") / 20
 
 
 @pytest.mark.parametrize(

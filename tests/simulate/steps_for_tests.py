@@ -11,6 +11,7 @@ from bloomery.plan.memory import tensor_bytes
 from bloomery.plan.mesh_memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import resolve
+from bloomery.plan.states import way_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
 from bloomery.simulate.shards import ONE, Cut
 from bloomery.simulate.stages import Place, simulated_stage
@@ -25,7 +26,8 @@ SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "max_positions": 2
 def small_plan(
     family: str = "llama", *, dropout: float = 0.0, rows: int = 4, micro_batches: int = 1, optimizer: str = "adamw",
     sizes: dict[str, int] | None = None, chunk: int | None = None, device: str = "cpu",
-    attention: str = "per_document", **train: object,
+    attention: str = "per_document", adapter: dict[str, object] | None = None,
+    lean: dict[str, object] | None = None, base: str = "none", **train: object,
 ) -> Plan:  # fmt: skip
     """Rows of 256 tokens in documents of 64; `train`: precision, compile, activation_checkpointing."""
     shape = SIZES | ({} if family == "gpt2" else {"num_kv_heads": 2}) | (sizes or {})
@@ -33,7 +35,9 @@ def small_plan(
     recipe = loaded(
         model={"family": family, **shape},
         data={"sequence_length": 256},
-        optimizer={"kind": optimizer},
+        optimizer={"kind": optimizer} | (lean or {}),
+        adapter=adapter or {"kind": "none"},
+        quantize={"base": base},
         train={"micro_batch": rows, "tokens_per_step": 256 * rows * micro_batches, **settings},
     )
     plan = resolve(recipe, machine())
@@ -57,6 +61,7 @@ def load_of(plan: Plan) -> Occupancy:
         precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
         checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
         context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
+        way=way_of(plan, plan.model.config), offloading=train.offload_activations,
     )  # fmt: skip
 
 
@@ -99,8 +104,8 @@ def measured(plan: Plan) -> float:
 
     step()
     step()
-    held = [*trainee.model.parameters(), *trainee.optimizer.named_tensors().values()]
-    held += [tensor for batch in batches for tensor in vars(batch).values()]
+    held = [*trainee.model.parameters(), *trainee.model.buffers(), *trainee.optimizer.named_tensors().values()]
+    held += [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None]
     return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
 
 

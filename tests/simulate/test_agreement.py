@@ -3,12 +3,14 @@
 import pytest
 import torch
 from plan_help import gpu_machine, machine
-from steps_for_tests import counted, measured, simulated, small_plan
+from steps_for_tests import counted, load_of, measured, simulated, small_plan
 
 from bloomery.hardware.profile import build_profile
+from bloomery.plan.memory import tensor_bytes
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 from bloomery.simulate.shards import Cut
+from bloomery.simulate.step import simulated_step
 
 WIDE = {"hidden_size": 512}
 RECIPES = ["demo", "go-coder-tiny", "go-coder-125m", "go-coder-medium", "everything"]
@@ -124,6 +126,54 @@ QUICK_OF_OTHERS = {"math", "selective", "three micro-batches", "chunks of scores
 @pytest.mark.parametrize("case", some(OTHERS, QUICK_OF_OTHERS))
 def test_and_so_do_other_ways_to_train(case):
     all_agree(small_plan(**({"family": "qwen3"} | OTHERS[case])), apart=0.03)
+
+
+EVERY = {"kind": "lora", "rank": 8, "targets": ["all-linear"]}
+FINE = {
+    "LoRA on two matrices": {"adapter": {"kind": "lora", "rank": 8}, "precision": "bfloat16"},
+    "LoRA on all, recomputed": {"adapter": EVERY, "precision": "bfloat16", "activation_checkpointing": "full"},
+    "LoRA in float32": {"adapter": EVERY},
+    "LoRA with dropout": {"adapter": EVERY | {"dropout": 0.1}, "precision": "bfloat16"},
+    "DoRA": {"adapter": EVERY | {"kind": "dora"}, "precision": "bfloat16"},
+    "PiSSA": {"adapter": EVERY | {"init": "pissa"}, "precision": "bfloat16"},
+    "LoRA beside modules in full": {"adapter": {"kind": "lora", "train_also": ["embed_tokens", "lm_head", "norms"]},
+                                    "precision": "bfloat16"},
+    "nf4": {"adapter": EVERY, "base": "nf4", "precision": "bfloat16"},
+    "nf4, recomputed": {"adapter": EVERY, "base": "nf4", "precision": "bfloat16",
+                        "activation_checkpointing": "full", "sizes": {"hidden_size": 256}},
+    "int8": {"adapter": EVERY, "base": "int8", "precision": "bfloat16", "sizes": {"hidden_size": 256}},
+    "8-bit states": {"lean": {"states": "int8"}, "rows": 1, "sizes": {"hidden_size": 256}},
+    "bfloat16 states": {"lean": {"states": "bfloat16"}, "rows": 1, "sizes": {"hidden_size": 256}},
+    "Adafactor in backward": {"lean": {"in_backward": True, "stochastic_rounding": True}, "optimizer": "adafactor",
+                              "precision": "bfloat16-pure", "activation_checkpointing": "full", "rows": 1,
+                              "sizes": {"hidden_size": 256}},
+    "AdamW in backward": {"lean": {"in_backward": True}, "precision": "bfloat16-pure", "rows": 1},
+}  # fmt: skip
+QUICK_OF_FINE = {"LoRA on two matrices", "DoRA", "nf4, recomputed", "8-bit states", "Adafactor in backward"}
+
+
+@pytest.mark.parametrize("case", some(FINE, QUICK_OF_FINE))
+def test_adapters_quantised_bases_and_lean_optimizers_agree(case):
+    """Within 5% of what the step holds here, and the simulation within 1%."""
+    plan = small_plan(**({"family": "qwen2"} | FINE[case]))
+    real = measured(plan)
+    assert simulated(plan) == pytest.approx(real, rel=0.01)
+    assert counted(plan) == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.parametrize("case", some(["float16", "compiled"], {"compiled"}))
+def test_adapters_on_a_gpu_agree_with_fake_tensors(case):
+    settings = {"float16": {"precision": "float16"}, "compiled": {"precision": "bfloat16", "compile": True}}[case]
+    plan = small_plan("qwen2", adapter=EVERY, device="cuda", attention="varlen", **settings)
+    assert counted(plan) == pytest.approx(simulated(plan), rel=0.05)
+
+
+def test_states_in_the_processors_memory_are_not_the_cards():
+    settings = {"device": "cuda", "attention": "varlen", "activation_checkpointing": "full"}
+    told = simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True)
+    beside = simulated_step(small_plan("qwen2", lean={"states": "bfloat16"}, **settings), fused=True)
+    assert told["optimizer"] == 0 < beside["optimizer"]
+    assert tensor_bytes(load_of(small_plan("qwen2", lean={"paged": True}, **settings)))["optimizer"] == 0
 
 
 @pytest.mark.parametrize("family", some(["gpt2", "llama"], {"llama"}))

@@ -8,11 +8,12 @@ import math
 
 from bloomery.model.counting import matrices
 from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.states import learning_modules, learns, trained_in_layer
+from bloomery.plan.states import learns, reading_modules, trained_in_layer
 
 TILE = 256  # queries and keys of a tile of blockwise attention: model.blockwise
 TILE_SCORES = {False: 2**20, True: 2**23}  # scores that exist at once, by on_gpu: model.blockwise
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
+MAKING, GPU_PIECE, CPU_PIECE = 6, 2**23, 2**17  # bytes of a weight that is turned back, and how many at once
 INPUT_BYTES = 36  # a token: ids, labels, positions, documents, weight
 SMALL_BYTES = 44  # a token: which labels are learned, their scores, sums and gradients
 
@@ -104,8 +105,8 @@ def _mlp_bytes(load: Occupancy) -> float:
 
 
 def _keeps_input(load: Occupancy, *modules: str) -> bool:
-    """Whether one of these products needs its input for a gradient of weights."""
-    return not load.way.frozen or not learning_modules(load.config, load.way).isdisjoint(modules)
+    """Whether one of these products needs its input for a gradient of weights; behind dropout it keeps another."""
+    return not load.way.frozen or not reading_modules(load.config, load.way).isdisjoint(modules)
 
 
 def _adapter_bytes(load: Occupancy) -> float:
@@ -153,17 +154,19 @@ def backward_bytes(load: Occupancy) -> float:
     sizes = {
         name: size for name, size in all_sizes.items() if learns(config, load.way, f"model.layers.0.{name}.weight")
     }
-    each = load.trained + (e if load.trained > e else 0)
+    each = load.weight + (e if load.mixed else 0)
     fresh = max(sizes.values(), default=0) * each  # a gradient before it is where it belongs
     if load.way.base != "none":
-        fresh += e * max(all_sizes.values())  # a matrix while products read it
+        read = max(all_sizes.values())  # a matrix while a product reads it; in its making there is no product yet
+        making = MAKING * min(read, GPU_PIECE if load.on_gpu else CPU_PIECE)
+        fresh += e * read + max(0.0, making - load.rows * e * config.hidden_size)
     mlp = load.rows * (stream + e * (config.hidden_size + inner)) + fresh
     behind = sum(size for name, size in sizes.items() if name.startswith("mlp."))
     if load.compiled and sizes:  # a graph hands all gradients of its layer out together
         behind = trained_in_layer(config, load.way)
     elif load.accumulating or load.way.in_backward:
         behind = 0
-    ahead = load.rows * (stream + e * 2 * (config.query_width + config.key_width)) + behind * load.trained
+    ahead = load.rows * (stream + e * 2 * (config.query_width + config.key_width)) + behind * load.weight
     return max(mlp, ahead + attention_scratch(load) - load.rows * _mlp_bytes(load))
 
 

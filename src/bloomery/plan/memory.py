@@ -7,6 +7,7 @@ a heads, f width inside the MLP, V vocabulary. For a GPT block in half precision
 count 34 h bytes a token and layer; with a residual stream of float32 it is 38 h.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,12 +24,15 @@ from bloomery.plan.activations import (
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.states import (
     adapter_bytes,
+    each,
+    frozen_element,
     head_learns,
     held_bytes,
     largest,
+    layer_learning_bytes,
+    learning_bytes,
     optimizer_bytes,
-    trained_count,
-    trained_in_layer,
+    parameters,
     update_bytes,
 )
 from bloomery.plan.types import MemoryEstimate, Origin
@@ -79,10 +83,10 @@ def tensors_at(load: Occupancy, moment: Moment) -> dict[str, float]:
     """All live tensors at a moment."""
     config, way = load.config, load.way
     parts = {
-        "weights": held_bytes(config, way, weight=load.weight, element=load.element),
+        "weights": held_bytes(config, way, load.precision),
         "adapter": adapter_bytes(config, way),
         "gradients": moment.gradients,
-        "optimizer": 0.0 if way.away else optimizer_bytes(config, way, load.optimizer, weight=load.weight),
+        "optimizer": 0.0 if way.away and load.on_gpu else optimizer_bytes(config, way, load.optimizer, load.precision),
         "activations": moment.activations,
         "scores": moment.scores,
     }
@@ -100,11 +104,12 @@ def moments(load: Occupancy) -> Iterator[Moment]:
     layers, ends = kept_by_layer(load), end_bytes(load)
     if load.offloading:  # the layer at work, and the one that is under way
         layers = [0.0] * (len(layers) - 2) + layers[-2:]
-    whole, layer = trained_count(config, way) * load.trained, trained_in_layer(config, way) * load.trained
-    embeddings = config.vocab_size * config.hidden_size * load.trained
-    head = embeddings if head_learns(config, way) else 0
+    whole = learning_bytes(config, way, load.precision)
+    layer = layer_learning_bytes(config, way, load.precision)
+    head = config.vocab_size * config.hidden_size * load.weight if head_learns(config, way) else 0
+    update = update_bytes(config, way, load.optimizer, load.precision, on_gpu=load.on_gpu)
     if way.in_backward:
-        whole, layer = largest(config, way) * load.trained, 0
+        whole, layer = largest(config, way, load.precision), 0.0
     before = whole if load.accumulating else 0.0
     copy = 2.0 * copied_numbers(load)
     kept = kept_layers(load.checkpointing, config.num_layers)
@@ -116,24 +121,29 @@ def moments(load: Occupancy) -> Iterator[Moment]:
     inside, passing = layer_bytes(load), backward_bytes(load)
     for done in range(len(layers)):
         left = len(layers) - done
+        reached = before or head + done * layer
+        if way.in_backward:  # the head's moves with the next one; each later one at once
+            reached = head if done == 0 else 0.0
         yield Moment(
-            gradients=before or (0 if way.in_backward else head + done * layer),
+            gradients=reached,
             activations=sum(layers[: left - 1]) + inside + ends - last_norm_bytes(load),
             copies=copy * max(1.0, kept * left / len(layers)),
-            temporaries=passing,
+            temporaries=passing + (update if way.in_backward else 0.0),
         )
     doubled = head if load.accumulating or config.tie_embeddings else 0
     stream = load.rows * config.hidden_size * load.stream
     yield Moment(gradients=whole, activations=ends - last_norm_bytes(load), temporaries=stream + doubled)
-    update = update_bytes(config, way, load.optimizer, weight=load.weight, on_gpu=load.on_gpu)
     yield Moment(gradients=whole, activations=0.0, temporaries=update)
 
 
 def copied_numbers(load: Occupancy) -> int:
     """Of one layer what autocast copies in half precision: whatever products read that is wider."""
-    if load.trained <= load.element:
-        return 0
-    return trained_in_layer(load.config, load.way) if load.way.frozen else _matrix_numbers(load.config)
+    way = load.way
+    if not way.frozen:
+        return _matrix_numbers(load.config) if load.mixed else 0
+    learning = parameters(load.config, way).learning
+    wide = {n for n in learning if ".layers.0." in n and each(n, way, load.precision) > load.element}
+    return sum(math.prod(learning[name]) for name in wide if len(learning[name]) == 2)
 
 
 def _matrix_numbers(config: ModelConfig) -> int:
@@ -177,7 +187,8 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
     wide = 4 * tile.numbers if load.element < 4 else 0
     eager = not load.compiled
     learning = head_learns(load.config, load.way)
-    copy = 2 * tile.weights if load.mixed and learning else 0
+    wider = load.weight if learning else frozen_element(_head_name(load.config), load.precision)
+    copy = 2 * tile.weights if load.element < wider else 0
     capped = 4 * tile.numbers if eager and load.config.final_softcap is not None else 0
     logits = load.element * tile.numbers + copy + capped
     before = load.element * tile.numbers if tile.several else 0
@@ -185,6 +196,10 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
     product = load.element * tile.weights if load.mixed and learning else 0
     backward = logits + max(before, wide if eager else 0, product) + 4 * load.rows * h
     return float(forward), float(backward)
+
+
+def _head_name(config: ModelConfig) -> str:
+    return "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
 
 
 def gib(value: float) -> float:

@@ -16,7 +16,7 @@ from bloomery.plan.communication import (
 from bloomery.plan.mesh_memory import Split, mesh_memory
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.speed import Rate, step_parts, total, work_of
-from bloomery.plan.states import trained_count
+from bloomery.plan.states import learning_bytes
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.recipe.schema import Train
 
@@ -172,7 +172,7 @@ def _communication(
 ) -> tuple[float, float, float]:
     """Seconds that may hide, seconds that may not, and the computing that they may hide behind."""
     fabric, config = job.fabric, load.config
-    count, learning = _parameters(load), trained_count(config, load.way) * load.trained
+    count, learning = _parameters(load), learning_bytes(config, load.way, load.precision)
     layers = config.num_layers
     if split.shard > 1:
         nodes = fabric.nodes if split.shard > fabric.per_node else 1

@@ -12,6 +12,8 @@ from bloomery.plan.memory import SPREAD, Moment, around, estimate_memory, moment
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.states import (
     adapter_bytes,
+    frozen_element,
+    gradient_bytes,
     head_learns,
     held_bytes,
     numbers,
@@ -71,8 +73,8 @@ def _sharded(load: Occupancy, split: Split) -> dict[str, float]:
     """Full shards of weights, gradients and states, and what is whole at the fullest moment."""
     peak = max(sharded_moments(load, split.shard), key=lambda moment: moment.total)
     config, way = load.config, load.way
-    held = held_bytes(config, way, weight=load.weight, element=load.element) + adapter_bytes(config, way)
-    states = 0.0 if way.away else optimizer_bytes(config, way, load.optimizer, weight=load.weight)
+    held = held_bytes(config, way, load.precision) + adapter_bytes(config, way)
+    states = 0.0 if way.away else optimizer_bytes(config, way, load.optimizer, load.precision)
     parts = {
         "weights": held / split.shard,
         "gradients": peak.gradients,
@@ -95,7 +97,7 @@ def sharded_moments(load: Occupancy, shards: int) -> list[Moment]:
     own = replace(load, precision="bfloat16-pure" if load.mixed else load.precision, accumulating=False)
     forward, scores, *layers, embeddings, update = moments(own)
     layer, root = unsharded(load)
-    learning, e, shard = trained_in_layer(load.config, load.way), load.element, load.trained / shards
+    learning, e, shard = trained_in_layer(load.config, load.way), load.element, load.weight / shards
     trained_root = numbers(parameters(load.config, load.way).learning) - len(layers) * learning
     head = load.config.vocab_size * load.config.hidden_size if head_learns(load.config, load.way) else 0
     kept = (len(layers) * learning + trained_root) * shard
@@ -139,15 +141,15 @@ def stage_bytes(load: Occupancy, stages: int, index: int, micro_batches: int | N
     part = stage_config(load.config, stages)
     shapes = {name: shape for name, shape in parameter_shapes(part).items() if _stands_on(name, index, stages)}
     learning = {n: shape for n, shape in parameters(part, load.way).learning.items() if _stands_on(n, index, stages)}
-    beside = sum(math.prod(shape) * load.trained for name, shape in learning.items() if name not in shapes)
-    whole = float(numbers(learning) * load.trained)
+    adapters = {name: shape for name, shape in learning.items() if name not in shapes}
+    whole = gradient_bytes(learning, load.way, load.precision)
     own = replace(load, config=part)
     moments_of_stage = _stage_moments(own, index, stages, stages + 1 if micro_batches is None else micro_batches, whole)
     peak = max(moments_of_stage, key=lambda moment: moment.total)
     parts = {
-        "weights": _stage_held(load, part, shapes) + beside,
+        "weights": _stage_held(load, part, shapes) + gradient_bytes(adapters, load.way, load.precision),
         "gradients": peak.gradients,
-        "optimizer": 0.0 if load.way.away else state_bytes(learning, load.optimizer, load.way, load.trained),
+        "optimizer": 0.0 if load.way.away else state_bytes(learning, load.optimizer, load.way, load.precision),
         "activations": peak.activations,
         "scores": peak.scores,
         "half-precision copies": peak.copies,
@@ -160,8 +162,11 @@ def _stage_held(load: Occupancy, part: ModelConfig, shapes: Mapping[str, Shape])
     """Weights of the model itself that stand on a stage."""
     learning = parameters(part, load.way).trained
     absent = {name: shape for name, shape in parameter_shapes(part).items() if name not in shapes}
-    elsewhere = sum(math.prod(s) * (load.trained if name in learning else load.element) for name, s in absent.items())
-    return held_bytes(part, load.way, weight=load.weight, element=load.element) - elsewhere
+    elsewhere = sum(
+        math.prod(shape) * (load.weight if name in learning else frozen_element(name, load.precision))
+        for name, shape in absent.items()
+    )
+    return held_bytes(part, load.way, load.precision) - elsewhere
 
 
 def _stands_on(name: str, index: int, stages: int) -> bool:

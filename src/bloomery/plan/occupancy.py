@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from bloomery.model.config import ModelConfig
-from bloomery.plan.states import FULL, Way, learns, trained_bytes
+from bloomery.plan.states import FULL, Way, element_of, learns, weight_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +34,18 @@ class Occupancy:
     @property
     def element(self) -> int:
         """Bytes of an activation."""
-        return 4 if self.precision == "float32" else 2
+        return element_of(self.precision)
 
     @property
     def weight(self) -> int:
-        """Bytes of a weight of a model that is trained whole, and of its gradient."""
-        return 2 if self.precision == "bfloat16-pure" else 4
-
-    @property
-    def trained(self) -> int:
-        """Bytes of whatever learns, and of its gradient."""
-        return trained_bytes(self.way, self.weight)
+        """Bytes of a weight of the model that learns, and of its gradient."""
+        return weight_of(self.precision)
 
     @property
     def stream(self) -> int:
         """Bytes of a number of the residual stream, which has the type of the embeddings."""
         embeds = learns(self.config, self.way, "model.embed_tokens.weight")
-        return max(self.element, self.trained) if embeds else self.element
+        return self.weight if embeds or self.precision == "float16" else self.element
 
     @property
     def mixed(self) -> bool:

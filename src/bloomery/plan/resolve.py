@@ -22,7 +22,7 @@ from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.quantised import quantised_by, quantised_choices, refuse_quantised_misfits
-from bloomery.plan.states import optimizer_bytes, trained_count, way_of
+from bloomery.plan.states import learning_bytes, optimizer_bytes, way_of
 from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
@@ -76,14 +76,16 @@ def _resolution(
 def model_config(recipe: Recipe, corpus: CorpusFacts | None) -> ModelConfig:
     """The recipe's model with the vocabulary of its text or of the tokenizer to be trained. Raises UserError."""
     if corpus is None or corpus.vocab_size is None:
-        return build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
-    return build_config(
-        recipe.model,
-        vocab_size=corpus.vocab_size,
-        bos_token_id=corpus.bos_id,
-        eos_token_id=corpus.eos_id,
-        pad_token_id=corpus.pad_id,
-    )
+        config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
+    else:
+        config = build_config(
+            recipe.model,
+            vocab_size=corpus.vocab_size,
+            bos_token_id=corpus.bos_id,
+            eos_token_id=corpus.eos_id,
+            pad_token_id=corpus.pad_id,
+        )
+    return replace(config, head="values") if recipe.objective.kind == "reward" else config
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,8 @@ class _Resolution:
         disk = speed.disk_bytes(
             self.config,
             tokens=self.corpus_tokens(plan),
-            trained_bytes=float(trained_count(self.config, cut.load.way) * cut.load.trained),
-            optimizer_bytes=optimizer_bytes(self.config, cut.load.way, recipe.optimizer.kind, weight=cut.load.weight),
+            trained_bytes=learning_bytes(self.config, cut.load.way, cut.load.precision),
+            optimizer_bytes=optimizer_bytes(self.config, cut.load.way, recipe.optimizer.kind, cut.load.precision),
             keep=recipe.checkpoint.keep,
         )
         watts = gpu.board_watts * self.gpus * self.nodes if gpu and gpu.board_watts else None

@@ -10,7 +10,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import matrices, parameter_count
 from bloomery.plan.activations import keeps_scores, kept_layers
 from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.states import head_learns, in_layers, optimizer_bytes, parameters, trained_count
+from bloomery.plan.states import head_learns, in_layers, learning_bytes, optimizer_bytes, parameters, trained_count
 from bloomery.plan.traffic import (
     CASTS,
     dequantised_traffic,
@@ -112,15 +112,16 @@ def work_of(
     attention = quadratic * (1 + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
     between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
     passes = tokens / load.rows
-    states = optimizer_bytes(config, way, load.optimizer, weight=load.weight) / max(1, trained)
-    casts = CASTS * (trained if way.frozen else count) * passes if load.trained > load.element else 0.0
+    states = optimizer_bytes(config, way, load.optimizer, load.precision) / max(1, trained)
+    weight = learning_bytes(config, way, load.precision) / max(1, trained)
+    casts = CASTS * (trained if way.frozen else count) * passes if weight > load.element else 0.0
     casts += dequantised_traffic(load) * (2 + again.products) * passes
     between = (between + loss_traffic(config, loss, compiled=load.compiled)) * tokens + casts
     return Work(
         products=products * tokens,
         attention=attention * tokens,
         between=between if load.on_gpu else 0.0,
-        update=optimizer_traffic(trained, weight=load.trained, states=states, clips=clips) if load.on_gpu else 0.0,
+        update=optimizer_traffic(trained, weight=weight, states=states, clips=clips) if load.on_gpu else 0.0,
         launches=LAUNCHES[int(load.compiled)] * config.num_layers * passes if load.on_gpu else 0.0,
     )
 

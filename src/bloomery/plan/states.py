@@ -10,11 +10,13 @@ from bloomery.model.adapter_names import adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.quantize_facts import storage_bytes
+from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, Recipe
 
 BLOCK = 256  # numbers of an 8-bit state that share a float32 scale
 SMALLEST = 4096  # numbers of a parameter whose states are kept in 8 bits: smaller ones stay float32
 STACK = 2**24  # numbers of the matrices that Muon orthogonalises at once: train.optimizers
+GPU_PIECE, CPU_PIECE = 2**24, 2**17  # numbers that our own optimizers work on at once: train.optim_pieces
 INT8_STATE = 1.0 + 4 / BLOCK
 
 
@@ -24,6 +26,7 @@ class Way:
 
     states: str = "float32"
     away: bool = False  # states are kept in the processor's memory, paged or offloaded
+    rounds: bool = False  # stochastic rounding
     in_backward: bool = False  # a gradient is used and freed as soon as it is there
     pairs: tuple[tuple[str, int], ...] = ()  # adapted modules and their ranks; none: every parameter is trained
     whole: tuple[str, ...] = ()  # modules that are trained in full beside them
@@ -35,6 +38,11 @@ class Way:
     double: bool = True
 
     @property
+    def lean(self) -> bool:
+        """Whether AdamW is our own."""
+        return self.states != "float32" or self.away or self.rounds or self.in_backward
+
+    @property
     def frozen(self) -> bool:
         """Whether there is a base that does not learn."""
         return self.pairs != ()
@@ -43,12 +51,13 @@ class Way:
 FULL = Way()
 
 
-def way_of(recipe: Recipe, config: ModelConfig) -> Way:
+def way_of(recipe: Recipe | Plan, config: ModelConfig) -> Way:
     """Raises UserError where an adapter's names match nothing."""
     optimizer, quantize = recipe.optimizer, recipe.quantize
     way = Way(
         states=optimizer.states,
         away=optimizer.paged or optimizer.offload,
+        rounds=optimizer.stochastic_rounding,
         in_backward=optimizer.in_backward,
         base=quantize.base,
         double=quantize.double,
@@ -120,9 +129,10 @@ def trained_in_layer(config: ModelConfig, way: Way) -> int:
 
 
 @cache
-def learning_modules(config: ModelConfig, way: Way) -> frozenset[str]:
-    """Modules inside layers, by their last name ("q_proj"), that learn or have an adapter beside them."""
-    return frozenset(name.split(".")[-2] for name in in_layers(parameters(config, way).learning))
+def reading_modules(config: ModelConfig, way: Way) -> frozenset[str]:
+    """Modules inside layers, by their last name ("q_proj"), whose input a gradient of weights reads as it is."""
+    found = parameters(config, way)
+    return frozenset(name.split(".")[-2] for name in in_layers(found.trained if way.dropout else found.learning))
 
 
 @cache
@@ -135,23 +145,59 @@ def head_learns(config: ModelConfig, way: Way) -> bool:
     return learns(config, way, "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
 
 
-def trained_bytes(way: Way, weight: int) -> int:
-    """Of a number that learns, and of its gradient."""
-    return way.adapter_bytes if way.frozen else weight
+def element_of(precision: str) -> int:
+    """Bytes of what products read and write."""
+    return 4 if precision == "float32" else 2
+
+
+def weight_of(precision: str) -> int:
+    """Bytes of a weight of the model that learns, and of its gradient."""
+    return 2 if precision == "bfloat16-pure" else 4
+
+
+def each(name: str, way: Way, precision: str) -> int:
+    """Bytes of a number that learns, and of its gradient: an adapter has a type of its own."""
+    return way.adapter_bytes if name.rpartition(".")[2].startswith("lora_") else weight_of(precision)
+
+
+def gradient_bytes(shapes: Mapping[str, Shape], way: Way, precision: str) -> float:
+    return float(sum(math.prod(shape) * each(name, way, precision) for name, shape in shapes.items()))
 
 
 @cache
-def held_bytes(config: ModelConfig, way: Way, *, weight: int, element: int) -> float:
-    """Weights of the model itself: trained ones, and frozen ones as products read them or quantised."""
+def learning_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+    """Of everything that learns, or of its gradients."""
+    return gradient_bytes(parameters(config, way).learning, way, precision)
+
+
+@cache
+def layer_learning_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+    """Of the first layer."""
+    learning = parameters(config, way).learning
+    return gradient_bytes({n: shape for n, shape in learning.items() if ".layers.0." in n}, way, precision)
+
+
+@cache
+def held_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+    """Weights of the model itself: trained ones, and frozen ones as products read them or quantised.
+
+    Beside float16 products frozen embeddings and norms are float32, as the sums between the layers are: train.state.
+    """
     found = parameters(config, way)
-    total = float(numbers(found.trained) * trained_bytes(way, weight))
+    total = gradient_bytes(found.trained, way, precision)
     for name, shape in found.frozen.items():
-        size = math.prod(shape)
-        if way.base == "none" or len(shape) < 2 or ".layers." not in name:
-            total += size * element
-        else:
+        matrix = ".layers." in name and len(shape) == 2
+        if matrix and way.base != "none":
             total += storage_bytes(shape, way.base, way.double)
+        else:
+            total += math.prod(shape) * frozen_element(name, precision)
     return total
+
+
+def frozen_element(name: str, precision: str) -> int:
+    """Bytes of a frozen number that is not quantised."""
+    outside = "norm" in name or ".embed_" in name
+    return 4 if precision == "float16" and outside else element_of(precision)
 
 
 def adapter_bytes(config: ModelConfig, way: Way) -> float:
@@ -161,48 +207,48 @@ def adapter_bytes(config: ModelConfig, way: Way) -> float:
     return float(numbers(found) * way.adapter_bytes * (2 if way.pissa else 1) + 4 * rows)
 
 
-def largest(config: ModelConfig, way: Way) -> int:
-    """Numbers of the largest parameter that learns."""
-    return max((math.prod(shape) for shape in parameters(config, way).learning.values()), default=0)
+def largest(config: ModelConfig, way: Way, precision: str) -> float:
+    """Bytes of the largest gradient."""
+    learning = parameters(config, way).learning
+    return max((math.prod(shape) * each(name, way, precision) for name, shape in learning.items()), default=0.0)
 
 
-def optimizer_bytes(config: ModelConfig, way: Way, kind: str, *, weight: int) -> float:
+def optimizer_bytes(config: ModelConfig, way: Way, kind: str, precision: str) -> float:
     """What the optimizer keeps from step to step, wherever it keeps it."""
-    return state_bytes(parameters(config, way).learning, kind, way, trained_bytes(way, weight))
+    return state_bytes(parameters(config, way).learning, kind, way, precision)
 
 
-def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, weight: int) -> float:
+def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str) -> float:
     """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices.
 
-    Each in the weight's own type where `states` is float32, and never wider than the weight.
+    Those of bfloat16 weights are bfloat16; Adafactor's are float32 always, and so are small parameters' beside int8.
     """
     total = 0.0
     for name, shape in shapes.items():
         size = math.prod(shape)
         if kind == "adafactor":
-            total += (sum(shape) if len(shape) == 2 else size) * weight
+            total += 4 * (sum(shape) if len(shape) == 2 else size)
             continue
-        lean = way.states == "int8" and size >= SMALLEST
-        each = INT8_STATE if lean else min(weight, 2 if way.states == "bfloat16" else 4)
-        total += (1 if kind == "muon" and len(shape) == 2 and ".layers." in name else 2) * size * each
+        half = way.states == "bfloat16" or (way.states == "float32" and each(name, way, precision) == 2)
+        one = INT8_STATE if way.states == "int8" and size >= SMALLEST else 2 if half else 4
+        total += (1 if kind == "muon" and len(shape) == 2 and ".layers." in name else 2) * size * one
     return total
 
 
-def update_bytes(config: ModelConfig, way: Way, kind: str, *, weight: int, on_gpu: bool) -> float:
-    """Scratch of the update: none in a fused AdamW; in 8 bits a parameter's states exist in float32 while it moves."""
+def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on_gpu: bool) -> float:
+    """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
+
+    Adafactor takes three of them, AdamW six, and states that come from the processor's memory four more.
+    """
     shapes = parameters(config, way).learning
-    own, biggest = trained_bytes(way, weight), largest(config, way)
-    if kind == "adafactor":  # squares, estimate and update, of one parameter after the other or of all
-        sizes = [math.prod(shape) for shape in shapes.values() if len(shape) == 2]
-        together = sum(sizes) if on_gpu and not way.in_backward else max(sizes, default=0)
-        return 2.0 * own * together
+    piece = 4.0 * min(numbers(shapes), GPU_PIECE if on_gpu else CPU_PIECE)
     if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
         inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
-        kinds = {tuple(sorted(shape)) for shape in inside}
+        kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
         return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
-    if way.states == "int8" or way.away:
-        return 8.0 * min(biggest, STACK)
-    return 0.0
+    if kind == "adafactor":
+        return 3 * piece
+    return (6 * piece + (4 * piece if way.away and on_gpu else 0.0)) if way.lean else 0.0
 
 
 def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:

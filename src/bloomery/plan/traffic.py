@@ -69,7 +69,7 @@ def loss_traffic(config: ModelConfig, loss: str, *, compiled: bool) -> float:
     return LOSS[loss][int(compiled)] * config.vocab_size
 
 
-def optimizer_traffic(parameters: float, *, weight: int, states: float, clips: bool) -> float:
+def optimizer_traffic(parameters: float, *, weight: float, states: float, clips: bool) -> float:
     """Bytes of an optimizer step: weights and states are read and written, gradients read, and scaled where they are
     clipped. `states`: bytes of all states of a parameter.
     """

@@ -11,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.model import blockwise, per_document
 from bloomery.model.attention_operator import Options, Rows, like_projection, sums_like
+from bloomery.model.quantize_operator import CPU_PIECE, PIECE
 from bloomery.simulate.gpu_kernels import flash_backward
 from bloomery.simulate.tracker import tracing
 
 _aten = torch.ops.aten
 Operator = Callable[..., Any]
+PIECE_BYTES = 6  # of a weight while it is turned back: model.quantize_operator
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,6 +37,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.ops.bloomery.blockwise.default: tiles.forward,
             torch.ops.bloomery.blockwise_backward.default: tiles.backward,
             torch.ops.bloomery.flash_backward.default: flash_backward,
+            torch.ops.bloomery.quantised_product.default: _Dequantised(gpu=gpu).product,
+            torch.ops.bloomery.quantised_product_backward.default: _Dequantised(gpu=gpu).product_backward,
             torch.ops.bloomery.per_document.default: _per_document,
             torch.ops.bloomery.per_document_backward.default: _per_document_backward,
         }
@@ -50,6 +54,30 @@ def _log_sum_exp(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
     """torch's own holds the exponentials for a moment, out of a dispatch mode's sight."""
     exponentials = (x - torch.amax(x, axes, keepdim=True)).exp_()
     return exponentials.sum(axes, keepdim).log_()
+
+
+class _Dequantised:
+    """Products with a quantised weight: its floats, and those of a piece of it in their making."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        self._piece = PIECE if gpu else CPU_PIECE
+
+    def product(
+        self, x: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, out: int, into: int, *_: Any
+    ) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.nn.functional.linear(x, self._weight(x, out, into))
+
+    def product_backward(
+        self, grad: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, out: int, into: int, *_: Any
+    ) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return grad @ self._weight(grad, out, into)
+
+    def _weight(self, like: Tensor, out: int, into: int) -> Tensor:
+        weight = like.new_empty(out, into)
+        like.new_empty(PIECE_BYTES * min(self._piece, out * into), dtype=torch.uint8)
+        return weight
 
 
 class _Task(blockwise.Task):

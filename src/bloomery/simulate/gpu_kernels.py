@@ -16,6 +16,7 @@ from torch import Tensor
 from bloomery.model import attention, heads, norms
 from bloomery.model.attention import Layout
 from bloomery.model.precision import widened, working_dtype
+from bloomery.train import optim_pieces
 
 FLASH_LIKE = {"sdpa", "varlen", "flex"}
 _lean_rms_norm = norms.rms_norm
@@ -23,7 +24,7 @@ _lean_rms_norm = norms.rms_norm
 
 @contextmanager
 def gpu_kernels(*, fused: bool) -> Iterator[None]:
-    """While it is entered the decoder runs a GPU's dropout, RMS norm, attention and whole rows of logits.
+    """While it is entered a GPU's dropout, RMS norm, attention, whole rows of logits and pieces of updates are run.
 
     `fused`: PyTorch has fused attention for the GPU; without it every score exists.
     """
@@ -41,6 +42,7 @@ def gpu_kernels(*, fused: bool) -> Iterator[None]:
         mock.patch("torch.nn.functional.dropout", _dropout),
         mock.patch.object(norms, "rms_norm", _rms_norm),
         mock.patch.object(heads, "CPU_TILE", sys.maxsize),
+        mock.patch.object(optim_pieces, "CPU_PIECE", optim_pieces.GPU_PIECE),
         mock.patch("bloomery.model.decoder.attend", attend),
     ):
         yield

@@ -23,7 +23,7 @@ from bloomery.plan.types import Plan
 from bloomery.simulate.answers import Answers
 from bloomery.simulate.compiled import fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
-from bloomery.simulate.step import batch_of, decoder_of, gradients, prepared, states
+from bloomery.simulate.step import batch_of, decoder_of, gradients, on_device, prepared, states, weights
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.forward import precision_context
 from bloomery.train.objectives import build_objective
@@ -90,7 +90,7 @@ def simulated_stage(
         tracker = Tracker()
         trainee = prepared(_cut(decoder_of(plan), place), plan, tracker)
         tracker.ask(lambda: gradients(trainee))
-        tracker.call("weights", trainee.model.parameters())
+        tracker.call("weights", weights(trainee.model))
         stage = _Stage(trainee, plan, place)
         for number, count in (("first", 1), ("second", min(place.ahead + 2, plan.train.accumulation))):
             say(f"stage {place.index + 1} of {place.stages}, the {number} of two steps")
@@ -98,7 +98,7 @@ def simulated_stage(
             with tracker, Answers(gpu=gpu):
                 stage.step(count)
             tracker.call("optimizer", states(trainee))
-    return tracker.peak
+    return on_device(tracker.peak, plan)
 
 
 def _cut(model: Decoder, place: Place) -> Decoder:

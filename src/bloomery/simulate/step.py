@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +19,7 @@ from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, sha
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.objectives import build_objective
 from bloomery.train.optimizers import build_optimizer
+from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, Trainee, train_step
 
 
@@ -42,7 +43,7 @@ def simulated_step(
         trainee = prepared(decoder_of(plan), plan, tracker, mesh)
         tracker.ask(lambda: gradients(trainee))
         batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
-        tracker.call("weights", trainee.model.parameters())
+        tracker.call("weights", weights(trainee.model))
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
         objective = build_objective(plan)
         for number, some in (("first", batches[:1]), ("second", batches)):
@@ -51,7 +52,19 @@ def simulated_step(
             with tracker, Answers(gpu=gpu):
                 train_step(trainee, some, objective, plan=plan.train, share=1.0)
             tracker.call("optimizer", states(trainee))
-    return tracker.peak
+    return on_device(tracker.peak, plan)
+
+
+def on_device(peak: dict[str, float], plan: Plan) -> dict[str, float]:
+    """Without the states that a GPU's optimizer keeps in the processor's memory."""
+    away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)
+    return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in peak.items()}
+
+
+def weights(model: nn.Module) -> Iterator[Tensor]:
+    """Quantised ones are buffers, and so is what PiSSA began with."""
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def gradients(trainee: Trainee) -> list[Tensor]:
@@ -67,13 +80,16 @@ def states(trainee: Trainee) -> Iterator[Tensor]:
 
 
 def decoder_of(plan: Plan) -> Decoder:
-    """In the precision that its weights are trained in."""
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if plan.train.precision == "bfloat16-pure" else torch.float32)
-    try:
-        return Decoder(plan.model.config, attention=plan.model.attention)
-    finally:
-        torch.set_default_dtype(usual)
+    """The model that is trained, adapter and quantised weights included, on fake tensors."""
+    model = empty_model(plan)
+    for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
+        for name, parameter in module.named_parameters(recurse=False):
+            like = torch.empty_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(like, requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+    model.tie()
+    return model
 
 
 def prepared(model: Decoder, plan: Plan, tracker: Tracker, mesh: DeviceMesh | None = None) -> Trainee:
