@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from bloomery.plan.types import CorpusFacts, Estimate, Plan, Verdict
-from bloomery.recipe.schema import ClaimedRange, Expect
+from bloomery.recipe.schema import Expect
+from bloomery.recipe.values import ClaimedRange
 from bloomery.units import GIB, Duration, format_count, format_seconds, two_digits
 
 ROUNDING = 0.05  # "10B tokens" is a round figure

@@ -1,72 +1,24 @@
 """What a recipe may say. Defaults live here and nowhere else; sections know nothing of each other."""
 
-import math
 import shlex
-from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PlainSerializer,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from bloomery.units import Duration, parse_bytes, parse_count, parse_duration, parse_range
+from bloomery.recipe.values import (
+    Auto,
+    ClaimedRange,
+    Count,
+    FilePath,
+    Length,
+    LengthOrNothing,
+    Share,
+    claimed,
+    wall_time,
+)
+from bloomery.units import Duration, parse_bytes, parse_count
 
 LONGEST_TRACE = 20  # steps: a profile of more fills the disk
-
-
-class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """A recipe section: unknown keys are errors, values never change after loading."""
-
-
-def _duration(value: object) -> Duration:
-    examples = "2000 steps, 10B tokens, 3 epochs, 20% or 8h"
-    duration = value if isinstance(value, Duration) else parse_duration(_word(value, examples))
-    if not (math.isfinite(duration.amount) and duration.amount >= 0):
-        raise ValueError(f"{value} is not a length; it must be finite and not negative")
-    return duration
-
-
-def _more_than_nothing(value: Duration) -> Duration:
-    if value.amount == 0:
-        raise ValueError("must be longer than nothing")
-    return value
-
-
-def _count(value: object) -> int:
-    number = parse_count(_word(value, "16384, 1.5M or 10B"))
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{value!r} is not a count; it must be above 0")
-    return round(number)
-
-
-def _word(value: object, examples: str) -> str | float:
-    """Text or a number, but neither a truth value nor a section."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"must be text or a number such as {examples}")
-    return value
-
-
-def _write_duration(value: Duration) -> str:
-    amount = f"{value.amount:.0f}" if value.amount.is_integer() else repr(value.amount)
-    return amount + {"percent": "%", "seconds": "s"}.get(value.unit, f" {value.unit}")
-
-
-LengthOrNothing = Annotated[
-    Duration,
-    BeforeValidator(_duration, json_schema_input_type=str | float),
-    PlainSerializer(_write_duration, return_type=str),
-]
-Length = Annotated[LengthOrNothing, AfterValidator(_more_than_nothing)]
-Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int), Field(gt=0)]
-Auto = Literal["auto"]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 # The names that bloomery.model knows, which is a layer above; a test holds them equal.
 Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
@@ -76,40 +28,19 @@ Family = Literal[
 AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
 
 
-ClaimedRange = tuple[float, float]
-
-
-def _claimed(parse: Callable[[str | float], float | Duration], examples: str) -> BeforeValidator:
-    """A claim is one value or a range: "10B", "10 to 11 GB"."""
-
-    def read(value: object) -> ClaimedRange:
-        if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value):
-            low, high = value
-        else:
-            low, high = parse_range(_word(value, examples), parse)
-        if not 0 <= low <= high < math.inf:
-            raise ValueError(f"{value!r} is not a range; write the smaller value first")
-        return low, high
-
-    return BeforeValidator(read, json_schema_input_type=str | float)
-
-
-def _wall_time(text: str | float) -> Duration:
-    duration = parse_duration(text)
-    if duration.unit != "seconds":
-        raise ValueError(f"{text!r} is not a time; write 8h or 5 to 7 days")
-    return duration
+class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """A recipe section: unknown keys are errors, values never change after loading."""
 
 
 class Expect(Section):
     """What the author believes. `plan` judges every claim, `report` compares it with the run."""
 
-    tokens: Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")] | None = None
-    epochs: Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")] | None = None
-    tokens_per_second: Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")] | None = None
-    duration: Annotated[ClaimedRange, _claimed(_wall_time, "8h or 5 to 7 days")] | None = None
-    memory: Annotated[ClaimedRange, _claimed(parse_bytes, "10 to 11 GB")] | None = None
-    perplexity: dict[Length, Annotated[ClaimedRange, _claimed(parse_count, "10B or 50 to 100")]] = {}
+    tokens: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = None
+    epochs: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = None
+    tokens_per_second: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = None
+    duration: Annotated[ClaimedRange, claimed(wall_time, "8h or 5 to 7 days")] | None = None
+    memory: Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")] | None = None
+    perplexity: dict[Length, Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]] = {}
 
 
 class RopeScaling(Section):
@@ -182,17 +113,6 @@ Format = Auto | Literal[
     "text", "code", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "tokens",
     "messages", "sharegpt", "alpaca", "completion", "preference", "kto",
 ]  # fmt: skip
-
-
-def _path(value: str) -> str:
-    """The limits of Linux, which are those of most file systems."""
-    sizes = [len(part.encode()) for part in value.split("/")]
-    if max(sizes) > 255 or sum(sizes) > 4000:
-        raise ValueError("is longer than a file system takes")
-    return value
-
-
-FilePath = Annotated[str, AfterValidator(_path)]
 
 
 class Source(Section):

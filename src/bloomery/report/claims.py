@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from bloomery.plan.types import Verdict
-from bloomery.recipe.schema import ClaimedRange
+from bloomery.recipe.values import ClaimedRange
 from bloomery.report.record import Record
 from bloomery.units import GIB, Duration, format_count, format_seconds
 
