@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from bloomery.recipe.schema import TrainTokenizer
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
+_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>")
 _Result = TypeVar("_Result")
 Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and which characters of the text each stands for
 
@@ -142,7 +144,9 @@ class JsonBackend:
         return index
 
     def special(self) -> list[str]:
-        return [entry["content"] for entry in self.description.get("added_tokens") or [] if entry.get("special")]
+        """Also those that only look it: a recipe's own tokens are part of a text, and still may end a turn."""
+        added = self.description.get("added_tokens") or []
+        return [entry["content"] for entry in added if entry.get("special") or _MARKUP.fullmatch(entry["content"])]
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self._text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -242,6 +246,26 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """int32 [vocab_size]: how many bytes of text each id stands for; 0 for special tokens."""
         return self._token_bytes
+
+    def with_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
+        """This tokenizer and special tokens that it lacks, with the ids that follow. Raises UserError."""
+        new = [token for token in dict.fromkeys(tokens) if self._backend.id_of(token) is None]
+        if not new:
+            return self
+        if not self._backend.description:
+            raise UserError(
+                "a SentencePiece .model takes no further tokens", where="tokenizer.add_tokens",
+                remedy="save it as tokenizer.json with transformers, and name that in tokenizer.from",
+            )  # fmt: skip
+        entries = [tokenizer_file.added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
+        description = self._backend.description
+        description = {**description, "added_tokens": [*(description.get("added_tokens") or []), *entries]}
+        config = dict(self._config)
+        if isinstance(known := config.get("added_tokens_decoder"), dict):  # transformers reads both files
+            more = {str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries}
+            config["added_tokens_decoder"] = {**known, **more}
+        control = {name for name in tokenizer_file.roles(description, config).values() if name}
+        return Tokenizer(JsonBackend(description, "tokenizer.add_tokens", control), config)
 
     def save(self, folder: Path) -> None:
         """Files that transformers' AutoTokenizer opens. The tokenizer itself appears last and by rename: where it is,

@@ -74,6 +74,12 @@ def _check_range(ids: Json, where: str) -> None:
             raise UserError(problem, where=where, remedy=_ANOTHER)
 
 
+def added_token(token: str, index: int) -> Json:
+    """An entry of added_tokens: found in a text as it is spelt, whatever stands beside it."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": index, "content": token, **flags}
+
+
 def roles(description: Json, config: Json) -> dict[str, str | None]:
     """Which tokens begin and end a document, pad and stand for the unknown: what the configuration says, else the
     usual names.

@@ -29,9 +29,10 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
             )
         name = recipe.model.from_
     if name:
-        return {"from": name}
+        return {"from": name, "add_tokens": said.add_tokens} if said.add_tokens else {"from": name}
     train = said.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
-    return {"train": train.model_dump(mode="json")}
+    own = [*train.special_tokens, *(token for token in said.add_tokens if token not in train.special_tokens)]
+    return {"train": train.model_copy(update={"special_tokens": own}).model_dump(mode="json")}
 
 
 def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
@@ -40,4 +41,4 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
     if "train" in spec:
         return TrainTokenizer.model_validate(spec["train"])
     name = spec["from"]
-    return load_tokenizer(fetch_tokenizer(name))
+    return load_tokenizer(fetch_tokenizer(name)).with_tokens(spec.get("add_tokens", []))

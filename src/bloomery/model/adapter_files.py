@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.errors import UserError
-from bloomery.model.adapter_names import EMBEDDING, HEAD, Adaptation, linear_modules, stored_modules
+from bloomery.model.adapter_names import EMBEDDING, HEAD, Adaptation, linear_modules, shares_head, stored_modules
 from bloomery.model.adapters import LoraLinear
 from bloomery.model.base import CONFIG, TENSORS
 from bloomery.model.config import ModelConfig
@@ -26,6 +26,7 @@ from bloomery.model.names import places
 from bloomery.model.renaming import to_hf_names
 from bloomery.model.tensors import Reader, Stored, stored_in
 
+TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 
 
@@ -77,7 +78,7 @@ def _stored(state: Mapping[str, Tensor], settings: Adaptation, config: ModelConf
     whole = {name: state[name] for name in where if name.rpartition(".")[0] in settings.whole}
     stored_whole = to_hf_names(whole, config)
     yield from stored_whole.items()
-    if config.tie_embeddings and EMBEDDING in settings.whole:  # PEFT trains a copy of each, and reads both
+    if shares_head(config) and EMBEDDING in settings.whole:  # PEFT trains a copy of each, and reads both
         yield f"{HEAD}.weight", stored_whole[where[f"{EMBEDDING}.weight"].name].clone()
 
 
@@ -96,7 +97,7 @@ def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> d
     alphas = {name: _plain(scales[name] * size(rank)) for name, rank in pairs.items()}
     rank, alpha = _commonest(pairs.values()), _commonest(alphas.values())
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "peft_type": "LORA", "task_type": TASKS[config.head], "base_model_name_or_path": base, "inference_mode": True,
         "r": rank, "lora_alpha": alpha, "lora_dropout": settings.dropout, "bias": "none",
         "use_rslora": settings.rslora, "use_dora": settings.dora, "init_lora_weights": True,
         "fan_in_fan_out": _transposed(config), "target_modules": _shortened(set(pairs), config),
@@ -133,7 +134,7 @@ def _shortened(targets: set[str], config: ModelConfig) -> list[str]:
 def _whole_modules(settings: Adaptation, config: ModelConfig) -> list[str]:
     """Full names: PEFT takes every module whose name ends with the one that is given."""
     names = [stored for stored, modules in stored_modules(config).items() if modules[0] in settings.whole]
-    return names + ([HEAD] if config.tie_embeddings and EMBEDDING in settings.whole else [])
+    return names + ([HEAD] if shares_head(config) and EMBEDDING in settings.whole else [])
 
 
 @torch.no_grad()

@@ -70,6 +70,18 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     )  # fmt: skip
 
 
+def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, known: int) -> None:
+    """Raises UserError when the vocabulary outgrows the base's `known` tokens and their rows would never be learned."""
+    needed = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
+    missing = [name for name in needed if name not in whole_modules(config, adapter.train_also)]
+    if config.vocab_size > known and missing:
+        leaves = ", ".join(dict.fromkeys([*adapter.train_also, *(name.rpartition(".")[2] for name in missing)]))
+        raise UserError(
+            f"{config.vocab_size - known} tokens are new to the model, and an adapter alone would never learn them",
+            where="adapter.train_also", remedy=f"set adapter.train_also=[{leaves}]", code=2,
+        )  # fmt: skip
+
+
 def linear_modules(config: ModelConfig) -> list[str]:
     """The linear maps inside the layers, by full name."""
     inside = [name for name, *_ in matrices(config)]
@@ -100,7 +112,7 @@ def whole_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
     known = list(dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config)))
     found: set[str] = set()
     for wanted in names:
-        tied = config.tie_embeddings and _means(wanted, HEAD)
+        tied = shares_head(config) and _means(wanted, HEAD)
         means = [name for name in known if _means(wanted, name) or (wanted == NORMS and name.endswith("norm"))]
         if not means and not tied:
             raise _unknown(wanted, known, "adapter.train_also", f"{NORMS} (all of them)")
@@ -131,6 +143,11 @@ def _unknown(name: str, known: list[str], where: str, more: str) -> UserError:
     near = get_close_matches(wanted, leaves, n=3, cutoff=0.5)
     remedy = f"near it: {', '.join(near)}" if near and wanted not in leaves else f"known: {', '.join(leaves)}, {more}"
     return UserError(f"{name[:80]!r} matches no module of this model", where=where, remedy=remedy, code=2)
+
+
+def shares_head(config: ModelConfig) -> bool:
+    """Whether the embedding is the head, too."""
+    return config.tie_embeddings and config.head == "tokens"
 
 
 def stored_modules(config: ModelConfig) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bloomery.errors import UserError
 from bloomery.model.adapter_files import PREFIX
-from bloomery.model.adapter_names import EMBEDDING, HEAD, Adaptation, Pair, stored_modules
+from bloomery.model.adapter_names import EMBEDDING, HEAD, VALUES, Adaptation, Pair, shares_head, stored_modules
 from bloomery.model.base import AGAIN, CONFIG, TENSORS, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
@@ -74,7 +74,7 @@ def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, Mode
             _expect(tensors, _magnitude(tensors, stored), (first.of,), where)
         pairs |= dict.fromkeys(modules, pair)
     rest = {name: each for name, each in tensors.items() if not PAIR.fullmatch(name) and not MAGNITUDE.fullmatch(name)}
-    config = _grown(config, rest)
+    config = _brought(config, rest)
     whole = _whole(rest, config, where)
     if not pairs and not whole:
         raise UserError("the adapter changes nothing", where=where, remedy=AGAIN)
@@ -178,8 +178,10 @@ def _magnitude(tensors: Mapping[str, Stored], stored: str) -> str:
     return name if name in tensors else f"{name}.weight"
 
 
-def _grown(config: ModelConfig, rest: Mapping[str, Stored]) -> ModelConfig:
-    """An adapter that brings an embedding brings its vocabulary."""
+def _brought(config: ModelConfig, rest: Mapping[str, Stored]) -> ModelConfig:
+    """An adapter that brings an embedding brings its vocabulary, and one with values makes a reward model."""
+    if f"{VALUES}.weight" in rest:
+        config = replace(config, head="values")
     embedding = rest.get(places(config)[f"{EMBEDDING}.weight"].name)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] <= config.vocab_size:
         return config
@@ -190,7 +192,7 @@ def _whole(rest: Mapping[str, Stored], config: ModelConfig, where: str) -> tuple
     """Our modules that the adapter replaces."""
     shapes = parameter_shapes(config)
     place = places(config)
-    known = {each.name for each in place.values()} | ({f"{HEAD}.weight"} if config.tie_embeddings else set())
+    known = {each.name for each in place.values()} | ({f"{HEAD}.weight"} if shares_head(config) else set())
     if strange := sorted(rest.keys() - known):
         raise _stranger(strange[0], config, where)
     wanted = {name.rpartition(".")[0] for name, each in place.items() if each.name in rest}
@@ -202,7 +204,7 @@ def _whole(rest: Mapping[str, Stored], config: ModelConfig, where: str) -> tuple
 
 def _refuse_untied(rest: Mapping[str, Stored], config: ModelConfig, where: str) -> None:
     """PEFT trains copies of tied weights apart, unless it is told otherwise."""
-    if not config.tie_embeddings:
+    if not shares_head(config):
         return
     both = rest.get(places(config)[f"{EMBEDDING}.weight"].name), rest.get(f"{HEAD}.weight")
     if both == (None, None):

@@ -114,15 +114,13 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     if fixed:
         raise UserError(
             f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}",
-            where="model", remedy="take them out, or name a family instead of model.from", code=2,
+            where="model",
+            remedy="take them out, or name a family instead of model.from",
+            code=2,
         )
     config = read_config(local_model(model.from_))
-    if vocab_size is not None and vocab_size > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {vocab_size:,} tokens, the model only {config.vocab_size:,}", where="tokenizer.from",
-            remedy="use the model's own tokenizer (tokenizer: {from: same})",
-        )  # fmt: skip
-    return replace(config, **_dropout(model))
+    grown = max(config.vocab_size, vocab_size or 0)  # `weights.read_model` gives new tokens rows of their own
+    return replace(config, vocab_size=grown, **_dropout(model))
 
 
 def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:

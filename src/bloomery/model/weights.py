@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ SHARD_BYTES = 4 * 2**30
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 VALUES = "score.weight"  # of a reward model
 RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
@@ -41,11 +43,12 @@ def load_decoder(
     device: str | torch.device = "cpu",
     attention: str | None = None,
     base: Path | None = None,
+    vocab_size: int = 0,
 ) -> Decoder:
     """The decoder in a folder of Hugging Face's layout, or an adapter's with its base, in evaluation mode.
 
     `dtype`: of the parameters; None keeps the one of the file. `base`: of an adapter, where it is not the one that it
-    names. Raises UserError when the folder holds no such model.
+    names. `vocab_size`: at least so many tokens. Raises UserError when the folder holds no such model.
     """
     settings = None
     source = folder
@@ -56,10 +59,11 @@ def load_decoder(
     stored = stored_parameters(source, config)  # before any memory is taken: a config may say anything
     if is_adapter_folder(folder):
         settings, config = read_adaptation(folder, config)
+    config = replace(config, vocab_size=max(config.vocab_size, vocab_size))
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
     materialize(decoder, dtype=dtype or stored["model.embed_tokens.weight"].dtype, device=device)
-    read_model(decoder, source)
+    read_model(decoder, source, seed=0 if settings is not None else None)  # values come from the adapter
     if settings is not None:
         adapt_as(decoder, settings)
         read_trained(decoder, settings, config, folder, shared=True)
@@ -157,11 +161,15 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
+    Rows of the vocabulary that the folder lacks become the mean of the others: a new token's logit is then no higher
+    than an average one (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
     config = decoder.config
-    stored, where = stored_parameters(folder, config, headless=seed is not None), places(config)
+    known = min(config.vocab_size, read_config(folder).vocab_size)
+    stored = stored_parameters(folder, replace(config, vocab_size=known), headless=seed is not None)
+    where = places(config)
     with Reader() as reader:
         for name, parameter in decoder.named_parameters():
             if is_adapter(name):
@@ -171,7 +179,10 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> No
                 parameter.copy_(drawn.normal_(0.0, config.initializer_range, generator=stream(seed or 0, name)))
                 continue
             place = where[name]
-            reader.fill(parameter.data, stored[name], first=place.first, transposed=place.transposed)
+            held = parameter.data[:known] if name in VOCABULARY else parameter.data
+            reader.fill(held, stored[name], first=place.first, transposed=place.transposed)
+            if len(held) < len(parameter):
+                parameter.data[known:] = held.mean(0, dtype=torch.float32)
         for name, weight in quantised_weights(decoder):
             _read_quantised(weight, stored[name], where[name], reader, name)
 

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 
 from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
+from bloomery.hub import local_model
+from bloomery.model.adapter_names import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
+from bloomery.model.presets import read_config
 from bloomery.plan.types import CorpusFacts
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import Lora, Recipe
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:
@@ -24,7 +27,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
 
 def _unbuilt(recipe: Recipe) -> Iterator[str]:
     parallel = recipe.parallel
-    if recipe.objective.kind != "pretrain":
+    if recipe.objective.kind in ("ppo", "grpo"):
         yield f"objective.kind={recipe.objective.kind}"
     if recipe.adapter.kind == "peft":
         yield "adapter.kind=peft"
@@ -52,12 +55,25 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
 def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:
     """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions."""
     length = recipe.data.sequence_length
+    if config.head == "values" and recipe.objective.kind != "reward":
+        raise UserError(
+            "model.from is a reward model: it gives values and no text",
+            where="objective.kind",
+            remedy="set objective.kind=reward, or name the language model that it was made from",
+            code=2,
+        )
+    if recipe.objective.kind == "reward" and recipe.eval.prompts:
+        problem = "a reward model writes no text that eval.prompts could show"
+        raise UserError(problem, where="eval.prompts", remedy="set eval.prompts=[]", code=2)
     if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
             where="model.vocab_size",
             remedy=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
         )
+    if isinstance(recipe.adapter, Lora) and recipe.model.from_ is not None:
+        known = read_config(local_model(recipe.model.from_)).vocab_size
+        refuse_untrained_rows(config, recipe.adapter, known=known)
     if config.positions == "learned" and length > config.max_positions:
         raise UserError(
             f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",

@@ -61,7 +61,7 @@ def _price(plan: Plan, checkpoint: Path, tokens: list[int], tokenizer: Tokenizer
     if plan.model.source is None:
         before = fresh_decoder(plan.model.config, seed=plan.train.seed)
     else:
-        before = load_decoder(plan.model.source, dtype=torch.float32)
+        before = load_decoder(plan.model.source, dtype=torch.float32, vocab_size=plan.model.config.vocab_size)
     first = next(score_documents(before, [tokens]))
     del before  # only one model at a time
     last = next(score_documents(load_decoder(checkpoint, dtype=torch.float32), [tokens]))
