@@ -1,5 +1,6 @@
 """`prepare` and `tokenizer` as a person types them."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,62 @@ def test_preview_shows_documents_tokens_and_what_is_cut(workshop):
     assert not list(folder.glob("*.bin"))
     typed("prepare", "small.yaml")
     assert "0.txt" in typed("prepare", "small.yaml", "--preview", "1")  # of a finished folder too
+
+
+CHAT = """
+model: {preset: go-coder-tiny}
+tokenizer: {train: {vocab_size: 320, special_tokens: ["<|im_start|>", "<|im_end|>"]}}
+objective: {kind: %s}
+data: {path: rows.jsonl, sequence_length: %d, validation: 0, chat: {template: chatml}}
+"""
+
+
+LONG = " ".join(str(n * n) for n in range(40, 80))
+
+
+def talk(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_chat(folder: Path, rows: list[dict], objective: str = "sft", length: int = 64) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "chat.yaml").write_text(CHAT % (objective, length))
+
+
+def test_preview_shows_what_is_learned(workshop):
+    write_chat(workshop, [talk("what?", "this \x1b[31m"), {"messages": [{"role": "asistant", "content": "a"}]}])
+    with pytest.raises(UserError, match="did you mean assistant"):
+        typed("prepare", "chat.yaml", "--preview", "3")
+    output = typed("prepare", "chat.yaml", "--preview", "3", "data.on_error=skip")
+    (line,) = [line for line in output.splitlines() if "⟧" in line and not line.startswith("learned")]
+    learned = line[line.index("⟦") + 1 : line.index("⟧")].replace("¦", "")
+    assert learned == "this \\x1b[31m<|im_end|>"
+    assert "what?" in output[: output.index("⟦")].replace("¦", "")
+    assert "learned: between ⟦ and ⟧" in output
+    assert "\x1b" not in output
+
+
+def test_preview_shows_both_sides_of_a_pair_and_what_is_left_out(workshop):
+    write_chat(workshop, [{"prompt": LONG, "chosen": "yes, and " + LONG, "rejected": "no"}], "dpo", 24)
+    output = typed("prepare", "chat.yaml", "--preview", "1")
+    assert "rows.jsonl:1 (chosen)" in output
+    assert "rows.jsonl:1 (rejected)" in output
+    assert output.count("left out: in a row of 24 nothing learned is left of a side") == 2
+
+
+def test_check_tells_what_is_wrong_with_conversations(workshop):
+    rows = [talk(f"question {n}?", f"answer {n}") for n in range(20)]
+    rows += [talk("the same?", "the same")] * 3
+    rows += [talk(LONG, "beyond the end")]
+    rows += [{"messages": [rows[0]["messages"][0], {**rows[1]["messages"][1], "weight": 0}]}]
+    write_chat(workshop, rows)
+    output = typed("prepare", "chat.yaml", "--check")
+    assert "text       25 conversations to learn" in output
+    assert "format     messages" in output
+    assert "left out: 1 conversation with nothing to learn within a row;" in output
+    assert "left out: 1 conversation with nothing to learn\n" in output
+    assert "repeated   2 of 25 conversations" in output
+    assert "24 of 25 answers end in the template's own token" in output
 
 
 def test_tokenizer_is_trained_once_and_inspected(workshop):

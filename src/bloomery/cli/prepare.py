@@ -13,13 +13,16 @@ from bloomery.cli.common import recipe_argument
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from bloomery.data.health import Health
     from bloomery.data.preparing import Report
-    from bloomery.data.preview import Health, Seen
+    from bloomery.data.preview import Seen
     from bloomery.data.shards import Manifest
     from bloomery.recipe.load import LoadedRecipe
 
 _NAMES = {"tokenizer": "training the tokenizer", "tokens": "making tokens", "checksums": "checking"}
 _COLOURS = ("cyan", "green", "yellow", "magenta")
+_LEARNED = ("bold green", "bold cyan")
+_MASKED = ("dim", "dim italic")
 _SHOWN = 400  # tokens of a previewed document
 _WIDTH = 40  # characters of the longest bar
 
@@ -34,13 +37,12 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
     Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2
     """
     from bloomery.data.prepare import prepare, prepared_folder
-    from bloomery.data.preview import health
     from bloomery.plan.fetched import fetch_text
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     fetch_text(loaded.recipe)
-    data, folder = loaded.recipe.data, prepared_folder(loaded, Path())
+    folder = prepared_folder(loaded, Path())
     if count is not None:
         _preview(loaded, folder, count)
         return
@@ -48,7 +50,7 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
         manifest = prepare(loaded, folder, report=report)
     _summarise(manifest, loaded, folder)
     if check:
-        _show_health(health(folder, manifest, sequence_length=data.sequence_length, layout=data.layout))
+        _check(loaded, folder, manifest)
 
 
 @contextmanager
@@ -81,23 +83,50 @@ def _lines() -> "Report":
 
 
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
+    from bloomery.data.health import UNITS
+    from bloomery.data.shards import ANSWERS
     from bloomery.units import format_count
 
-    train, validation = manifest.train, manifest.validation
+    train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
     click.echo(
-        f"text       {train.documents:,} documents to learn, {validation.documents:,} for validation"
+        f"text       {train.documents // each:,} {UNITS[manifest.kind]} to learn"
+        + f", {validation.documents // each:,} for validation"
         + (f", {manifest.empty:,} empty" if manifest.empty else "")
         + (f", {manifest.held_back:,} left out because validation holds them" if manifest.held_back else "")
     )
+    if manifest.formats:
+        click.echo(f"format     {', '.join(manifest.formats)}")
     if manifest.skipped:
         click.echo(f"skipped    {manifest.skipped:,} rows, the first: {manifest.first_skipped}")
-    each = f", {size / tokens:.2f} bytes each" if size else ""
-    click.echo(
-        f"tokens     {format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation{each}"
-    )
+    counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"
+    click.echo(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes each" if size else ""))
+    if manifest.kind != "text":
+        _tell_rows(manifest, loaded, folder)
     tell_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
     click.echo(f"folder     {folder}")
+
+
+def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
+    """What of it is learned, and how it fits into rows."""
+    from bloomery.data.health import UNITS, counted, fill_of
+    from bloomery.data.shards import open_split
+
+    train, data = manifest.train, loaded.recipe.data
+    share = (train.learned_tokens or 0) / max(1, train.tokens)
+    click.echo(f"learned    {share:.1%} of the tokens to learn; the others are read")
+    fill = fill_of(open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout)
+    if fill is None:
+        return
+    full = fill.positions / max(1, fill.rows * data.sequence_length)
+    units = UNITS[manifest.kind]
+    lost = (
+        (fill.truncated, f"cut short: {counted(fill.truncated, units)} by {fill.cut:,} tokens"),
+        (fill.dropped, f"left out: {counted(fill.dropped, units)} with nothing to learn within a row"),
+        (fill.unlearned, f"left out: {counted(fill.unlearned, units)} with nothing to learn"),
+    )
+    told = [what for count, what in lost if count]
+    click.echo(f"rows       {'; '.join([f'{fill.rows:,} of {data.sequence_length:,}, {full:.1%} full', *told])}")
 
 
 def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
@@ -118,32 +147,97 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
     with reporting() as report, working(loaded, folder, report=report) as work:
         shown = list(preview(work, count, sequence_length=data.sequence_length, layout=data.layout))
     for seen in shown:
-        where = f"{len(seen.ids):,} tokens · {seen.rows:,} row{'s' * (seen.rows != 1)} of {data.sequence_length:,}"
-        cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
-        console.print(f"[bold]{seen.source}[/bold]  {seen.split} · {where}{cut}", soft_wrap=True)
+        role = f" ({seen.role})" if seen.role else ""
+        facts = _facts(seen, data.sequence_length, pair=seen.role in ("chosen", "rejected"))
+        console.print(_line((f"{seen.source}{role}", "bold"), (f"  {seen.split} · {facts}", "")), soft_wrap=True)
         console.print(_coloured(seen), soft_wrap=True)
         console.print()
+    if any(seen.learned is not None for seen in shown):
+        plain = Console().color_system is None
+        console.print(
+            "learned: between ⟦ and ⟧" if plain else _line(("learned", _LEARNED[0]), (" · masked", _MASKED[0]))
+        )
+
+
+def _line(*parts: tuple[str, str]) -> "Text":
+    """Styled text; brackets in it stay brackets."""
+    from rich.text import Text
+
+    return Text.assemble(*parts)
+
+
+def _facts(seen: "Seen", sequence_length: int, *, pair: bool) -> str:
+    if seen.flaw:
+        return f"left out: {seen.flaw}"
+    cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
+    if seen.learned is None:
+        return f"{len(seen.ids):,} tokens · {seen.rows:,} row{'s' * (seen.rows != 1)} of {sequence_length:,}{cut}"
+    learned = f"{len(seen.ids):,} tokens · {sum(seen.learned[1:]):,} learned{cut}"
+    if seen.rows:
+        return learned
+    where = f"in a row of {sequence_length:,} nothing learned is left" + (" of a side" if pair else "")
+    return f"{learned} · left out: " + (where if any(seen.learned[1:]) else "it holds nothing to learn")
 
 
 def _coloured(seen: "Seen") -> "Text":
-    """Neighbouring tokens in different colours; without colour a bar between them."""
+    """Neighbouring tokens in different colours, learned ones bright and the others dim; without colour bars between
+    tokens, and brackets around what is learned.
+    """
     from rich.console import Console
     from rich.text import Text
 
     plain, text = Console().color_system is None, Text()
+    flags = seen.learned and [False, *seen.learned[1:]]  # nothing predicts the first token
     for index, piece in enumerate(seen.pieces[:_SHOWN]):
-        text.append(("|" if plain and index else "") + piece, style=_COLOURS[index % len(_COLOURS)])
+        if flags is None:
+            text.append(("|" if plain and index else "") + _visible(piece), style=_COLOURS[index % len(_COLOURS)])
+            continue
+        starts = flags[index] and not flags[index - 1]
+        ends = flags[index] and (index + 1 == min(len(flags), _SHOWN) or not flags[index + 1])
+        between = "¦" if index and not starts and flags[index] == flags[index - 1] else ""
+        shown = f"{between}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}" if plain else _visible(piece)
+        text.append(shown, style=(_LEARNED if flags[index] else _MASKED)[index % 2])
     if len(seen.pieces) > _SHOWN:
         text.append(f" ... and {len(seen.pieces) - _SHOWN:,} tokens more", style="dim")
     return text
 
 
-def _show_health(found: "Health") -> None:
-    click.echo(
-        f"rows       {found.rows:,}; {found.longer:,} documents are longer than one, {found.cut:,} tokens are cut off"
+def _visible(piece: str) -> str:
+    """Control characters as escapes: text of strangers must not steer a terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in piece)
+
+
+def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
+    from bloomery.data.health import health
+    from bloomery.data.preparing_examples import missing_markup
+    from bloomery.data.tokenizer import load_tokenizer
+
+    tokenizer, data = load_tokenizer(folder), loaded.recipe.data
+    missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
+    _show_health(
+        health(
+            folder,
+            manifest,
+            tokenizer,
+            sequence_length=data.sequence_length,
+            layout=data.layout,
+            missing=missing,
+        )
     )
-    click.echo(f"repeated   {found.duplicates:,} of {found.documents:,} documents")
+
+
+def _show_health(found: "Health") -> None:
+    from bloomery.data.health import UNITS, counted
+
+    units = UNITS[found.kind]
+    click.echo(
+        f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off"
+    )
+    click.echo(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
     click.echo(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")
+    if found.kind != "text":
+        click.echo(f"begin      two begin tokens before {counted(found.double_bos, 'texts')}")
+        click.echo(f"end        taught by all answers but {found.missing_eos:,}")
     most = max((count for _, count in found.lengths), default=1)
     for edge, count in found.lengths:
         click.echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")

@@ -14,7 +14,7 @@ from bloomery.data.files import CHAT
 from bloomery.data.render import Renderer
 from bloomery.data.shard_writer import SplitWriter, Structure
 from bloomery.data.shards import Name, ShardKind
-from bloomery.data.templates import BUILTIN, builtin_template
+from bloomery.data.templates import BUILTIN, builtin_template, own_templates
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Chat, Recipe
@@ -62,6 +62,14 @@ def keep_template(tokenizer: Tokenizer, rendering: Rendering, folder: Path) -> N
     if tokenizer.config.get("chat_template") != text:
         tokenizer.config["chat_template"] = text
         tokenizer.save(folder)
+
+
+def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
+    """Markup of the chat template that the tokenizer has no token for. Completions of plain texts need no template."""
+    if asked is None and not own_templates(tokenizer.config):
+        return []
+    with Renderer(tokenizer, template=asked, train_on="assistant") as renderer:
+        return renderer.missing_tokens()
 
 
 @final

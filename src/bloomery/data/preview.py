@@ -1,52 +1,35 @@
-"""What training will see of a corpus: single documents as tokens, and the health of the whole."""
+"""What training will see of a corpus: single documents as tokens, and which of them are learned."""
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bloomery.data.packing import Layout, part_rows
+from bloomery.data.documents import Document
+from bloomery.data.fitting import kept_lengths
+from bloomery.data.packing import Layout
 from bloomery.data.preparing import Work
-from bloomery.data.shards import Manifest, Split
+from bloomery.data.render import Encoded, Renderer
+from bloomery.data.streams import Flaw
 from bloomery.data.tokenizer import Tokenizer
-
-Lengths = np.ndarray[Any, np.dtype[np.int64]]
-_CHUNK = 2**20  # tokens looked at together
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A document as training sees it. `pieces` are its tokens as text, `ids` the same as numbers."""
+    """A document as training sees it. `pieces` are its tokens as text, `ids` the same as numbers, and `learned` says
+    which of them are learned (None: all). `role`: what an answer is in its pair. `flaw`: why there are none.
+    """
 
     source: str
     split: str
     ids: list[int]
     pieces: list[str]
-    rows: int  # how many rows it touches at least
+    rows: int  # how many rows it touches at least; 0: it is left out
     cut: int  # tokens that no row holds
-
-
-@dataclass(frozen=True)
-class Health:
-    """The whole corpus in figures; `lengths` are (tokens, up to and including; documents), shortest first."""
-
-    documents: int
-    empty: int
-    skipped: int
-    held_back: int
-    duplicates: int  # documents equal to an earlier one of their split
-    unknown: int  # tokens that stand for what the tokenizer does not know
-    tokens: int
-    rows: int
-    longer: int  # documents longer than a row
-    cut: int  # tokens that no row holds
-    lengths: tuple[tuple[int, int], ...]
-    warnings: tuple[str, ...]
+    learned: list[bool] | None = None
+    role: str = ""
+    flaw: str = ""
 
 
 def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Seen]:
@@ -54,12 +37,44 @@ def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> 
     written.
     """
     splitter, tokenizer = work.begin()
-    for name, document in islice(work.documents(splitter), count):
-        ids = tokenizer.encode(document.text) if document.tokens is None else list(document.tokens)
-        whole = _with_ends(ids, tokenizer) if document.tokens is None else ids
-        cut = max(len(whole) - 1 - sequence_length, 0) if layout == "padded" else 0
-        rows = 1 if layout == "padded" else -(-len(whole) // sequence_length)
-        yield Seen(document.source, name, whole, pieces(whole, tokenizer), rows, cut)
+    documents = islice(work.documents(splitter), count)
+    if work.rendering is None:
+        yield from (_plain(*found, tokenizer, sequence_length, layout) for found in documents)
+        return
+    with Renderer(tokenizer, template=work.rendering.template, train_on=work.rendering.train_on) as renderer:
+        for name, document in documents:
+            assert document.example is not None
+            sides = renderer.encode_batch([document.example])[0]
+            if isinstance(sides, Flaw):
+                yield Seen(document.source, name, [], [], 0, 0, flaw=sides.problem)
+            else:
+                yield from _sides(name, document, sides, tokenizer, sequence_length)
+
+
+def _plain(name: str, document: Document, tokenizer: Tokenizer, sequence_length: int, layout: Layout) -> Seen:
+    ids = tokenizer.encode(document.text) if document.tokens is None else list(document.tokens)
+    whole = _with_ends(ids, tokenizer) if document.tokens is None else ids
+    cut = max(len(whole) - 1 - sequence_length, 0) if layout == "padded" else 0
+    rows = 1 if layout == "padded" else -(-len(whole) // sequence_length)
+    return Seen(document.source, name, whole, pieces(whole, tokenizer), rows, cut)
+
+
+def _sides(name: str, document: Document, sides: Encoded, tokenizer: Tokenizer, sequence_length: int) -> Iterator[Seen]:
+    """Both answers of a pair; of a marked answer its own alone, as its twin is never learned."""
+    whole = np.array([[len(side.ids) for side in sides]], np.int64)
+    kept = kept_lengths(whole, sequence_length)[0].tolist()
+    fits = all(any(side.learned[1:count]) for side, count in zip(sides, kept, strict=True))
+    roles = _roles(document)
+    for side, count, role in zip(sides, kept, roles, strict=False):
+        cut = len(side.ids) - count
+        yield Seen(document.source, name, side.ids, pieces(side.ids, tokenizer), int(fits), cut, side.learned, role)
+
+
+def _roles(document: Document) -> list[str]:
+    example = document.example
+    if example is None or example.kind in ("chat", "completion"):
+        return [""]
+    return ["chosen", "rejected"] if example.kind == "pair" else ["desirable" if example.desirable else "undesirable"]
 
 
 def _with_ends(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -79,59 +94,3 @@ def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
         shown.append(text)
         start = stop
     return shown
-
-
-def health(folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout) -> Health:
-    """Reads the shards of the train split once."""
-    split = Split(folder, manifest, "train")
-    bounds: Lengths = np.asarray(split.bounds).astype(np.int64)
-    lengths: Lengths = bounds[1:] - bounds[:-1]
-    counts = [
-        part_rows(p.tokens, p.documents, sequence_length=sequence_length, layout=layout) for p in split.record.parts
-    ]
-    longer = lengths[lengths > sequence_length + 1]
-    cut = int((longer - sequence_length - 1).sum()) if layout == "padded" else 0
-    found = Health(
-        documents=len(split), empty=manifest.empty, skipped=manifest.skipped, held_back=manifest.held_back,
-        duplicates=_duplicates(split), unknown=_unknown(split, manifest.unk_id), tokens=manifest.train.tokens,
-        rows=sum(counts), longer=len(longer), cut=cut, lengths=_histogram(lengths), warnings=(),
-    )  # fmt: skip
-    return Health(**{**vars(found), "warnings": tuple(_warnings(found, manifest, sequence_length))})
-
-
-def _duplicates(split: Split) -> int:
-    keys = array("Q")
-    for index in range(len(split)):
-        content = split.document(index).astype(np.uint32).tobytes()
-        keys.append(int.from_bytes(blake2b(content, digest_size=8).digest(), "big"))
-    return len(keys) - len(np.unique(np.frombuffer(keys, np.uint64))) if keys else 0
-
-
-def _unknown(split: Split, unk_id: int | None) -> int:
-    if unk_id is None:
-        return 0
-    starts = range(0, len(split.tokens), _CHUNK)
-    return sum(int((split.tokens[start : start + _CHUNK] == unk_id).sum()) for start in starts)
-
-
-def _histogram(lengths: Lengths) -> tuple[tuple[int, int], ...]:
-    """Documents by length, in powers of two."""
-    if not len(lengths):
-        return ()
-    edges = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    return tuple((2 ** int(edge), int((edges == edge).sum())) for edge in range(edges.min(), edges.max() + 1))
-
-
-def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterator[str]:
-    if found.duplicates > 0.01 * found.documents:
-        yield f"{found.duplicates / found.documents:.0%} of the documents repeat an earlier one word for word"
-    if found.unknown > 0.001 * found.tokens:
-        yield f"{found.unknown / found.tokens:.1%} of the tokens are unknown to the tokenizer, made for other text"
-    if found.cut > 0.01 * found.tokens:
-        yield f"{found.cut / found.tokens:.0%} of the tokens are cut off: packed would keep them"
-    if found.skipped:
-        yield f"{found.skipped} rows were skipped, the first: {manifest.first_skipped}"
-    if 0 < manifest.validation.tokens < sequence_length:
-        yield f"validation is {manifest.validation.tokens:,} tokens, less than one sequence: its loss will be noise"
-    if not manifest.validation.tokens:
-        yield "there is no validation text: nothing will tell learning from memorising"

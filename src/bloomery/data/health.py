@@ -1,0 +1,208 @@
+"""The health of prepared text: what is repeated, cut, foreign or not learned, and what that means."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bloomery.data.packing import Layout, Rows
+from bloomery.data.shards import ANSWERS, Manifest, ShardKind, Split
+from bloomery.data.tokenizer import Tokenizer
+
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
+_CHUNK = 2**20  # tokens looked at together
+UNITS: dict[ShardKind, str] = {
+    "text": "documents", "chat": "conversations", "pairs": "pairs", "kto": "marked answers",
+}  # fmt: skip
+
+
+def counted(count: int, things: str) -> str:
+    """ "1 pair", "2 pairs"."""
+    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How structured text is laid into rows: rows, positions that hold tokens, and what was cut or left out."""
+
+    rows: int
+    positions: int
+    truncated: int
+    cut: int
+    dropped: int
+    unlearned: int
+
+
+@dataclass(frozen=True)
+class Health:
+    """The train split in figures; `lengths` are (tokens, up to and including; units), shortest first. A unit is a
+    document, a conversation, or a pair.
+    """
+
+    kind: ShardKind
+    units: int
+    empty: int
+    skipped: int
+    held_back: int
+    duplicates: int  # units equal to an earlier one of their split
+    unknown: int  # tokens that stand for what the tokenizer does not know
+    tokens: int
+    rows: int
+    longer: int  # units longer than a row
+    cut: int  # tokens that no row holds
+    double_bos: int  # texts that begin with two
+    missing_eos: int  # texts of which no token that could end them is learned
+    foreign_eos: int  # texts that end in another token than the tokenizer's end token
+    lengths: tuple[tuple[int, int], ...]
+    fill: Fill | None = None  # of structured text
+    warnings: tuple[str, ...] = field(default=())
+
+
+def fill_of(split: Split, *, sequence_length: int, layout: Layout) -> Fill | None:
+    """None for plain text, and for the stream of the layout fixed."""
+    rows = Rows(split, sequence_length=sequence_length, layout=layout, pad_id=None)
+    if not rows.fitted:
+        return None
+    return Fill(
+        rows=sum(rows.counts),
+        positions=sum(int(fitted.lengths[fitted.units].sum()) for fitted in rows.fitted),
+        truncated=sum(fitted.truncated for fitted in rows.fitted),
+        cut=sum(fitted.cut for fitted in rows.fitted),
+        dropped=sum(fitted.dropped for fitted in rows.fitted),
+        unlearned=sum(fitted.unlearned for fitted in rows.fitted),
+    )
+
+
+def health(
+    folder: Path,
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    layout: Layout,
+    missing: list[str] | None = None,
+) -> Health:
+    """Reads the shards of the train split once. `missing`: markup of the chat template that is no token."""
+    split = Split(folder, manifest, "train")
+    bounds: Lengths = np.asarray(split.bounds).astype(np.int64)[:: ANSWERS[split.kind]]
+    lengths: Lengths = bounds[1:] - bounds[:-1]
+    rows = Rows(split, sequence_length=sequence_length, layout=layout, pad_id=None)
+    fill = fill_of(split, sequence_length=sequence_length, layout=layout)
+    longest = sequence_length if fill else sequence_length + 1  # of plain text the last token is a label alone
+    longer = lengths[lengths > longest]
+    lost = int((longer - longest).sum()) if layout == "padded" else 0
+    ends = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
+    duplicates, double_bos, missing_eos, foreign_eos = _texts(split, manifest, {end for end in ends if end is not None})
+    found = Health(
+        kind=split.kind, units=len(lengths), empty=manifest.empty, skipped=manifest.skipped,
+        held_back=manifest.held_back, duplicates=duplicates, unknown=_unknown(split, manifest.unk_id),
+        tokens=manifest.train.tokens, rows=sum(rows.counts), longer=len(longer), cut=fill.cut if fill else lost,
+        double_bos=double_bos, missing_eos=missing_eos, foreign_eos=foreign_eos, lengths=_histogram(lengths), fill=fill,
+    )  # fmt: skip
+    warnings = (
+        *_warnings(found, manifest, sequence_length),
+        *_chat_warnings(found, manifest, tokenizer, missing or []),
+    )
+    return Health(**{**vars(found), "warnings": warnings})
+
+
+def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
+    """Units that repeat an earlier one; texts that begin with two begin tokens; texts without a learned end; texts
+    that end in another of `ends` than the tokenizer's.
+    """
+    keys, together = array("Q"), ANSWERS[split.kind]
+    double, endless, foreign = 0, 0, 0
+    for unit in range(len(split) // together):
+        digest = blake2b(digest_size=8)
+        for index in range(unit * together, (unit + 1) * together):
+            ids = split.document(index)
+            digest.update(ids.astype(np.uint32).tobytes() + b"|")
+            double += manifest.bos_id is not None and ids[:2].tolist() == [manifest.bos_id] * 2
+            learned = _where_it_ends(split, index, ids)
+            if manifest.eos_id in learned or not learned or (manifest.kind == "kto" and index % 2):
+                continue
+            ended = bool(ends & learned)
+            foreign, endless = foreign + ended, endless + (not ended)
+        keys.append(int.from_bytes(digest.digest(), "big"))
+    repeated = len(keys) - len(np.unique(np.frombuffer(keys, np.uint64))) if keys else 0
+    return repeated, double, endless, foreign
+
+
+def _where_it_ends(split: Split, index: int, ids: Lengths) -> set[int]:
+    """The learned tokens of a text; of plain text its first and last, as where begin and end are one token it stands
+    first.
+    """
+    if split.learned is None:
+        return {int(ids[0]), int(ids[-1])} if len(ids) else set()
+    flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])] > 0
+    return set(ids[flags].tolist())
+
+
+def _unknown(split: Split, unk_id: int | None) -> int:
+    if unk_id is None:
+        return 0
+    starts = range(0, len(split.tokens), _CHUNK)
+    return sum(int((split.tokens[start : start + _CHUNK] == unk_id).sum()) for start in starts)
+
+
+def _histogram(lengths: Lengths) -> tuple[tuple[int, int], ...]:
+    """Units by length, in powers of two."""
+    if not len(lengths):
+        return ()
+    edges = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    return tuple((2 ** int(edge), int((edges == edge).sum())) for edge in range(edges.min(), edges.max() + 1))
+
+
+def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterator[str]:
+    units = UNITS[found.kind]
+    if found.duplicates > 0.01 * found.units:
+        yield f"{found.duplicates / found.units:.0%} of the {units} repeat an earlier one word for word"
+    if found.unknown > 0.001 * found.tokens:
+        yield f"{found.unknown / found.tokens:.1%} of the tokens are unknown to the tokenizer, made for other text"
+    if found.cut > 0.01 * found.tokens:
+        mend = "packed would keep them" if found.kind == "text" else "a larger data.sequence_length would keep them"
+        yield f"{found.cut / found.tokens:.0%} of the tokens are cut off: {mend}"
+    if found.skipped:
+        yield f"{counted(found.skipped, 'rows')} skipped, the first: {manifest.first_skipped}"
+    if 0 < manifest.validation.tokens < sequence_length:
+        yield f"validation is {manifest.validation.tokens:,} tokens, less than one sequence: its loss will be noise"
+    if not manifest.validation.tokens:
+        yield "there is no validation text: nothing will tell learning from memorising"
+    if found.double_bos:
+        texts = counted(found.double_bos, "texts")
+        yield f"two begin tokens (id {manifest.bos_id}) stand before {texts}: no model was trained so"
+
+
+def _chat_warnings(found: Health, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]) -> Iterator[str]:
+    texts, units = found.units * (2 if found.kind == "pairs" else 1), UNITS[found.kind]
+    end = "(the tokenizer has none)" if manifest.eos_id is None else tokenizer.decode([manifest.eos_id])
+    if found.kind == "text" and manifest.eos_id is not None and (found.missing_eos or found.foreign_eos):
+        yield f"{found.missing_eos + found.foreign_eos:,} of {texts:,} texts do not end in the end token {end}"
+    if found.kind != "text" and found.missing_eos:
+        yield (
+            f"{found.missing_eos:,} of {texts:,} answers teach no end, so the model will not know when to stop: "
+            f"the chat template must end a turn with the end token {end} or another special one"
+        )
+    if found.kind != "text" and found.foreign_eos:
+        yield (
+            f"{found.foreign_eos:,} of {texts:,} answers end in the template's own token and not in the end token "
+            f"{end}: bloomery chat stops there, other programs if eos_token in tokenizer_config.json names it"
+        )
+    if found.fill and found.fill.unlearned:
+        yield f"left out: {counted(found.fill.unlearned, units)} with nothing to learn; see data.chat.train_on"
+    if found.fill and found.fill.dropped:
+        yield f"left out: {counted(found.fill.dropped, units)} with nothing to learn within data.sequence_length"
+    if missing:
+        yield (
+            f"the chat template writes {', '.join(missing)}, which the tokenizer does not know as single tokens: "
+            "add them with tokenizer.add_tokens, or set data.chat.template to one that fits the tokenizer"
+        )
+    if manifest.eos_id is not None and manifest.eos_id == manifest.pad_id:
+        yield (
+            f"the end token {end} is the padding token, too: harmless here, where padding is never learned; programs "
+            "that mask padding by its id would never teach a model to stop"
+        )

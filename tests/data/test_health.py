@@ -1,0 +1,76 @@
+"""What `prepare --check` finds, each in a split that was made to have it."""
+
+from pathlib import Path
+
+import pytest
+from structured import Text, write_structured
+
+from bloomery.data.health import Health, health
+from bloomery.data.preparing_examples import missing_markup
+from bloomery.data.shards import FileRecord, Manifest
+from bloomery.data.templates import builtin_template
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from models_for_tests import make_tokenizer
+
+BOS, EOS = 1, 2
+
+
+def text(*tokens: int, learned: int = 1) -> Text:
+    return [(token, place >= len(tokens) - learned) for place, token in enumerate(tokens)]
+
+
+GOOD = text(BOS, 50, 51, EOS, learned=2)
+
+
+def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, **ids) -> Health:
+    split = write_structured(folder, [texts], kind)
+    tokenizer = make_tokenizer(folder)
+    empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": ()})
+    said = {"bos_id": BOS, "eos_id": EOS, "pad_id": 3, **ids}
+    manifest = Manifest(recipe="r", identity="i", tokenizer_hash=tokenizer.hash, vocab_size=320, unk_id=0, kind=kind,
+                        dtype="uint16", shard_tokens=7, sources=(), train=split.record, validation=empty,
+                        **said)  # fmt: skip
+    assert isinstance(manifest.train.bounds, FileRecord)
+    return health(folder, manifest, tokenizer, sequence_length=length, layout="packed")
+
+
+def test_good_conversations_are_told_nothing_but_that_none_is_held_back(tmp_path):
+    found = examined(tmp_path, [GOOD, text(BOS, 60, EOS)])
+    assert found.warnings == ("there is no validation text: nothing will tell learning from memorising",)
+    assert (found.units, found.duplicates, found.double_bos, found.missing_eos) == (2, 0, 0, 0)
+    assert found.lengths == ((4, 2),)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (text(BOS, BOS, 50, EOS), "two begin tokens (id 1) stand before 1 text:"),
+        (text(BOS, 50, 51), "1 of 2 answers teach no end"),
+        (text(BOS, 50, 51, learned=0), "left out: 1 conversation with nothing to learn; see"),
+        (text(BOS, *range(50, 90), EOS), "left out: 1 conversation with nothing to learn within"),
+        (text(BOS, 50, *range(60, 99), EOS, learned=40), "of the tokens are cut off: a larger data.sequence_length"),
+        (GOOD, "50% of the conversations repeat an earlier one"),
+    ],
+)
+def test_each_fault_is_one_sentence(tmp_path, bad, said):
+    found = examined(tmp_path, [GOOD, bad])
+    assert len([warning for warning in found.warnings if said in warning]) == 1, found.warnings
+
+
+def test_an_end_that_is_padding_too_is_mentioned(tmp_path):
+    assert any("is the padding token, too" in said for said in examined(tmp_path, [GOOD], pad_id=EOS).warnings)
+
+
+def test_pairs_are_counted_as_pairs(tmp_path):
+    other = text(BOS, 50, 52, EOS, learned=2)
+    found = examined(tmp_path, [GOOD, other, GOOD, other, other, GOOD], "pairs")
+    assert (found.units, found.duplicates) == (3, 1)
+
+
+def test_markup_that_is_no_token_is_named(tmp_path):
+    make_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert missing_markup(tokenizer, "chatml") == ["<|im_start|>", "<|im_end|>"]
+    assert missing_markup(tokenizer, None) == []
+    own = Tokenizer(tokenizer._backend, {**tokenizer.config, "chat_template": builtin_template("gemma")})
+    assert missing_markup(own, None) == ["<start_of_turn>", "<end_of_turn>"]
