@@ -6,13 +6,14 @@ from tiny_models import saved_reference, tokens
 from torch import Tensor
 
 from bloomery.errors import UserError
-from bloomery.model.adapters import LoraLinear, adapt, adapted, init_adapters
+from bloomery.model.adapters import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
 from bloomery.model.decoder import Decoder
 from bloomery.model.presets import read_config
 from bloomery.model.quantize import QuantisedLinear, quantise, quantised_weights
 from bloomery.model.quantize_facts import storage_bytes
 from bloomery.model.weights import init_weights, load_decoder, read_model
 from bloomery.recipe.schema import Lora, Quantize
+from bloomery.simulate.tracker import Tracker
 
 NF4, INT8 = Quantize(base="nf4"), Quantize(base="int8")
 CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap
@@ -117,6 +118,29 @@ def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
     for name, weight in quantised_weights(parts):
         for ours, theirs in zip(weight.buffers(), expected[name].buffers(), strict=True):
             assert torch.equal(ours, theirs), name
+
+
+def test_reading_holds_the_bits_and_one_piece(tmp_path, monkeypatch):
+    saved_reference("llama2", tmp_path)
+    monkeypatch.setattr("bloomery.model.tensors.STAGE_BYTES", 2048)
+    monkeypatch.setattr("bloomery.model.quantize_weight.AT_ONCE", 256)
+    model = built(tmp_path, NF4, lora())
+    with Tracker() as tracker:
+        read_model(model, tmp_path)
+    held = {id(tensor.untyped_storage()): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    largest = max(weight.outputs * weight.inputs for _, weight in quantised_weights(model))
+    assert sum(tracker.peak.values()) < sum(held.values()) + 4 * largest
+
+
+def test_without_its_adapters_it_is_the_quantised_base(tmp_path):
+    saved_reference("qwen2", tmp_path)
+    model = stirred(built(tmp_path, NF4, lora()))
+    plain = load_decoder(tmp_path)
+    quantise(plain.requires_grad_(False), NF4)
+    ids = tokens()
+    with adapters_disabled(model):
+        assert torch.equal(model(ids), plain(ids))
+    assert not torch.equal(model(ids), plain(ids))
 
 
 def test_fresh_weights_are_those_of_a_float_model(tmp_path):

@@ -7,9 +7,10 @@ from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from safetensors.torch import load_file
 
 from bloomery.model.counting import parameter_shapes
+from bloomery.model.merge import merged_state
 from bloomery.model.quantize import quantised_weights
 from bloomery.model.quantize_facts import storage_bytes
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.state import build_state
 
@@ -68,3 +69,16 @@ def test_what_is_held_is_what_the_plan_says(prepared, base):
     assert held == sum(storage_bytes(shape, "nf4", True) for shape in inside.values())
     assert inside.keys() == dict(quantised_weights(model)).keys()
     assert not inside.keys() & dict(model.named_parameters()).keys()
+
+
+def test_merging_takes_the_weights_that_the_base_came_from(prepared, base, tmp_path):
+    """Never the 4-bit ones: what quantisation lost would stay lost."""
+    plan = plan_of(prepared, base, train={"steps": 3}, optimizer={"learning_rate": 0.03})
+    checkpoint = Run(plan, tmp_path / "run").checkpoint(3)
+    pairs = load_file(checkpoint / "adapter_model.safetensors")
+    original = load_file(base / "model.safetensors")
+    merged = merged_state(load_decoder(checkpoint), torch.float32)
+    name = "model.layers.1.self_attn.q_proj"
+    B, A = (pairs[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "BA")
+    torch.testing.assert_close(merged[f"{name}.weight"], original[f"{name}.weight"] + 2.0 * (B @ A), atol=1e-6, rtol=0)
+    assert torch.equal(merged["model.layers.0.mlp.up_proj.weight"], original["model.layers.0.mlp.up_proj.weight"])

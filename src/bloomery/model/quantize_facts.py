@@ -10,6 +10,8 @@ from bloomery.hardware.machine import Machine
 BLOCK = 64  # weights that share a scale (arXiv:2305.14314, section 3; bitsandbytes' default)
 SCALES_BLOCK = 256  # scales that share a scale of their own under double quantisation (the same section)
 SCALE_BYTES = 4  # float32
+# Weights turned back at once, and what each takes meanwhile beside its float. On a processor they stay in its caches.
+CPU_PIECE, GPU_PIECE, PIECE_BYTES = 2**17, 2**23, 6
 OLDEST = (0, 50)  # of bitsandbytes: before 0.50 its 4-bit kernels were wrong on AMD GPUs
 
 

@@ -24,8 +24,7 @@ LEAST = 1e-38  # a block of zeros is divided by this
 def quantise_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, two in a byte with the first one above (uint8 [N / 2]), and the largest size in each block (float32)."""
     blocks, scales = _blocks(values_N, BLOCK)
-    codes = torch.bucketize(_normed(blocks, scales), nf4_bounds(values_N.device), out_int32=True)
-    pairs = codes.to(torch.uint8).view(-1, 2)
+    pairs = _bounds_below(_normed(blocks, scales), nf4_bounds(values_N.device)).view(-1, 2)
     return (pairs[:, 0] << 4 | pairs[:, 1])[: -(-len(values_N) // 2)], scales
 
 
@@ -77,6 +76,16 @@ def _blocks(values_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _normed(blocks: Tensor, scales: Tensor) -> Tensor:
     # A product with the reciprocal, as bitsandbytes' kernels do it: a quotient differs in the last bit.
     return blocks * scales.clamp_min(LEAST).reciprocal()[:, None]
+
+
+def _bounds_below(values: Tensor, bounds: Tensor) -> Tensor:
+    """How many bounds lie below each value, uint8: torch.bucketize, which takes three times as long on a processor."""
+    count = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    above = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    for bound in bounds:
+        torch.gt(values, bound, out=above)
+        count += above.view(torch.uint8)
+    return count
 
 
 def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = BLOCK) -> None:

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from bloomery.errors import UserError
-from bloomery.model.quantize_facts import BLOCK
+from bloomery.model.quantize_facts import BLOCK, CPU_PIECE, GPU_PIECE
 from bloomery.model.quantize_formats import dequantise_int8, dequantise_nf4, dequantise_scales
-
-# Weights turned back at once, each with 6 bytes beside the result. On a processor they stay in its caches.
-CPU_PIECE = 2**17
-PIECE = 2**23
 
 
 class Stored(NamedTuple):
@@ -48,7 +44,7 @@ def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
         return weight
     read, in_a_byte = _READ[codes.dtype], 2 if codes.dtype == torch.uint8 else 1
     flat = torch.empty(stored.outputs * stored.inputs, dtype=dtype, device=codes.device)
-    piece = CPU_PIECE if codes.device.type == "cpu" else PIECE
+    piece = CPU_PIECE if codes.device.type == "cpu" else GPU_PIECE
     for first in range(0, len(flat), piece):
         part = flat[first : first + piece]
         some = codes[first // in_a_byte : -(-(first + len(part)) // in_a_byte)]

@@ -13,7 +13,7 @@ from bloomery.model.quantize_formats import quantise_int8, quantise_nf4, quantis
 from bloomery.model.quantize_operator import Stored, dequantised, quantised_product, ready
 from bloomery.recipe.schema import Quantize
 
-AT_ONCE = 2**21  # weights that are quantised together: some 16 bytes each while that lasts
+AT_ONCE = 2**20  # weights that are quantised together: some 16 bytes each while that lasts
 
 
 @final

@@ -11,13 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.model import blockwise, per_document
 from bloomery.model.attention_operator import Options, Rows, like_projection, sums_like
-from bloomery.model.quantize_operator import CPU_PIECE, PIECE
+from bloomery.model.quantize_facts import CPU_PIECE, GPU_PIECE, PIECE_BYTES
 from bloomery.simulate.gpu_kernels import flash_backward
 from bloomery.simulate.tracker import tracing
 
 _aten = torch.ops.aten
 Operator = Callable[..., Any]
-PIECE_BYTES = 6  # of a weight while it is turned back: model.quantize_operator
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +59,7 @@ class _Dequantised:
     """Products with a quantised weight: its floats, and those of a piece of it in their making."""
 
     def __init__(self, *, gpu: bool) -> None:
-        self._piece = PIECE if gpu else CPU_PIECE
+        self._piece = GPU_PIECE if gpu else CPU_PIECE
 
     def product(
         self, x: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, out: int, into: int, *_: Any
