@@ -31,7 +31,8 @@ class LeanAdamW(torch.optim.Optimizer):
 
     State: `exp_avg` and `exp_avg_sq` in the parameter's shape, or as int8 and uint8 [blocks, 256] beside
     `exp_avg_scale` and `exp_avg_sq_scale`, float32 [blocks]; `step`. Bytes of both moments a parameter: 8, 4, or
-    2 + 8/256; tensors under 4,096 numbers keep 8. Scratch: six float32 pieces (`optim_pieces.piece_size`) on top.
+    2 + 8/256; tensors under 4,096 numbers keep 8. Scratch, however large a matrix is: five float32 pieces
+    (`optim_pieces.piece_size`), six and a half where weights are rounded at random.
     """
 
     def __init__(
@@ -118,10 +119,12 @@ class LeanAdamW(torch.optim.Optimizer):
         gradient = exact_gradient(_padded(gradients, padding), gate)
         first.lerp_(gradient, times(1 - beta1, gate))
         second.lerp_(gradient.square(), times(1 - beta2, gate))
-        update = first / (second.sqrt().div_(math.sqrt(1 - beta2**step))).add_(group["eps"])
-        update.mul_(times(-lr / (1 - beta1**step), gate))
+        del gradient
+        update = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        torch.div(first, update, out=update).mul_(times(-lr / (1 - beta1**step), gate))
         weights = [span.of(span.parameter.detach()) for span in spans]
         moved = _padded(weights, padding).to(torch.float32).mul_(1 - times(lr * decay, gate)).add_(update)
+        del update
         start = 0
         for span, weight in zip(spans, weights, strict=True):
             self._rounding.write(weight, moved[start : start + span.size], span.parameter, step, span.start)

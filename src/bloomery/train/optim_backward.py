@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bloomery.train.optim_adafactor import Adafactor
 from bloomery.train.optim_adamw import LeanAdamW
-from bloomery.train.optim_pieces import Gate
+from bloomery.train.optim_pieces import Gate, exact_norm
 
 Rule = Adafactor | LeanAdamW
 
@@ -69,7 +69,7 @@ class InBackward:
     @torch.no_grad()
     def _update(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) / self._factor
+        norm = exact_norm(parameter.grad) / self._factor
         finite = norm.isfinite().to(torch.float32)
         self._open = finite if self._open is None else self._open * finite
         scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) / self._factor  # as in torch's clip_grad_norm_

@@ -34,7 +34,9 @@ class Gate:
     factor: Tensor
 
     def through(self, gradient: Tensor) -> Tensor:
-        return torch.where(self.open > 0, gradient * self.factor, torch.zeros_like(gradient))
+        zero = torch.zeros((), device=gradient.device)
+        passed = torch.where(self.open > 0, gradient, zero.to(gradient.dtype))
+        return passed.mul_(torch.where(self.open > 0, self.factor, zero))  # of a bad gradient the factor is bad, too
 
 
 def exact_gradient(gradient: Tensor, gate: Gate | None) -> Tensor:
@@ -128,7 +130,21 @@ def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
+def exact_norm(tensor: Tensor) -> Tensor:
+    """The Euclidean norm, float32; in pieces, as a CPU first makes a float32 copy of what is not."""
+    pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)))
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
 def root_mean_square(tensors: Sequence[Tensor]) -> Tensor:
-    """[N], float32."""
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
-    return torch.stack(list(norms)) / math.sqrt(tensors[0].numel())
+    """[N], float32, of tensors of one size."""
+    if tensors[0].numel() <= piece_size(tensors[0].device):
+        norms = list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+    else:
+        norms = [exact_norm(tensor) for tensor in tensors]
+    return torch.stack(norms) / math.sqrt(tensors[0].numel())
+
+
+def _sizes(size: int, piece: int) -> list[int]:
+    return [min(piece, size - start) for start in range(0, size, piece)]

@@ -29,4 +29,5 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
     """
     words = exact.view(torch.int32) + bits.view(exact.shape)  # -2^15 to 2^15 - 1
     upper = words.add_(_HALF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+    del words
     return torch.where(exact.isnan(), exact.to(torch.bfloat16), upper)
