@@ -1,0 +1,35 @@
+"""An update holds a few pieces beside weights, gradients and states, however large a matrix is, and however many."""
+
+import pytest
+import torch
+from benchmarks.memory_tracker import peak_bytes
+from test_lean_adamw import PLAN
+from torch import nn
+
+from bloomery.train import optim_pieces
+from bloomery.train.optim_pieces import Gate
+from bloomery.train.optimizers import build_optimizer
+
+PIECE = 2**16
+ROUNDED = {"stochastic_rounding": True}
+CASES = [
+    ({"kind": "adafactor"}, torch.float32, 3.1),
+    ({"kind": "adafactor"} | ROUNDED, torch.bfloat16, 4.6),
+    ({"states": "int8"}, torch.float32, 5.3),
+    ({"states": "int8"} | ROUNDED, torch.bfloat16, 6.6),
+    ({"states": "bfloat16"} | ROUNDED, torch.bfloat16, 6.6),
+    ({"states": "float32", "offload": True}, torch.float32, 4.1),
+]
+
+
+@pytest.mark.parametrize(("changes", "dtype", "pieces"), CASES)
+@pytest.mark.parametrize("shapes", [[(1024, 1024)], [(128, 128)] * 12])
+def test_scratch_is_bounded(monkeypatch, changes, dtype, pieces, shapes):
+    monkeypatch.setattr(optim_pieces, "CPU_PIECE", PIECE)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes])
+    (member,) = build_optimizer(model, PLAN.model_copy(update=changes)).members
+    gate = Gate(torch.tensor(1.0), torch.tensor(0.5))
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    member.step(gate=gate)
+    assert peak_bytes(lambda: member.step(gate=gate)) < pieces * 4 * PIECE
