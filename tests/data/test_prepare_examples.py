@@ -268,10 +268,22 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
         manifest = prepare(loaded, folder)
         facts = counted(manifest, loaded.recipe.data, folder)
         assert facts.rows_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).rows
+        assert facts.left_out == facts.cut_short == 0
         if layout == "packed":
             before = guessed(loaded.recipe)
             assert before is not None
             assert before.tokens > 0
+
+
+def test_plans_say_what_no_row_holds(recipe, tmp_path):
+    loaded = recipe(sequence_length=40)
+    manifest = prepare(loaded, tmp_path / "p")
+    facts, split = counted(manifest, loaded.recipe.data, tmp_path / "p"), open_split(tmp_path / "p", "train")
+    sizes = np.diff(np.asarray(split.bounds).astype(np.int64))
+    assert facts.left_out == sum(split.first >= 40)
+    assert facts.left_out + facts.cut_short == sum(sizes > 40)
+    assert facts.left_out
+    assert facts.cut_short
 
 
 def test_manifests_of_before_structure_are_read(corpus, recipe_of, tmp_path):

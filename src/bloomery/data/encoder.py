@@ -217,10 +217,11 @@ def encode_in_order(jobs: Iterable[tuple[_Tag, list[str]]], using: list[Encoder]
             yield first, future.result()
 
 
-def count_workers(asked: int | str, bytes_of_text: int) -> int:
-    """Processes for so much text: starting one costs as much as encoding some 10 MB."""
+def count_workers(asked: int | str, bytes_of_text: float, *, rendered: bool = False) -> int:
+    """Processes for so much text: starting one costs as much as encoding some 10 MB, or rendering 1 MB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return asked if isinstance(asked, int) else max(1, min(cores, bytes_of_text // 10_000_000))
+    each = 1_000_000 if rendered else 10_000_000
+    return asked if isinstance(asked, int) else max(1, min(cores, int(bytes_of_text) // each))
 
 
 def main() -> None:

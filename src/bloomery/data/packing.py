@@ -62,15 +62,23 @@ def part_rows(tokens: int, documents: int, *, sequence_length: int, layout: Layo
     return documents if layout == "padded" else -(-max(tokens - 1, 0) // sequence_length)
 
 
-def count_rows(folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout) -> list[int]:
-    """Rows of each source of the train split. Raises UserError as Rows does."""
-    if manifest.kind == "text":
-        return [
-            part_rows(part.tokens, part.documents, sequence_length=sequence_length, layout=layout)
-            for part in manifest.train.parts
-        ]
-    split = Split(folder, manifest, "train")
-    return Rows(split, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id).counts
+@dataclass(frozen=True)
+class Counted:
+    """Rows of each source, and of structured text what was cut and dropped."""
+
+    counts: list[int]
+    fitted: list[Fitted]
+
+
+def count_rows(folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout) -> Counted:
+    """Of the train split. Raises UserError as Rows does."""
+    if manifest.kind != "text":
+        split = Split(folder, manifest, "train")
+        rows = Rows(split, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id)
+        return Counted(rows.counts, rows.fitted)
+    parts = manifest.train.parts
+    counts = [part_rows(p.tokens, p.documents, sequence_length=sequence_length, layout=layout) for p in parts]
+    return Counted(counts, [])
 
 
 @final

@@ -128,7 +128,7 @@ def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
 
 
 def _check_fitted(manifest: Manifest, data: Data, folder: Path) -> None:
-    if any(count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout)):
+    if any(count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout).counts):
         return
     if not manifest.train.learned_tokens:
         raise UserError(

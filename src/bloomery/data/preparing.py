@@ -126,7 +126,8 @@ class Work:
         splitter, tokenizer = self.begin()
         writers = self._writers(tokenizer)
         try:
-            workers = count_workers(self._data.workers, self._bytes)
+            size = sum(corpus.text_bytes for corpus in self._corpora)
+            workers = count_workers(self._data.workers, size, rendered=self.rendering is not None)
             with encoders(self._folder, tokenizer, workers, self.rendering) as using:
                 self._write_all(
                     encode_in_order(((job, job.texts()) for job in self._jobs(splitter, self._journal)), using),

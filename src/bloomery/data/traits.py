@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,13 +33,20 @@ def read_traits(prepared: Path) -> Traits:
 
 
 def unigram_nats(split: Split) -> float:
-    """Shannon's entropy of the tokens, with Miller's (1955) correction of (kinds - 1) / 2N for the sample's size."""
+    """Shannon's entropy of the learned tokens, with Miller's (1955) correction of (kinds - 1) / 2N for the sample's
+    size.
+    """
     total = len(split.tokens)
     each = min(total, SAMPLE_TOKENS) // STRETCHES or total
     starts = range(0, total, max(each, total // STRETCHES)) if total else ()
-    ids = np.concatenate([split.tokens[start : start + each] for start in starts]) if total else np.zeros(0, np.int64)
+    ids = np.concatenate([_learned(split, start, start + each) for start in starts]) if total else np.zeros(0, np.int64)
     counts = np.unique(ids, return_counts=True)[1] / max(1, len(ids))
     return float(-(counts * np.log(counts)).sum() + (len(counts) - 1) / (2 * max(1, len(ids))))
+
+
+def _learned(split: Split, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    ids = split.tokens[start:stop]
+    return ids if split.learned is None else ids[split.learned[start:stop] > 0]
 
 
 def duplicates(split: Split) -> float:

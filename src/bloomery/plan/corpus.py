@@ -20,10 +20,12 @@ SPREAD = 0.3
 
 def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
     """The facts of prepared text in the recipe's layout."""
-    counts = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
-    rows = [count * part.weight for count, part in zip(counts, manifest.train.parts, strict=True)]
+    laid = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
+    rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
     return CorpusFacts(
         rows_per_epoch=sum(map(round, rows)),
+        left_out=sum(fitted.dropped + fitted.unlearned for fitted in laid.fitted),
+        cut_short=sum(fitted.truncated for fitted in laid.fitted),
         tokens=manifest.train.tokens,
         vocab_size=manifest.vocab_size,
         bos_id=manifest.bos_id,

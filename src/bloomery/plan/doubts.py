@@ -17,6 +17,7 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     """One sentence each."""
     yield from _claims(recipe.expect, plan)
     yield from _lengths(recipe, plan)
+    yield from _rows(plan)
     yield from _settings(recipe, profile)
     yield from _variables(profile, machine)
     device = profile.accelerator is not None
@@ -50,6 +51,15 @@ def _lengths(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps > steps:
         yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: only the end is evaluated"
+
+
+def _rows(plan: Plan) -> Iterator[str]:
+    """What of prepared conversations and pairs no row holds."""
+    corpus, length = plan.corpus, plan.data.sequence_length
+    if corpus is not None and corpus.left_out:
+        yield f"{corpus.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
+    if corpus is not None and corpus.cut_short:
+        yield f"{corpus.cut_short:,} conversations or pairs are longer than {length:,} tokens and lose their ends"
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:

@@ -65,7 +65,8 @@ class CorpusFacts(Part):
     """What the prepared text is like, as far as a plan needs it. Ids are those of the tokenizer, None when absent.
 
     `rows_per_epoch`: rows of the layout in one epoch of the training split. `spread`: the relative half-width of an
-    estimate from the size of files that are not tokenised yet; 0 once they are.
+    estimate from the size of files that are not tokenised yet; 0 once they are. `left_out` and `cut_short`: units of
+    conversations and pairs of which no row holds what is learned, or the end.
     """
 
     rows_per_epoch: int
@@ -75,6 +76,8 @@ class CorpusFacts(Part):
     eos_id: int | None = None
     pad_id: int | None = None
     spread: float = 0.0
+    left_out: int = 0
+    cut_short: int = 0
 
 
 class Decision(Part):
