@@ -14,6 +14,7 @@ from bloomery.errors import UserError
 from bloomery.plan.types import Plan
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import peak_memory_gib, set_up_process
+from bloomery.train.stand_in import completed
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 from bloomery.train.vitals import core_wait_seconds
@@ -105,7 +106,7 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
 def longest_batches(plan: Plan, count: int) -> list[Batch]:
     """Random tokens, one document a row, every token learned: the most that a micro-batch can ask for."""
     numbers = torch.Generator().manual_seed(plan.train.seed)
-    return [_longest(plan, numbers) for _ in range(count)]
+    return [completed(_longest(plan, numbers), plan) for _ in range(count)]
 
 
 def _longest(plan: Plan, numbers: torch.Generator) -> Batch:
@@ -124,7 +125,7 @@ def text_batches(plan: Plan, count: int) -> list[Batch]:
     """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
     data, rows, seed = plan.data, plan.train.micro_batch, plan.train.seed
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
-    return [loader.batch(Cursor(seed, number * rows), rows) for number in range(count)]
+    return [completed(loader.batch(Cursor(seed, number * rows), rows), plan) for number in range(count)]
 
 
 def bound_memory(limit: float) -> None:

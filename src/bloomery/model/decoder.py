@@ -227,6 +227,10 @@ class Decoder(nn.Module):
         documents_BT: int64, numbers the documents of a packed row from 0, padding is -1; attention stays inside one.
         """
         hidden_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
+        return self.judged(hidden_BTD, head)
+
+    def judged(self, hidden_BTD: Tensor, head: Head) -> Tensor:
+        """What the head makes of the last hidden states."""
         if self.config.head == "values":
             return head(hidden_BTD, self.score, None)
         return head(hidden_BTD, self.lm_head, self.config.final_softcap)

@@ -27,6 +27,7 @@ from bloomery.simulate.step import batch_of, decoder_of, gradients, on_device, p
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.forward import precision_context
 from bloomery.train.objectives import build_objective
+from bloomery.train.stand_in import hollow_teacher
 from bloomery.train.step import Trainee, clip_factor, global_norm, scale_gradients
 
 Edge = Tensor | GradientEdge  # where backward begins
@@ -108,7 +109,8 @@ def _cut(model: Decoder, place: Place) -> Decoder:
         if model.config.positions == "learned":
             del model.model.embed_positions
     if not place.last:
-        del model.model.norm, model.lm_head
+        del model.model.norm
+        delattr(model, "score" if model.config.head == "values" else "lm_head")
     return model
 
 
@@ -119,7 +121,7 @@ class _Stage:
     place: Place
 
     def __post_init__(self) -> None:
-        self.objective = build_objective(self.plan)
+        self.objective = build_objective(self.plan, hollow_teacher)
 
     def step(self, count: int) -> None:
         """So many micro-batches as 1F1B orders them, and the update."""
@@ -142,9 +144,8 @@ class _Stage:
             x_BTD = block(x_BTD, rotary, layout)
         if not self.place.last:
             return get_gradient_edge(x_BTD)
-        hidden_BTD, head = backbone.norm(x_BTD), self.objective.head(batch)
-        scores_BT = head(hidden_BTD, self.trainee.model.lm_head, self.plan.model.config.final_softcap)
-        return self.objective.loss(scores_BT, batch).total * self._factor()
+        output = self.trainee.model.judged(backbone.norm(x_BTD), self.objective.head(batch))
+        return self.objective.loss(output, batch).total * self._factor()
 
     def _backward(self, edge: Edge) -> None:
         torch.autograd.backward(edge, None if self.place.last else self._stream())

@@ -19,6 +19,7 @@ from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, sha
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.objectives import build_objective
 from bloomery.train.optimizers import build_optimizer
+from bloomery.train.stand_in import completed, hollow_teacher
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, Trainee, train_step
 
@@ -43,9 +44,10 @@ def simulated_step(
         trainee = prepared(decoder_of(plan), plan, tracker, mesh)
         tracker.ask(lambda: gradients(trainee))
         batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
-        tracker.call("weights", weights(trainee.model))
+        teacher = hollow_teacher(plan) if plan.objective.kind == "distil" else None
+        tracker.call("weights", (tensor for model in (trainee.model, teacher) if model for tensor in weights(model)))
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
-        objective = build_objective(plan)
+        objective = build_objective(plan, lambda _: teacher or hollow_teacher(plan))
         for number, some in (("first", batches[:1]), ("second", batches)):
             say(f"the {number} of two steps")
             tracker.forget_peak()
@@ -108,4 +110,4 @@ def batch_of(plan: Plan) -> Batch:
     """A micro-batch."""
     shape = plan.train.micro_batch, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
-    return Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])
+    return completed(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)

@@ -26,9 +26,11 @@ def load_teacher(plan: Plan) -> Decoder:
     assert isinstance(plan.objective, Distil)
     folder = local_model(plan.objective.teacher)
     refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
-    precision = plan.train.precision
-    dtype = {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
-    return _loaded(folder, dtype, plan.train.device, plan.model.attention)
+    return _loaded(folder, kept_as(plan.train.precision), plan.train.device, plan.model.attention)
+
+
+def kept_as(precision: str) -> torch.dtype:
+    return {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
 
 
 @lru_cache(maxsize=1)  # a run that plans anew keeps the one that it has: two might not fit

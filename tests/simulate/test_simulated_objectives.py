@@ -1,0 +1,68 @@
+"""Steps of every objective run on fake tensors, and take the memory that real ones take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from memory_tracker import peak_bytes
+from steps_for_tests import _batch, simulated, small_plan
+
+from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.recipe.schema import Distil, Kto, Lora, OrPo, Preference, Reward, SimPo
+from bloomery.simulate.step import weights
+from bloomery.train.objectives import build_objective
+from bloomery.train.stand_in import completed
+from bloomery.train.state import build_state
+from bloomery.train.step import train_step
+
+ASKED = [
+    Preference(kind="dpo"), SimPo(kind="simpo"), OrPo(kind="orpo"), Kto(kind="kto"), Reward(kind="reward"),
+]  # fmt: skip
+
+
+def of_objective(plan, asked, **changes):
+    head = "values" if isinstance(asked, Reward) else "tokens"
+    model = plan.model.model_copy(update={"config": replace(plan.model.config, head=head), **changes})
+    return plan.model_copy(update={"objective": asked, "model": model})
+
+
+def measured(plan, teacher=None) -> float:
+    """As `steps_for_tests.measured`, of the plan's own objective."""
+    torch.set_num_threads(1)
+    trainee, objective = build_state(plan).trainee, build_objective(plan, lambda _: teacher)
+    batches = [completed(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))]
+
+    def step() -> None:
+        train_step(trainee, batches, objective, plan=plan.train, share=1.0)
+
+    step()
+    step()
+    models = [trainee.model] + ([] if teacher is None else [teacher])
+    held = [tensor for model in models for tensor in weights(model)]
+    held += trainee.optimizer.named_tensors().values()
+    held += [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None]
+    return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.kind)
+def test_simulated_steps_take_what_measured_ones_do(asked):
+    plan = of_objective(small_plan(micro_batches=2), asked)
+    assert simulated(plan) == pytest.approx(measured(plan), rel=0.05)
+
+
+def test_a_reference_without_adapters_takes_no_memory_of_its_own(tmp_path):
+    plan = small_plan(micro_batches=2, adapter={"kind": "lora", "rank": 4})
+    write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
+    dpo, simpo = (of_objective(plan, asked, source=tmp_path) for asked in (Preference(kind="dpo"), SimPo(kind="simpo")))
+    assert isinstance(dpo.adapter, Lora)
+    assert simulated(dpo) == pytest.approx(simulated(simpo), rel=0.02)
+    assert simulated(dpo) == pytest.approx(measured(dpo), rel=0.05)
+
+
+def test_a_teacher_is_counted(tmp_path):
+    plan = small_plan(micro_batches=2)
+    write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
+    asked = Distil(kind="distil", teacher=str(tmp_path))
+    plan = of_objective(plan, asked)
+    teacher = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention).eval().requires_grad_(False)
+    assert simulated(plan) == pytest.approx(measured(plan, teacher), rel=0.05)
