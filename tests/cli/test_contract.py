@@ -144,7 +144,7 @@ def test_keys_of_the_demo():
         (["plan", "go-coder-125m", "model.hidden_size=16384", "model.num_layers=64", "--gpu", "RX 6600"], 1),
         (["plan", "go-coder-tiny", "--gpu", "a toaster"], 2),
         (["plan", "no-such-recipe"], 2),
-        (["plan", "go-coder-tiny", "objective.kind=dpo"], 2),
+        (["plan", "go-coder-tiny", "objective.kind=ppo"], 2),
         (["plan", "go-coder-tiny", "model.preset=go-coder-huge"], 2),
         (["plan", "go-coder-tiny", "train.tokens_per_step=1000"], 2),
         (["plan", "go-coder-tiny", "train.length=5%"], 2),

@@ -44,7 +44,7 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("section", "key"),
     [
-        ({"objective": {"kind": "sft"}}, "objective.kind=sft"),
+        ({"objective": {"kind": "ppo"}}, "objective.kind=ppo"),
         ({"adapter": {"kind": "peft", "method": "adalora"}}, "adapter.kind=peft"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
         ({"model": {"implementation": "foreign"}}, "model.implementation=foreign"),
@@ -58,8 +58,8 @@ def test_what_is_not_built_is_refused_by_name(section, key):
 
 def test_everything_unbuilt_is_named_at_once():
     with pytest.raises(UserError) as error:
-        resolve(loaded(objective={"kind": "dpo"}, parallel={"pipeline": 4}), machine())
-    assert error.value.problem.startswith("objective.kind=dpo, parallel.pipeline=4 are not")
+        resolve(loaded(objective={"kind": "grpo"}, parallel={"pipeline": 4}), machine())
+    assert error.value.problem.startswith("objective.kind=grpo, parallel.pipeline=4 are not")
 
 
 def test_rows_longer_than_learned_positions_are_refused():
