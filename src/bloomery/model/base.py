@@ -85,7 +85,8 @@ def base_folder(folder: Path) -> Path:
     remedy = f"name the base yourself: BASE+{folder.name}"
     if not isinstance(name, str) or not name or not name.isprintable():
         raise UserError("the adapter does not say which model it adapts", where=where, remedy=remedy)
-    for place in (Path(name), folder / name):
+    beside = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # of a run that was moved
+    for place in (Path(name), folder / name, *beside):
         if len(name) < 4000 and (place / "config.json").is_file():
             return place
     if not is_hub_id(name):
