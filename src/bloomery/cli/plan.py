@@ -80,6 +80,7 @@ def show_plan(
     else:
         from bloomery.cli import cli
         from bloomery.plan.corpus import absent
+        from bloomery.plan.fetched import unfetched
         from bloomery.plan.page import page
 
         elsewhere = {"train"} if gpu is not None else set()  # nobody trains on a card that is not here
@@ -87,6 +88,8 @@ def show_plan(
         told, source = found.lines() if found else [], source or loaded.name
         words = _device_words(gpu, gpus, nodes)
         click.echo("\n".join(page(plan, machine, source=source, verbs=verbs, devices=words, simulated=told)))
+        for model in unfetched(loaded.recipe):
+            click.echo(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
         for place in absent(loaded.recipe) if gpu is None and plan.corpus is None else ():
             click.echo(f"note: nothing lies at data.path {place}: `bloomery train` would stop there", err=True)
     return 0 if plan.fits and (found is None or found.fits) else 1

@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from bloomery.errors import UserError
-from bloomery.hub import local_model
+from bloomery.hub import cached_model, local_model
 from bloomery.model.config import ModelConfig, RopeScaling, checked
 from bloomery.model.families import config_from_hf, config_to_hf, fresh_config, known_family
+from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
 LARGEST_CONFIG = 16 * 2**20
@@ -67,6 +68,13 @@ def read_config(folder: Path) -> ModelConfig:
     return config_from_hf(stated, where=str(path))
 
 
+def known_config(name: str) -> ModelConfig:
+    """Of a folder or of a model that was fetched; of one that was not, from our table. Raises UserError."""
+    folder = cached_model(name)
+    table = published_config(name) if folder is None else None
+    return table or read_config(folder or local_model(name))
+
+
 def build_config(
     model: schema.Model,
     *,
@@ -118,7 +126,7 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
             remedy="take them out, or name a family instead of model.from",
             code=2,
         )
-    config = read_config(local_model(model.from_))
+    config = known_config(model.from_)
     grown = max(config.vocab_size, vocab_size or 0)  # `weights.read_model` gives new tokens rows of their own
     return replace(config, vocab_size=grown, **_dropout(model))
 

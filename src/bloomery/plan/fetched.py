@@ -1,22 +1,48 @@
 """What a recipe names on the Hub, fetched before anything is decided and read from disk from then on"""
 
+from pathlib import Path
+
 from bloomery import hub
+from bloomery.model.published import published_config
 from bloomery.recipe.schema import Distil, Recipe
 
 
 def fetch(recipe: Recipe, *, weights: bool) -> None:
     """Model, tokenizer, teacher and text of a recipe lie on this disk afterwards. Raises UserError.
 
-    Without `weights`, as a plan needs it, models come as config and tokenizer, and text not at all.
+    Without `weights`, as a plan needs it, models come as config and tokenizer, those of our table and text not at all.
     """
     if recipe.model.from_ is not None:
-        hub.fetch_model(recipe.model.from_, weights=weights)
+        _fetch_model(recipe.model.from_, weights=weights)
     if recipe.tokenizer.from_ not in (None, "same"):
         hub.fetch_tokenizer(str(recipe.tokenizer.from_))
     if isinstance(recipe.objective, Distil):
-        hub.fetch_model(recipe.objective.teacher, weights=weights)
+        _fetch_model(recipe.objective.teacher, weights=weights)
     if weights:
         fetch_text(recipe)
+
+
+def _fetch_model(name: str, *, weights: bool) -> None:
+    if weights or published_config(name) is None:
+        hub.fetch_model(name, weights=weights)
+
+
+def models_of(recipe: Recipe) -> list[str]:
+    """Those that the recipe takes weights from."""
+    start = [] if recipe.model.from_ is None else [recipe.model.from_]
+    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distil) else start
+
+
+def unfetched(recipe: Recipe) -> list[str]:
+    """Models that only our table knows so far."""
+    return [name for name in models_of(recipe) if hub.cached_model(name) is None]
+
+
+def place_of(name: str) -> Path:
+    """The folder of a model, or its name where it is not here and our table was asked instead. Raises UserError."""
+    if hub.cached_model(name) is None and published_config(name) is not None:
+        return Path(name)
+    return hub.local_model(name)
 
 
 def fetch_text(recipe: Recipe) -> None:
