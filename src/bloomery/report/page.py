@@ -8,6 +8,7 @@ from statistics import fmean
 
 from bloomery.monitor.devices import format_joules
 from bloomery.monitor.tally import in_millions
+from bloomery.report.answers import Answered, draw_answers
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
 from bloomery.report.claims import judge_run
 from bloomery.report.devices import devices
@@ -22,7 +23,9 @@ _HAPPENED = {"kill": "killed", "resume": "resumed", "skip": "step skipped", "rew
 _SHOWN_SAMPLES = 24  # checkpoints whose samples are on the page
 
 
-def page(record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: str) -> str:
+def page(
+    record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: str, answers: Sequence[Answered] = ()
+) -> str:
     """The whole document. `held_out` may be the reason why there is none."""
     sections = [
         *(bar_chart(bars) for bars in extras),
@@ -34,6 +37,7 @@ def page(record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: 
         section("What happened", incidents(record)),
         section("Evaluations", evaluations(record)),
         section("What it writes", samples(record)),
+        section("Held-out questions, before training and after", draw_answers(answers)),
         section("A held-out text, token by token", _held_out(held_out)),
         section("What the recipe expected", claims(record)),
         section("What was chosen, and why", choices(record)),
@@ -65,7 +69,9 @@ def headline(record: Record, name: str) -> Html:
     steps = f"{tally.step:,} of {tally.steps:,} steps" if tally.steps else f"{tally.step:,} steps"
     lead = [el("span", record.state, class_=f"state {record.state}"), f" · {steps}"]
     if record.started is not None:
-        lead.append(f" · {format_count(record.started.parameters)} parameters on {record.started.device}")
+        trained = record.started.trained
+        some = "" if trained is None else f", {format_count(trained)} of them trained,"
+        lead.append(f" · {format_count(record.started.parameters)} parameters{some} on {record.started.device}")
     cards = [card(value, title) for value, title in _figures(record) if value]
     return join(el("h1", name), el("p", *lead, class_="lead"), el("div", *cards, class_="cards"))
 

@@ -1,0 +1,84 @@
+"""Held-out questions with the answers of the model that a run started from and of the one that it made, side by side"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
+from bloomery.monitor.scrub import scrub
+from bloomery.plan.types import Plan
+from bloomery.report.html import Html, el, join
+
+if TYPE_CHECKING:
+    from bloomery.train.answers import Question
+
+_MOST_PARAMETERS = 1_500_000_000  # as of the held-out text
+_QUESTIONS = 4
+_LOOKED_AT = 64  # questions of which the shortest are taken
+_MAX_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Answered:
+    question: str
+    reference: str
+    before: str
+    after: str
+
+
+def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answered]:
+    """The shortest of the held-out questions with both answers. Empty where a run has no model that
+    it started from, no conversations, no checkpoint, or is too large to be loaded twice.
+    """
+    from bloomery.train.answers import held_out_questions
+    from bloomery.train.sealed import newest_valid
+
+    if plan.model.source is None or plan.objective.kind in ("pretrain", "reward") or parameters > _MOST_PARAMETERS:
+        return []
+    checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
+    if checkpoint is None:
+        return []
+    try:
+        tokenizer = load_tokenizer(plan.data.prepared)
+        questions = held_out_questions(plan.data.prepared, _LOOKED_AT)
+        chosen = sorted(questions, key=lambda question: len(question.prompt))[:_QUESTIONS]
+        before = _answers(plan.model.source, chosen, tokenizer)
+        after = _answers(checkpoint, chosen, tokenizer)
+    except UserError:  # the section above says what is wrong with the text or the model
+        return []
+    asked = [(_text(tokenizer, q.prompt), _text(tokenizer, q.reference)) for q in chosen]
+    return [Answered(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
+
+
+def _answers(folder: Path, questions: "list[Question]", tokenizer: Tokenizer) -> list[str]:
+    """One model at a time is in memory."""
+    import torch
+
+    from bloomery.model.weights import load_decoder
+    from bloomery.train.answers import answer
+
+    decoder = load_decoder(folder, dtype=torch.float32)
+    said = [answer(decoder, tokenizer, question, max_tokens=_MAX_TOKENS) for question in questions]
+    return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    from bloomery.train.answers import shown
+
+    return scrub(shown(tokenizer, ids))
+
+
+def draw_answers(answered: Sequence[Answered]) -> Html | None:
+    """A question and three answers each."""
+    if not answered:
+        return None
+    note = el("p", f"drawn alike, {_MAX_TOKENS} tokens at most; … where a model did not end by itself", class_="note")
+    return join(note, *(_drawn(one) for one in answered))
+
+
+def _drawn(one: Answered) -> Html:
+    columns = [("before training", one.before), ("after training", one.after), ("reference", one.reference)]
+    figures = [el("figure", el("figcaption", el("b", title)), el("pre", text)) for title, text in columns]
+    return el("div", el("p", one.question, class_="asked"), el("div", *figures, class_="three"))

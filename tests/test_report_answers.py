@@ -1,0 +1,78 @@
+"""Answers to held-out questions before training and after, on the report's page"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from bloomery.data.prepare import prepare
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.model.weights import fresh_decoder, load_decoder, model_state
+from bloomery.recipe.load import load_recipe
+from bloomery.report.answers import Answered, compare_answers, draw_answers
+from bloomery.train.answers import answer, held_out_questions, shown
+from bloomery.train.checkpoint import Saver
+from models_for_tests import make_config, make_model
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }}\n{% else %}{{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base, a checkpoint of another seed, and prepared conversations of two turns."""
+    root = tmp_path_factory.mktemp("answers")
+    base = make_model(root / "base")
+    rows = [{"messages": [{"role": role, "content": f"{text} {n}"} for role, text in
+                          (("user", "return"), ("assistant", "def f"), ("user", "more"), ("assistant", "x"))]}
+            for n in range(60)]  # fmt: skip
+    (root / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["objective.kind=sft", f"data.path={root}/talk.jsonl", "data.validation=20%", f"tokenizer.from={base}",
+             "data.sequence_length=64", f"data.chat.template={json.dumps(TEMPLATE)}"]  # fmt: skip
+    prepare(load_recipe("go-coder-tiny", words), root / "prepared")
+    tokenizer = load_tokenizer(base)
+    saver = Saver(root / "checkpoints", 5, False, tokenizer=base)
+    config = make_config(tokenizer)
+    saver.save(1, {"model": model_state(fresh_decoder(config, seed=7))}, config, {"consumed": 0}, best=True)
+    plan = SimpleNamespace(
+        model=SimpleNamespace(source=base), objective=SimpleNamespace(kind="sft"),
+        data=SimpleNamespace(prepared=root / "prepared"),
+    )  # fmt: skip
+    return plan, root / "checkpoints", tokenizer
+
+
+def test_questions_end_where_the_first_answer_begins(made):
+    plan, _, tokenizer = made
+    questions = held_out_questions(plan.data.prepared, 3)
+    assert len(questions) == 3
+    for question in questions:
+        number = tokenizer.decode(question.prompt).split()[-1]
+        assert tokenizer.decode(question.prompt) == f"Q return {number}\n"
+        assert tokenizer.decode(question.reference[:-1]) == f"def f {number}"
+        assert question.reference[-1] == tokenizer.eos_id
+
+
+def test_both_models_answer_the_same_questions(made):
+    plan, checkpoints, tokenizer = made
+    told = compare_answers(plan, checkpoints, 1)
+    assert len(told) == 4 and all(one.question.startswith("Q return") and "def f" in one.reference for one in told)
+    questions = held_out_questions(plan.data.prepared, 64)
+    first = min(questions, key=lambda question: len(question.prompt))
+    said = answer(load_decoder(plan.model.source), tokenizer, first, max_tokens=160)
+    assert told[0].before == shown(tokenizer, said.ids) + ("" if said.ended else " …")
+    assert any(one.before != one.after for one in told)
+
+
+def test_pretraining_and_runs_without_a_checkpoint_have_none(made, tmp_path):
+    plan, checkpoints, _ = made
+    assert compare_answers(plan, tmp_path, 1) == []
+    fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None)})
+    assert compare_answers(fresh, checkpoints, 1) == []
+
+
+def test_answers_are_text_and_no_markup():
+    page = draw_answers([Answered("<q>", "<r>", "<b>", "<a>")])
+    assert page is not None and all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page
+    assert draw_answers([]) is None
