@@ -1,4 +1,6 @@
 import math
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bloomery.errors import UserError
+from bloomery.model import quantize_operator
 from bloomery.model.quantize_facts import storage_bytes
 from bloomery.model.quantize_weight import QuantisedWeight
 from bloomery.parallel.apply import _selective_contexts
@@ -134,6 +137,27 @@ def test_a_weight_that_is_not_finite_is_refused(bad, kind):
     weight[3, 5] = bad
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds weights that are not finite"):
         QuantisedWeight(weight.shape, KINDS[kind]).fill([weight], name="model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (24, 20)])  # whole blocks in one kernel, others as ever
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_reads_the_same_bits(kind, shape, monkeypatch):
+    monkeypatch.setattr(quantize_operator, "_one_kernel", traced(quantize_operator._one_kernel.__wrapped__))
+    weight = weight_of(*shape)
+    ours, theirs = quantised(weight, kind), QuantisedWeight(weight.shape, KINDS[kind], reader="compiled")
+    theirs.fill([weight], name="w")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(ours.dequantised(dtype), theirs.dequantised(dtype))
+
+
+def traced(one_kernel):
+    """The same functions through torch.compile, without the minutes that generating code takes."""
+
+    def compiled(codes):
+        with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)):
+            return one_kernel(codes)
+
+    return compiled
 
 
 def test_bitsandbytes_reads_what_we_store():

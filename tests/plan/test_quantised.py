@@ -21,19 +21,21 @@ def probe(outcome: str) -> Probe:
     return Probe(name="bitsandbytes", outcome=outcome)
 
 
-@pytest.mark.parametrize(("where", "base", "device", "expected", "because"), [
-    (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "cuda", "bitsandbytes", "its probe came out right"),
-    (with_bitsandbytes("0.50.2", probe("wrong")), "nf4", "cuda", "torch", "came out wrong"),
-    (with_bitsandbytes("0.50.2"), "nf4", "cuda", "torch", "has not tried"),
-    (with_bitsandbytes("0.49.2", probe("ok")), "nf4", "cuda", "torch", "older than 0.50"),
-    (with_bitsandbytes("1.0", probe("ok")), "nf4", "cuda", "bitsandbytes", "bitsandbytes 1.0"),
-    (with_bitsandbytes("0.50.2", probe("ok")), "int8", "cuda", "torch", "64 weights"),
-    (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "cpu", "torch", "on a processor"),
-    (gpu_machine("MI300X"), "nf4", "cuda", "torch", "not installed"),
+@pytest.mark.parametrize(("where", "base", "expected", "because"), [
+    (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "bitsandbytes", "its probe came out right"),
+    (with_bitsandbytes("0.50.2", probe("wrong")), "nf4", "torch", "came out wrong"),
+    (with_bitsandbytes("0.50.2"), "nf4", "torch", "has not tried"),
+    (with_bitsandbytes("0.49.2", probe("ok")), "nf4", "torch", "older than 0.50"),
+    (with_bitsandbytes("1.0", probe("ok")), "nf4", "bitsandbytes", "right on this GPU"),
+    (with_bitsandbytes("0.50.2", probe("ok")), "int8", "torch", "each 64 of 8 bits"),
+    (gpu_machine("MI300X"), "nf4", "torch", "not installed"),
 ])  # fmt: skip
-def test_whose_kernels_read_the_base(where, base, device, expected, because):
-    choice = backend(where, base, device=device)
-    assert choice.value == expected and because in choice.because
+def test_whose_kernels_read_the_base(where, base, expected, because):
+    plain = backend(where, base, device="cuda", compiled=False)
+    assert plain.value == expected and because in plain.because
+    compiled = backend(where, base, device="cuda", compiled=True)
+    assert compiled.value == ("compiled" if expected == "torch" else expected)
+    assert backend(where, base, device="cpu", compiled=True).value == "torch"
 
 
 def test_the_plan_says_it_and_keeps_it():
@@ -41,7 +43,7 @@ def test_the_plan_says_it_and_keeps_it():
     plan = resolve(recipe, with_bitsandbytes("0.50.2", probe("ok")))
     said = next(decision for decision in plan.decisions if decision.key == "quantize.base")
     assert plan.quantised_by == "bitsandbytes"
-    assert said.because.startswith("4.127 bits a weight of the layers; bitsandbytes 0.50.2 reads them")
+    assert said.because.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
     here = resolve(recipe, machine())
     assert here.quantised_by == "torch" and here.quantize.base == "nf4"
 

@@ -98,16 +98,21 @@ def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = BLO
 
 
 @cache
+def nf4_levels(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_LEVELS, device=device)
+
+
+@cache
 def nf4_bounds(device: torch.device) -> Tensor:
     """Half way between the levels."""
-    levels = torch.tensor(NF4_LEVELS, device=device)
+    levels = nf4_levels(device)
     return (levels[:-1] + levels[1:]) / 2
 
 
 @cache
 def nf4_pairs(device: torch.device) -> Tensor:
     """The two float32 levels of every byte, as one int64 [256]: a look-up for two weights, of words of 8 bytes."""
-    levels = torch.tensor(NF4_LEVELS, device=device)
+    levels = nf4_levels(device)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1).view(torch.int64).squeeze(1)
 
 

@@ -5,6 +5,7 @@ and never the weight that it made.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from bloomery.errors import UserError
 from bloomery.model.quantize_facts import BLOCK, CPU_PIECE, GPU_PIECE
-from bloomery.model.quantize_formats import dequantise_int8, dequantise_nf4, dequantise_scales
+from bloomery.model.quantize_formats import dequantise_int8, dequantise_nf4, dequantise_scales, nf4_levels
 
 
 class Stored(NamedTuple):
@@ -23,7 +24,7 @@ class Stored(NamedTuple):
     outer: Tensor
     outputs: int
     inputs: int
-    reader: str  # torch, bitsandbytes
+    reader: str  # torch, compiled, bitsandbytes
 
 
 _READ: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
@@ -42,6 +43,9 @@ def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
     if stored.reader == "bitsandbytes":
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, BLOCK, "nf4", shape, dtype)
         return weight
+    if stored.reader == "compiled" and scales.numel() * BLOCK == stored.outputs * stored.inputs:
+        values: Tensor = _one_kernel(codes.dtype)(codes, scales, nf4_levels(codes.device), dtype)
+        return values.view(shape)
     read, in_a_byte = _READ[codes.dtype], 2 if codes.dtype == torch.uint8 else 1
     flat = torch.empty(stored.outputs * stored.inputs, dtype=dtype, device=codes.device)
     piece = CPU_PIECE if codes.device.type == "cpu" else GPU_PIECE
@@ -50,6 +54,21 @@ def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
         some = codes[first // in_a_byte : -(-(first + len(part)) // in_a_byte)]
         read(some, scales[first // BLOCK : -(-(first + len(part)) // BLOCK)], part)
     return flat.view(shape)
+
+
+@cache
+def _one_kernel(codes: torch.dtype) -> Callable[..., Tensor]:
+    """Of weights of whole blocks: (codes, scales, levels of nf4, dtype) to floats, without anything between."""
+    return torch.compile(_nf4_at_once if codes == torch.uint8 else _int8_at_once, dynamic=True)
+
+
+def _nf4_at_once(codes: Tensor, scales: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    values = levels.index_select(0, torch.stack([codes >> 4, codes & 15], dim=1).view(-1).int())
+    return (values.view(-1, BLOCK) * scales[:, None]).to(dtype)
+
+
+def _int8_at_once(codes: Tensor, scales: Tensor, _levels: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.float().view(-1, BLOCK) * scales[:, None]).to(dtype)
 
 
 def ready(reader: str) -> str:

@@ -30,7 +30,7 @@ class QuantisedWeight(nn.Module):
     def __init__(
         self, shape: Sequence[int], quantize: Quantize, *, reader: str = "torch", device: torch.device | None = None
     ) -> None:
-        """`reader`: "torch" or, for nf4 on a GPU, "bitsandbytes". Undefined until `fill`."""
+        """`reader`: "torch", on a GPU also "compiled" or, for nf4, "bitsandbytes". Undefined until `fill`."""
         super().__init__()
         self.outputs, self.inputs = shape
         self.base, self.reader = quantize.base, ready(reader)

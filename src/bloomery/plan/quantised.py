@@ -1,12 +1,10 @@
 """A base in 4 or 8 bits: what it needs, what it means in this run, and whose kernels read it."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from bloomery.choice import Choice
 from bloomery.errors import UserError
-from bloomery.hardware.machine import Machine
-from bloomery.model.quantize_facts import backend, storage_bytes
+from bloomery.model.quantize_facts import Reader, storage_bytes
 from bloomery.recipe.schema import Recipe
 
 MANY = 2**24  # weights, to say how many bits one takes: the scales of scales are spread over all
@@ -23,16 +21,10 @@ def refuse_quantised_misfits(recipe: Recipe) -> None:
         )
 
 
-def quantised_by(recipe: Recipe, machine: Machine, *, device: str) -> Literal["torch", "bitsandbytes"]:
-    """Whose code reads the quantised base."""
-    return "bitsandbytes" if backend(machine, recipe.quantize.base, device=device).value == "bitsandbytes" else "torch"
-
-
-def quantised_choices(recipe: Recipe, machine: Machine, *, device: str) -> Iterator[tuple[str, Choice[str]]]:
+def quantised_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
     """By key, in how many bits what is kept, and who reads it."""
     base, double = recipe.quantize.base, recipe.quantize.double
     if base == "none":
         return
     bits = 8 * storage_bytes((MANY,), base, double) / MANY
-    reader = backend(machine, base, device=device)
     yield "quantize.base", Choice(f"{base} base", f"{bits:.4g} bits a weight of the layers; {reader.because}")

@@ -12,6 +12,7 @@ from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hub import local_model
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
+from bloomery.model.quantize_facts import backend
 from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
 from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
@@ -21,7 +22,7 @@ from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
 from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.quantised import quantised_by, quantised_choices, refuse_quantised_misfits
+from bloomery.plan.quantised import quantised_choices, refuse_quantised_misfits
 from bloomery.plan.states import learning_bytes, optimizer_bytes, way_of
 from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
@@ -116,6 +117,8 @@ class _Resolution:
         attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)
         scale = self.scale(tokens.value)
         compiled = self.compiled(precision.value, attention.value, scale)
+        device, base = self.profile.device.value, recipe.quantize.base
+        reader = backend(self.machine, base, device=device, compiled=compiled.value)
         load = self.occupancy(precision.value, attention.value, compiled.value)
         cut, parts, mesh = self.laid(load, scale.rows_per_step)
         if load.way.in_backward and cut.micro_batch.value < scale.rows_per_step:
@@ -142,7 +145,7 @@ class _Resolution:
             objective=recipe.objective,
             adapter=recipe.adapter,
             quantize=recipe.quantize,
-            quantised_by=quantised_by(recipe, self.machine, device=self.profile.device.value),
+            quantised_by=reader.value,
             torch=self.torch or "",
             memory=cut.memory,
             step_seconds=seconds,
@@ -156,6 +159,7 @@ class _Resolution:
                 _decision("train.tokens_per_step", tokens),
                 *self.length(scale),
                 *self.decisions(cut),
+                *(_decision(*told) for told in quantised_choices(recipe, reader)),
                 *self.lean(precision.value),
             ),
             contradictions=(),
@@ -200,9 +204,7 @@ class _Resolution:
 
     def lean(self, precision: str) -> tuple[Decision, ...]:
         gpu = self.profile.accelerator is not None
-        told = [*quantised_choices(self.recipe, self.machine, device=self.profile.device.value)]
-        told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
-        return tuple(_decision(*each) for each in told)
+        return tuple(_decision(*told) for told in lean_choices(self.recipe, accelerator=gpu, precision=precision))
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment

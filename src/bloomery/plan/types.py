@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from bloomery.model.config import ModelConfig
+from bloomery.model.quantize_facts import Reader
 from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
 from bloomery.units import Duration
 
@@ -246,7 +247,7 @@ class Plan(Part):
     objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
-    quantised_by: Literal["torch", "bitsandbytes"] = "torch"  # whose code reads a quantised base; torch: ours
+    quantised_by: Reader = "torch"  # whose code reads a quantised base
     torch: str  # the version that the plan was made for
     memory: MemoryEstimate
     step_seconds: Estimate | None  # None: nothing is known of this device
