@@ -188,3 +188,10 @@ def test_a_terminal_gets_the_live_view_and_a_pipe_gets_lines():
         for event in made_up_run():
             view.write(event)
     assert HEADER in pipe.file.getvalue() and "\x1b" not in pipe.file.getvalue()
+
+
+def test_how_much_of_a_model_is_trained_is_said_where_it_is_not_all():
+    whole = RunStarted(version="0", parameters=16_081_536, steps=1, attention="mask", device="cpu")
+    part = replace(whole, trained=98_304)
+    assert lines_of([whole])[0].endswith("16,081,536 parameters on cpu, attention: mask")
+    assert lines_of([part])[0].endswith("16,081,536 parameters, 98,304 of them trained, on cpu, attention: mask")

@@ -29,6 +29,7 @@ class Event:
 class RunStarted(Event):
     version: str
     parameters: int
+    trained: int | None = None  # of them; None: all
     steps: int
     attention: str  # the kernel that runs
     device: str

@@ -129,7 +129,9 @@ class PlainView:
     def _say(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._titled("runs", f"{event.parameters:,} parameters on {event.device}, attention: {event.attention}")
+                some = f", {event.trained:,} of them trained," if event.trained is not None else ""
+                where = f"on {event.device}, attention: {event.attention}"
+                self._titled("runs", f"{event.parameters:,} parameters{some} {where}")
             case Phase():
                 self._say_phase(event)
             case Sampled():

@@ -9,6 +9,8 @@ from bloomery import __version__
 from bloomery.data.loader import Loader, Prefetcher
 from bloomery.data.shards import Name, read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.model.adapters import is_adapter
+from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
@@ -89,11 +91,15 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
 def announce(job: Job) -> None:
     """What this run is, and why."""
     plan = job.plan
+    beside = sum(p.numel() for name, p in job.state.trainee.model.named_parameters() if is_adapter(name))
+    parameters = parameter_count(plan.model.config) + beside
+    trained = sum(p.numel() for p in job.state.trainee.optimizer.parameters)
     job.emit(
         RunStarted(
             step=job.step,
             version=__version__,
-            parameters=sum(p.numel() for p in job.state.trainee.model.parameters()),
+            parameters=parameters,
+            trained=None if trained == parameters else trained,
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
