@@ -143,8 +143,13 @@ def _limited(pieces: Iterator[str]) -> Iterator[str]:
         yield piece
 
 
+def _short(said: object) -> str:
+    """One line without its full stop."""
+    return " ".join(str(said).split())[:240].removesuffix(".")
+
+
 def _reason(error: Exception) -> str:
-    said = " ".join(str(error).split())[:240]
+    said = _short(error)
     match error:
         case jinja2.exceptions.SecurityError():
             return f"it reaches for what no template may: {said}"
@@ -190,7 +195,7 @@ def _compile(said: Json) -> Template | str:
         enders = re.compile("|".join(map(re.escape, said["enders"])) or "(?!)")
         return Template(said["text"], said["names"], enders, said["seconds"])
     except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {' '.join(str(error.message).split())[:240]}"
+        return f"line {error.lineno}: {_short(error.message)}"
     except MemoryError:
         return _MEMORY
     except (RecursionError, SyntaxError):
