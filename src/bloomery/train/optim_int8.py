@@ -92,16 +92,17 @@ class EightBit:
     def decoded(self, raw: list[Tensor]) -> Tensor:
         levels, scales = raw
         shares = levels.to(torch.float32).div_(self._levels)
-        magnitude = shares.square().square_()
-        return (magnitude.copysign_(shares) if self.signed else magnitude).mul_(scales[:, None]).view(-1)
+        square = shares.square()
+        fourth = shares.mul_(shares.abs()).mul_(square) if self.signed else square.square_()
+        return fourth.mul_(scales[:, None]).view(-1)
 
     def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:  # noqa: ARG002
         blocks = exact.view(-1, BLOCK)
-        scales = torch.linalg.vector_norm(blocks, float("inf"), dim=1)
+        scales = (blocks.abs() if self.signed else blocks).amax(1)
         shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
         if not self.signed:
             return [shares.sqrt_().sqrt_().mul_(255).round_().clamp_(min=1).to(torch.uint8), scales]
-        levels = shares.abs().sqrt_().sqrt_().mul_(127).round_().copysign_(shares)
+        levels = shares.abs().sqrt_().sqrt_().mul_(127).round_().mul_(shares.sign_())
         return [levels.to(torch.int8), scales]
 
 

@@ -133,8 +133,9 @@ def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
 def exact_norm(tensor: Tensor) -> Tensor:
     """The Euclidean norm, float32; in pieces, as a CPU first makes a float32 copy of what is not."""
     pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)))
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norms: list[Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    return whole
 
 
 def root_mean_square(tensors: Sequence[Tensor]) -> Tensor:

@@ -25,9 +25,9 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
     """bfloat16 beside each float32 number, the nearer one the likelier: on average the number itself.
 
     A bfloat16 is the upper half of a float32: a random lower half is added to the whole, and the sum is cut off. What
-    is a bfloat16 already stays as it is. NaN stays NaN: its bits could wrap round to zero.
+    is a bfloat16 already stays as it is. What is not finite becomes NaN, whose bits could else wrap round to zero.
     """
     words = exact.view(torch.int32) + bits.view(exact.shape)  # -2^15 to 2^15 - 1
     upper = words.add_(_HALF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
     del words
-    return torch.where(exact.isnan(), exact.to(torch.bfloat16), upper)
+    return upper.add_((exact - exact).to(torch.bfloat16))
