@@ -7,6 +7,7 @@ from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors  # noqa: F
 from test_step import OBJECTIVE, batch, poisoned, weights
 
 from bloomery.monitor.events import Vitals, Warned
+from bloomery.train import job
 from bloomery.train.optim_backward import InBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -169,3 +170,23 @@ def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
     assert whole.losses()[6] < whole.losses()[1] - 0.2
     assert not whole.of(Warned)
     assert all(vitals.no_gradient_share is None for vitals in whole.of(Vitals)) == bool(optimizer.get("in_backward"))
+
+
+def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, monkeypatch):
+    train = {"steps": 4, "accumulation": 1, "tokens_per_step": 64}
+    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": "adafactor", "in_backward": True})
+    build = job.build_state
+
+    def poisoned(plan, **rest):
+        state = build(plan, **rest)
+        weight, seen = state.trainee.model.model.layers[1].mlp.up_proj.weight, []
+        weight.register_hook(lambda g: seen.append(g) or (g * math.nan if len(seen) == 2 else g))
+        return state
+
+    monkeypatch.setattr(job, "build_state", poisoned)
+    run = Run(plan, tmp_path / "run")
+    (warned,) = run.of(Warned)
+    assert "the gradient of step 2 is not a finite number" in warned.because
+    assert "cut short in backward" in warned.because
+    assert [step for step, loss in run.losses().items() if loss is None] == [2]
+    assert all(bool(tensor.isfinite().all()) for tensor in run.tensors(4).values())

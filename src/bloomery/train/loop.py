@@ -154,13 +154,13 @@ def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
         return job.state.policy.judge(True, step=job.step, rows=rows)
     scale = job.state.trainee.scale
     if result.overflowed and scale is not None:
-        because = f"step {job.step} overflowed float16 and was skipped; the loss scale is now {scale.value:,.0f}"
+        because = f"step {job.step} overflowed float16 and was {result.left}; the loss scale is now {scale.value:,.0f}"
         job.emit(Warned(step=job.step, because=because))
         return "skip"
     what = "gradient" if math.isfinite(result.loss) else "loss"
     text = job.tokenizer.decode(first.tokens[0, :40].tolist())
     where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data, which begin with {text!r}"
-    because = f"the {what} of step {job.step} is not a finite number ({where}): the step was not taken"
+    because = f"the {what} of step {job.step} is not a finite number ({where}): the step was {result.left}"
     job.emit(Warned(step=job.step, because=because))
     return job.state.policy.judge(False, step=job.step, rows=rows, what=what)
 

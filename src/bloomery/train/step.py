@@ -27,11 +27,18 @@ class StepResult:
     overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
     learned: int = 0  # labels that counted
     metrics: dict[str, float] = field(default_factory=dict)  # means over the step, those that are finite
+    in_backward: bool = False  # the optimizer was
 
     @property
     def taken(self) -> bool:
-        """Whether the weights moved."""
+        """Whether the weights moved, all of them."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def left(self) -> str:
+        """What became of a step that was not taken."""
+        halfway = self.in_backward and math.isfinite(self.loss)
+        return "cut short in backward: no weight below the bad gradient moved" if halfway else "skipped"
 
 
 @dataclass
@@ -98,7 +105,7 @@ def train_step(
     loss, norm, *told = torch.stack([total / count, norm_of(gradients, factor, inside), *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
     metrics = {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
-    result = StepResult(loss, norm, overflowed, round(learned), metrics)
+    result = StepResult(loss, norm, overflowed, round(learned), metrics, inside is not None)
     if result.taken and inside is None:
         scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
         trainee.updating = True
