@@ -30,14 +30,15 @@ class _LeanRms(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, gain, scale = ctx.saved_tensors
         grad, normed = widened(grad), widened(x) * scale
         product = grad * normed
         with torch.autocast(x.device.type, enabled=False):
             overlap = (product @ gain).unsqueeze(-1).div_(-x.shape[-1])
         grad_x = (grad * gain).addcmul_(normed, overlap).mul_(scale)
-        return grad_x.to(x.dtype), product.flatten(0, -2).sum(0), None, None
+        grad_gain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None  # none beside an adapter
+        return grad_x.to(x.dtype), grad_gain, None, None
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

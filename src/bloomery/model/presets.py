@@ -54,6 +54,9 @@ def preset(name: str) -> ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """The config of a folder in Hugging Face's layout. Raises UserError when there is none that makes sense."""
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        remedy = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
+        raise UserError("this is an adapter, not a whole model", where=str(folder), remedy=remedy)
     if not path.is_file():
         raise UserError("no config.json is here", where=str(folder), remedy="give the folder of a saved model")
     if path.stat().st_size > LARGEST_CONFIG:

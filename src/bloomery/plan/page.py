@@ -25,6 +25,8 @@ from bloomery.shell import broken
 from bloomery.units import GIB, format_bytes, format_seconds, two_digits
 
 LEAN = (
+    "adapter.kind",
+    "model.vocab_size",
     "quantize.base",
     "optimizer.states",
     "optimizer.in_backward",

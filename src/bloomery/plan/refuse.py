@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
-from bloomery.hub import local_model
-from bloomery.model.adapter_names import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
-from bloomery.model.presets import read_config
+from bloomery.plan.adapted import refuse_new_rows
 from bloomery.plan.types import CorpusFacts
-from bloomery.recipe.schema import Lora, Recipe
+from bloomery.recipe.schema import Recipe
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:
@@ -71,9 +69,7 @@ def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | No
             where="model.vocab_size",
             remedy=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
         )
-    if isinstance(recipe.adapter, Lora) and recipe.model.from_ is not None:
-        known = read_config(local_model(recipe.model.from_)).vocab_size
-        refuse_untrained_rows(config, recipe.adapter, known=known)
+    refuse_new_rows(recipe, config)
     if config.positions == "learned" and length > config.max_positions:
         raise UserError(
             f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",

@@ -9,14 +9,15 @@ from bloomery.choice import Choice
 from bloomery.hardware.calibration import Card, calibration, threads
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
-from bloomery.hub import local_model
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
 from bloomery.model.quantize_facts import backend
 from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
 from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
+from bloomery.plan.adapted import adapter_choices
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
+from bloomery.plan.fetched import place_of
 from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
@@ -132,7 +133,7 @@ class _Resolution:
             name=self.loaded.name,
             model=ModelPlan(
                 config=config,
-                source=None if recipe.model.from_ is None else local_model(recipe.model.from_),
+                source=None if recipe.model.from_ is None else place_of(recipe.model.from_),
                 attention=attention.value,
                 score_chunk=cut.score_chunk.value,
             ),
@@ -204,7 +205,9 @@ class _Resolution:
 
     def lean(self, precision: str) -> tuple[Decision, ...]:
         gpu = self.profile.accelerator is not None
-        return tuple(_decision(*told) for told in lean_choices(self.recipe, accelerator=gpu, precision=precision))
+        told = [*adapter_choices(self.recipe, self.config)]
+        told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
+        return tuple(_decision(*each) for each in told)
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment

@@ -243,7 +243,7 @@ def save(job: Job) -> None:
 def refuse_damaged_weights(job: Job) -> None:
     """Raises UserError when an update has overflowed: such weights are never saved, and older checkpoints stay."""
     for name, parameter in job.state.trainee.model.named_parameters():
-        if not bool(parameter.isfinite().all()):
+        if parameter.requires_grad and not bool(parameter.isfinite().all()):
             job.saver.drain()
             raise UserError(
                 f"after step {job.step} the weights are no longer finite numbers ({name}), and they are not saved",

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bloomery.data.loader import Batch
 from bloomery.model.decoder import Decoder
@@ -158,8 +158,3 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """In place; a pass over memory is spared when nothing changes."""
     if factor != 1.0:
         torch._foreach_mul_(list(gradients), factor)
-
-
-def prepare_weights(model: nn.Module, precision: str) -> None:
-    """`bfloat16-pure` trains bfloat16 weights, every other precision float32 ones."""
-    model.to(torch.bfloat16 if precision == "bfloat16-pure" else torch.float32)
