@@ -194,7 +194,8 @@ def _coloured(seen: "Seen") -> "Text":
             continue
         starts = flags[index] and not flags[index - 1]
         ends = flags[index] and (index + 1 == min(len(flags), _SHOWN) or not flags[index + 1])
-        between = "¦" if index and not starts and flags[index] == flags[index - 1] else ""
+        joined = index and flags[index] == flags[index - 1] and not seen.pieces[index - 1].endswith("\n")
+        between = "¦" if joined else ""
         shown = f"{between}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}" if plain else _visible(piece)
         text.append(shown, style=(_LEARNED if flags[index] else _MASKED)[index % 2])
     if len(seen.pieces) > _SHOWN:
@@ -236,8 +237,8 @@ def _show_health(found: "Health") -> None:
     click.echo(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
     click.echo(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")
     if found.kind != "text":
-        click.echo(f"begin      two begin tokens before {counted(found.double_bos, 'texts')}")
-        click.echo(f"end        taught by all answers but {found.missing_eos:,}")
+        click.echo(f"begin      {counted(found.double_bos, 'texts')} with two begin tokens")
+        click.echo(f"end        {counted(found.missing_eos, 'answers')} that teach no end")
     most = max((count for _, count in found.lengths), default=1)
     for edge, count in found.lengths:
         click.echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
