@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import final
 
 import torch
@@ -221,8 +222,10 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {p: name for name, p in named.items()}
     rounding = Rounding(names, seed, plan.stochastic_rounding)
+    home: Home = Host() if plan.paged or plan.offload else Beside()
+    lean = partial(_lean, plan=plan, rounding=rounding, home=home)
     if plan.in_backward:
-        rules = {p: _lean(_decay_groups({name: p}, plan.weight_decay), plan, rounding) for name, p in named.items()}
+        rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
         return Optimizer(list(rules.values()), names, InBackward(rules, head_weights(model)))
     if plan.kind == "muon":
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
@@ -233,7 +236,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     plain = plan.kind == "adamw" and plan.states == "float32"
     if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
         return Optimizer([_torchs(named, plan)], names)
-    return Optimizer([_lean(_decay_groups(named, plan.weight_decay), plan, rounding)], names)
+    return Optimizer([lean(_decay_groups(named, plan.weight_decay))], names)
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
@@ -241,11 +244,12 @@ def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.opt
     return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, fused=plan.fused)
 
 
-def _lean(groups: list[dict[str, object]], plan: OptimizerPlan, rounding: Rounding) -> Adafactor | LeanAdamW:
+def _lean(
+    groups: list[dict[str, object]], *, plan: OptimizerPlan, rounding: Rounding, home: Home
+) -> Adafactor | LeanAdamW:
     if plan.kind == "adafactor":
         return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
     assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
-    home: Home = Host() if plan.paged or plan.offload else Beside()
     return LeanAdamW(
         groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, states=plan.states, rounding=rounding,
         home=home,
