@@ -94,7 +94,8 @@ def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ..
     Names that saved files of the family use for them (c_attn, qkv_proj) are understood, too.
     """
     known = linear_modules(config)
-    stored = {name: places(config)[f"{name}.weight"].name.removesuffix(".weight") for name in known}
+    kept = places(config)
+    stored = {name: kept[f"{name}.weight"].name.removesuffix(".weight") for name in known}
     found: set[str] = set()
     for target in targets:
         means = [name for name in known if target == ALL_LINEAR or _means(target, name) or _means(target, stored[name])]
