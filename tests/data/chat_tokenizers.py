@@ -45,7 +45,7 @@ def description(kind: str) -> str:
     return text
 
 
-def ours(kind: str = "bytes", template: str | None = None, eos: str = "</s>") -> Ours:
+def ours(kind: str = "bytes", template: object = None, eos: str = "</s>") -> Ours:
     config = {"bos_token": "<s>", "eos_token": eos, **({"chat_template": template} if template else {})}
     return Ours(JsonBackend(json.loads(description(kind)), "tokenizer.json", {"<s>", eos}), config)
 

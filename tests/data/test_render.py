@@ -12,6 +12,7 @@ from bloomery.data.examples import Example, Message
 from bloomery.data.render import Renderer, as_turn
 from bloomery.data.streams import Flaw
 from bloomery.data.templates import BUILTIN, builtin_template
+from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 
 trl = pytest.importorskip("trl")
@@ -344,3 +345,34 @@ def test_one_bad_conversation_of_a_batch_is_a_flaw_and_the_others_are_read():
 def test_markup_that_the_tokenizer_does_not_know_is_named():
     with Renderer(chat_tokenizers.ours(), template="{{ '<|im_start|><|nosuch|>' }}", train_on="all") as renderer:
         assert renderer.missing_tokens() == ["<|nosuch|>"]
+
+
+def test_a_conversation_with_tools_takes_the_template_for_tools():
+    plain, tools = (
+        "{% for m in messages %}A{{ m.content }}{% endfor %}",
+        "{% for m in messages %}B{{ m.content }}{% endfor %}",
+    )
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
+    tokenizer = chat_tokenizers.ours(template=named)
+    with Renderer(tokenizer, template=None, train_on="all") as renderer:
+        without, beside = renderer.encode_batch([chat(*TALKS["one"]), chat(*TALKS["one"], tools=(TOOL,))])
+    assert [tokenizer.decode(found[0].ids)[0] for found in (without, beside)] == ["A", "B"]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_sentencepiece_models_read_the_control_tokens_of_a_template(tmp_path, kind):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("\n".join(chat_tokenizers.TEXT.split("\n") * 30))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), model_type=kind, vocab_size=330,
+        byte_fallback=True, user_defined_symbols=["<|im_start|>", "<|im_end|>"], hard_vocab_limit=False,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    _, (sequence,) = encode(chat(*TALKS["two"]), "llama2", tokenizer=tokenizer)
+    assert sequence.ids.count(tokenizer.bos_id) == sequence.ids.count(tokenizer.eos_id) == 2
+    spoken = [tokenizer.decode([token]) for token, flag in zip(sequence.ids, sequence.learned, strict=True) if flag]
+    assert "".join(spoken).replace(" ", "") == "hellolazydog"
+    assert (
+        sum(token == tokenizer.eos_id and flag for token, flag in zip(sequence.ids, sequence.learned, strict=True)) == 2
+    )

@@ -57,10 +57,16 @@ class SentencePiece:
 
     @cached_property
     def _translated(self) -> Any:
+        """Judged by probes that spell no piece: here <s> is a token, and not letters as in other texts."""
         from tokenizers import Tokenizer as Library
 
-        described = self._description()
-        return Library.from_str(json.dumps(described)) if described else None
+        described = sentencepiece_json.describe(self._content)
+        if described is None:
+            return None
+        library = Library.from_str(json.dumps(described))
+        probes = [text.replace("<s> <0x0A>", "") for text in sentencepiece_json.PROBES]
+        cut = [library.encode(text, add_special_tokens=False).ids for text in probes]
+        return library if cut == self.encode_batch(probes, special=False) else None
 
     def begins_with(self, token: int) -> bool:
         """Llama's tokenizers put the begin token before every text; where not, tokenizer_config.json says so."""
