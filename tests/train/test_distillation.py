@@ -121,7 +121,9 @@ def test_a_run_learns_from_its_teacher(prepared, tmp_path):
     first, last = run.of(StepDone)[0], run.of(StepDone)[-1]
     assert first.loss == pytest.approx(first.metrics["kl"], rel=1e-5)
     assert last.metrics["kl"] < 0.7 * first.metrics["kl"]
-    assert run.of(EvalDone)[-1].metrics["kl"] < first.metrics["kl"]
+    exam = run.of(EvalDone)[-1]
+    assert exam.metrics["kl"] < first.metrics["kl"]
+    assert exam.perplexity is exam.bits_per_byte is None
 
 
 def test_a_teacher_of_other_words_is_refused(prepared, tmp_path):

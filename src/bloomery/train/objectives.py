@@ -46,14 +46,14 @@ class Objective:
 
     `count` is what a step divides by, of a batch on the host, so that it is known before the first backward; it equals
     the count of `loss`. `before` completes the micro-batches of a whole step before that, on the host, too. `per` names
-    what is counted.
+    what is counted; of a token the loss is nats.
     """
 
     head: Callable[[Batch], Head]
     loss: Callable[[Tensor, Batch], LossParts]
     count: Callable[[Batch], float] = learned_labels
     before: Before | None = None
-    per: Literal["token", "pair", "answer"] = "token"
+    per: Literal["token", "label", "pair", "answer"] = "token"
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def distillation(asked: Distil, teacher: Decoder, *, chunk: int) -> Objective:
     return Objective(
         head=lambda batch: divergence_of(batch, teacher, asked, chunk=chunk),
         loss=lambda found_2BT, batch: distil_loss(found_2BT, batch.weights, asked),
+        per="label",
     )
 
 
