@@ -40,14 +40,25 @@ class Kill:
 
 
 @click.command()
+@click.argument("what", required=False, type=click.Choice(["chat"]))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end; the story goes to stderr.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run goes [default: runs/demo].")
-def command(as_json: bool, run_dir: Path | None) -> int:
+def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     """Train a small model on this machine, kill it, resume it, examine it: about two minutes on two cores.
+
+    `bloomery demo chat` lets that model learn to answer, by adapters and with every weight: two minutes more.
 
     Example: bloomery demo --run-dir runs/first
     """
     from bloomery.cli.common import print_json
+
+    if what == "chat":
+        from bloomery.cli.demo_chat import demonstrate
+
+        told = demonstrate(run_dir=run_dir, as_json=as_json)
+        if as_json:
+            print_json(told)
+        return 0
     from bloomery.cli.demo_exam import examine, introduce
     from bloomery.cli.demo_story import Story
 

@@ -1,0 +1,74 @@
+"""`bloomery demo chat` on a tiny base: both ways of training, the comparison, the reports"""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli, demo_chat
+from bloomery.cli.demo_chat_exam import in_form
+from bloomery.monitor.events import EventLog, RunEnded
+from models_for_tests import make_run
+
+LORA = """
+extends: demo-chat-lora
+data: {path: talk.jsonl, sequence_length: 128, validation: 30%}
+train: {length: 3 steps, tokens_per_step: 256, micro_batch: 2, compile: false}
+"""
+FULL = "extends: lora.yaml\nadapter: {kind: none}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "good"),
+    [
+        ("def f(x):\n    return x", True, True),
+        ("@property\ndef f(self):\n    return 1", True, True),
+        ("async def f():\n    pass", True, True),
+        ("def f(x):\n    return x", False, False),
+        ("def f(x:", True, False),
+        ("x = 1", True, False),
+        ("def f():\n    '\0'", True, False),
+        ("", True, False),
+    ],
+)
+def test_an_answer_in_form_is_a_function_that_ends_and_is_python(text, ended, good):
+    assert in_form(text, ended) is good
+
+
+def test_a_finished_first_demo_is_found_and_a_killed_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert demo_chat.find_base() is None
+    run = make_run(tmp_path / "runs/demo", 1)
+    assert demo_chat.find_base() is None
+    with EventLog(run / "events.jsonl") as emit:
+        emit(RunEnded(step=1, why="done"))
+    assert demo_chat.find_base() == run / "export" / "hf"
+    assert (run / "export/hf/config.json").is_file()
+    make_run(tmp_path / "runs/demo-chat-lora", 1)
+    assert demo_chat.find_base() == run / "export" / "hf"
+    assert [folder.name for folder in demo_chat.free_folders(None).values()] == ["demo-chat-lora-2", "demo-chat-full-2"]
+
+
+def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
+    """Two trainings in processes of their own, so it takes longer than others."""
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs/demo", 1)
+    with EventLog(run / "events.jsonl") as emit:
+        emit(RunEnded(step=1, why="done"))
+    rows = [{"messages": [{"role": "user", "content": f"f {n}"}, {"role": "assistant", "content": f"def f{n}(x): x"}]}
+            for n in range(40)]  # fmt: skip
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lora.yaml").write_text(LORA)
+    (tmp_path / "full.yaml").write_text(FULL)
+    monkeypatch.setattr(demo_chat, "RECIPES", {"lora": "lora.yaml", "full": "full.yaml"})
+    told = CliRunner().invoke(cli, ["demo", "chat", "--json", "--run-dir", "out"])
+    assert told.exit_code == 0, told.output + str(told.exception)
+    result = json.loads(told.stdout)
+    base, lora, full = result["models"]
+    assert (base["name"], lora["name"], full["name"]) == ("base", "lora", "full")
+    assert base["trained"] is None and 0 < lora["trained"] < full["trained"]
+    assert base["loss"] != lora["loss"] != full["loss"] and all(m["memory_gib"] > 0 for m in (lora, full))
+    assert "rank 16 beside frozen weights" in told.stderr and "every weight:" in told.stderr
+    assert max(map(len, told.stderr.splitlines())) <= 100
+    for report in result["reports"]:
+        assert "Held-out questions, before training and after" in open(report).read()  # noqa: SIM115, PTH123
