@@ -162,3 +162,21 @@ def test_packed_and_unpacked_give_the_same_gradients(folder):
     for name, gradient in packed.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradient, alone[name], atol=1e-9, rtol=0)
+
+
+def test_nothing_held_back_is_said(folder):
+    with pytest.raises(UserError, match="the validation split is empty"):
+        loader(folder("chat"), split="validation")
+
+
+def test_nothing_within_a_row_is_said(folder):
+    with pytest.raises(UserError, match="no row of the train split has anything to learn within its length"):
+        loader(folder("pairs"), sequence_length=4)
+
+
+def test_validation_is_every_pair_once_and_padded(folder):
+    data = loader(folder("kto"))
+    batches = list(data.validation_batches(4))
+    assert {batch.tokens.shape for batch in batches} == {(4, LENGTH)}
+    assert all(batch.sequences is not None and batch.marks is not None for batch in batches)
+    assert sum(int(batch.sequences.max()) + 1 for batch in batches) == 60

@@ -164,7 +164,8 @@ def _write(stream: BinaryIO | Any, parts: list[bytes], lengths: list[int] | None
 def _read(stream: BinaryIO | Any) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], bytes]:
     count, total = struct.unpack("<IQ", _exactly(stream, 12))
     if count == _FAILED:
-        raise UserError(_exactly(stream, total).decode(), where="prepare", remedy="use another tokenizer file")
+        problem, where, remedy = json.loads(_exactly(stream, total))
+        raise UserError(problem, where=where or "prepare", remedy=remedy or "use another tokenizer file")
     lengths = np.frombuffer(_exactly(stream, 8 * count), np.uint64)
     return lengths, _exactly(stream, total)
 
@@ -245,7 +246,7 @@ def _answer(sink: BinaryIO, encoder: Encoder, texts: list[str]) -> None:
     try:
         encoded = encoder.encode(texts)
     except UserError as error:
-        message = error.problem.encode()
+        message = json.dumps([error.problem, error.where, error.remedy]).encode()
         sink.write(struct.pack("<IQ", _FAILED, len(message)) + message)
         sink.flush()
         return

@@ -62,6 +62,14 @@ def part_rows(tokens: int, documents: int, *, sequence_length: int, layout: Layo
     return documents if layout == "padded" else -(-max(tokens - 1, 0) // sequence_length)
 
 
+def pairs_cut() -> UserError:
+    return UserError(
+        "the layout fixed cuts the text anywhere, and a pair must stay in one row",
+        where="data.layout",
+        remedy="set data.layout=packed",
+    )
+
+
 @dataclass(frozen=True)
 class Counted:
     """Rows of each source, and of structured text what was cut and dropped."""
@@ -100,11 +108,7 @@ class Rows:
             ]
             return
         if layout == "fixed":
-            raise UserError(
-                "the layout fixed cuts the text anywhere, and a pair must stay in one row",
-                where="data.layout",
-                remedy="set data.layout=packed",
-            )
+            raise pairs_cut()
         self.fitted = [
             fit_part(split, part, sequence_length=sequence_length, layout=layout) for part in range(len(parts))
         ]

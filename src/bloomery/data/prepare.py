@@ -11,7 +11,7 @@ from typing import Any
 
 from bloomery.data import builtin, snapshot
 from bloomery.data.example_rows import wants_of
-from bloomery.data.packing import count_rows
+from bloomery.data.packing import count_rows, pairs_cut
 from bloomery.data.preparing import Limits, Report, Work, streams
 from bloomery.data.preparing_examples import learns_examples, template_identity, train_on
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
@@ -19,7 +19,7 @@ from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.errors import UserError
 from bloomery.hub import data_place
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Data
+from bloomery.recipe.schema import Data, Recipe
 
 DEFAULT = Limits()
 _NOT_TOKENS = {
@@ -65,6 +65,7 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     Raises UserError for text that cannot be read, a folder that holds something else, a second `prepare` in it, a
     full disk.
     """
+    _refuse_layout(loaded.recipe)
     manifest = finished(loaded, folder)
     if manifest is None:
         with working(loaded, folder, report=report, limits=limits) as work:
@@ -105,6 +106,12 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
             )
     check_rows(manifest, loaded.recipe.data, folder)
     return manifest
+
+
+def _refuse_layout(recipe: Recipe) -> None:
+    """Raises UserError before anything is read for what Rows would refuse after."""
+    if recipe.data.layout == "fixed" and wants_of(recipe) in ("pairs", "kto"):
+        raise pairs_cut()
 
 
 def _gone(data: Data) -> bool:
