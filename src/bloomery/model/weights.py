@@ -161,8 +161,8 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
-    Rows of the vocabulary that the folder lacks become the mean of the others: a new token's logit is then no higher
-    than an average one (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+    Rows of the vocabulary that the folder lacks become the mean of the others: a new token's logit is then the mean of
+    theirs (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
