@@ -42,6 +42,9 @@ def is_hub_id(name: str) -> bool:
 
 def parse(name: str, kind: Kind) -> Named:
     """Raises UserError for what is neither a path that exists nor an id."""
+    if name.startswith("runs/"):
+        remedy = "train it first (runs/demo: `bloomery demo`), or name another model"
+        raise UserError("that run is not here, or has no model in this place", where=name, remedy=remedy)
     if not _ID.fullmatch(name) or ".." in name:
         what = "model" if kind == "model" else "data set"
         raise UserError(
