@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bloomery.data.example_formats import detect_format, read_example
+from bloomery.data.example_formats import COLUMNS, detect_format, read_example
 from bloomery.data.examples import Example, Message
 from bloomery.data.streams import Flaw
 
@@ -263,3 +265,79 @@ def test_a_column_that_is_not_there_is_named():
     flaw = read_example({"text": "a"}, format="preference", columns={"chosen": "good"}, where="a.jsonl:3")
     assert isinstance(flaw, Flaw)
     assert "has no column 'good'; it has: text" in flaw.problem and "data.columns={chosen: NAME}" in flaw.remedy
+
+
+KEYS = st.sampled_from(
+    [
+        "messages",
+        "conversations",
+        "role",
+        "content",
+        "from",
+        "value",
+        "prompt",
+        "completion",
+        "chosen",
+        "rejected",
+        "label",
+        "tools",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+        "instruction",
+        "output",
+        "input",
+        "history",
+        "system",
+        "type",
+        "text",
+        "weight",
+        "thinking",
+        "tool_call_id",
+        "id",
+    ]
+)
+TEXTS = [
+    "user",
+    "assistant",
+    "tool",
+    "system",
+    "gpt",
+    "function_call",
+    "",
+    " ",
+    "hi",
+    "\ud800",
+    "{",
+    '{"name": "f"}',
+    "[[]]",
+]
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5))
+
+
+@settings(max_examples=400, deadline=None)
+@given(row=st.dictionaries(KEYS, JSON, max_size=5), format=st.none() | st.sampled_from(sorted(COLUMNS)))
+def test_no_row_at_all_raises(row, format):
+    found = read_example(row, format=format or detect_format(row) or "messages", columns={}, where="a.jsonl:3")
+    assert isinstance(found, Example | Flaw)
+    if isinstance(found, Flaw):
+        assert found.where.startswith("a.jsonl:3") and found.problem and found.remedy and "\n" not in found.problem
+
+
+TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": LEAVES})
+
+
+@settings(max_examples=200, deadline=None)
+@given(turns=st.lists(TURN, max_size=5))
+def test_whatever_is_read_is_a_conversation(turns):
+    found = read_example({"messages": turns}, format="messages", columns={}, where="a.jsonl:3")
+    if isinstance(found, Flaw):
+        return
+    (messages,) = found.answers
+    assert [message.content for message in messages] == [turn["content"] for turn in turns]
+    assert messages[-1].role == "assistant" and all(
+        message.content.strip() or message.role == "tool" for message in messages
+    )
+    assert [message.role for message in messages].count("system") <= 1
