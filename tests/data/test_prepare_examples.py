@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from small_text import WORDS, sentences
+from test_example_documents import write_rows
 from test_prepare import SMALL, Stop, contents, kill_after
 
 from bloomery.data.documents import Tally, read_documents
@@ -228,6 +229,26 @@ def test_pretraining_learns_every_token_of_conversations(recipe, recipe_of, tmp_
     manifest = prepare(recipe_of(tokenizer=TOKENIZER, **_data(recipe())), tmp_path / "p")
     assert manifest.kind == "chat"
     assert manifest.train.learned_tokens == manifest.train.tokens
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("mask", "flags"),
+    [("labels", [-100, -100, 50, 2]), ("assistant_masks", [0, 0, 1, 1]), ("loss_mask", [False, False, True, True])],
+)
+def test_tokens_of_others_keep_their_masks(corpus, recipe_of, tmp_path, suffix, mask, flags):
+    prepare(recipe_of(path=str(corpus)), tmp_path / "first")
+    rows = [{"input_ids": [1, 40 + n, 50, 2], mask: flags, "attention_mask": [1] * 4} for n in range(20)]
+    path = write_rows(tmp_path / f"a.{suffix}", rows)
+    named = {"tokenizer": {"from": str(tmp_path / "first")}, "path": str(path), "validation": 0}
+    manifest = prepare(recipe_of(objective="sft", **named), tmp_path / "p")
+    assert (manifest.kind, manifest.formats) == ("chat", (f"tokens with {mask}",))
+    split = open_split(tmp_path / "p", "train")
+    assert [stored(split, n) for n in range(20)] == [((1, 40 + n, 50, 2), (0, 0, 1, 1)) for n in range(20)]
+    assert prepare(recipe_of(objective="pretrain", **named), tmp_path / "q").kind == "text"
+    write_rows(path, [{**rows[0], mask: flags[:3]}])
+    with pytest.raises(UserError, match="has 3 entries where input_ids has 4 tokens"):
+        prepare(recipe_of(objective="sft", **named), tmp_path / "r")
 
 
 def test_sources_of_several_formats_and_of_one_kind(recipe_of, tmp_path):

@@ -3,7 +3,7 @@
 import gzip
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bloomery.data import builtin, mined
@@ -25,23 +25,27 @@ from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
+_IGNORED = -100  # torch's and transformers' label that is not learned
 _AGAIN = "copy or download it again"
 _REACH = "check its owner, its permissions and the disk"
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
+MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # labels are -100 where nothing is learned
 
 
 @dataclass(frozen=True)
 class Document:
     """One text, or tokens that somebody else made, or an example, and where it stood ("file.jsonl:17").
 
-    The `text` of an example is what example_wire writes of it.
+    The `text` of an example is what example_wire writes of it. `learned` says which of the tokens are, where their
+    maker has said so.
     """
 
     source: str
     text: str = ""
     tokens: tuple[int, ...] | None = None
     example: Example | None = None
+    learned: tuple[bool, ...] | None = None
 
 
 @dataclass
@@ -184,7 +188,8 @@ def _typed_reader(
     if format is not None:
         return _examples(format, corpus, tally), columns
     role, column = _typed_column(types, corpus, file.name)
-    return lambda value: iter([_document(value, role, column)]), [column]
+    mask = _mask_column(role, types, corpus, tally)
+    return lambda value: iter([_document(value, role, column, mask)]), [column, *([mask] if mask else [])]
 
 
 def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
@@ -202,8 +207,9 @@ def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
     format = _format_of(first, corpus, plain=plain)
     if format is not None:
         return _examples(format, corpus, tally)
-    chosen = _column(first, corpus)
-    return lambda value: iter([_document(value, *chosen)])
+    role, column = _column(first, corpus)
+    mask = _mask_column(role, {name: "tokens" for name, held in first.content.items() if _is_ints(held)}, corpus, tally)
+    return lambda value: iter([_document(value, role, column, mask)])
 
 
 def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> str | None:
@@ -237,9 +243,23 @@ def _column(row: Value, corpus: Corpus) -> tuple[str, str]:
     for name, value in row.content.items():
         if isinstance(value, str):
             kinds[name] = "text"
-        elif isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16]):
+        elif _is_ints(value):
             kinds[name] = "tokens"
     return _choose(kinds, row.content, corpus, row.where)
+
+
+def _is_ints(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, int) for item in value[:16])
+
+
+def _mask_column(role: str, types: dict[str, str], corpus: Corpus, tally: Tally) -> str | None:
+    """The column that says which tokens are learned, where answers are learned. Pretraining learns all of them."""
+    if role != "tokens" or corpus.wants != "sft":
+        return None
+    found = next((name for name in MASK_COLUMNS if types.get(name) == "tokens" or "bool" in types.get(name, "")), None)
+    if found is not None:
+        tally.formats.add(f"tokens with {found}")
+    return found
 
 
 def _choose(kinds: dict[str, str], present: object, corpus: Corpus, where: str) -> tuple[str, str]:
@@ -267,7 +287,21 @@ def _no_column(problem: str, present: object, where: str, role: str = "text") ->
     return UserError(f"{problem}; it has: {names}", where=where, remedy=f"name it: data.columns={{{role}: NAME}}")
 
 
-def _document(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
+def _document(value: Value | Flaw, role: str, column: str, mask: str | None = None) -> Document | Flaw:
+    found = _unmasked(value, role, column)
+    if mask is None or isinstance(found, Flaw) or isinstance(value, Flaw) or found.tokens is None:
+        return found
+    flags, where = value.content.get(mask), f"{value.where}, field {mask}"
+    if not isinstance(flags, list) or len(flags) != len(found.tokens):
+        size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
+        return Flaw(where, f"has {size} where {column} has {len(found.tokens):,} tokens")
+    if not all(isinstance(flag, int) for flag in flags):
+        return Flaw(where, "holds what is neither a number nor true or false")
+    learned = tuple(flag != _IGNORED if mask == "labels" else bool(flag) for flag in flags)
+    return replace(found, learned=learned)
+
+
+def _unmasked(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
     if isinstance(value, Flaw):
         return value
     content, where = value.content, value.where

@@ -18,7 +18,15 @@ from bloomery.data.documents import Corpus, Document, Tally, open_corpora, read_
 from bloomery.data.encoder import Encoded, Rendering, count_workers, encode_in_order, encoders, packed_example
 from bloomery.data.example_rows import wants_of
 from bloomery.data.example_wire import texts_of
-from bloomery.data.preparing_examples import Twins, add_examples, keep_template, refuse_mixture, shard_kind, train_on
+from bloomery.data.preparing_examples import (
+    Twins,
+    add_examples,
+    checked_tokens,
+    keep_template,
+    refuse_mixture,
+    shard_kind,
+    train_on,
+)
 from bloomery.data.shard_writer import Lost, Progress, SplitWriter
 from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name
 from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpus, validation_share
@@ -365,19 +373,8 @@ def _add(job: Job, encoded: Encoded, writers: dict[Name, SplitWriter], tokenizer
             sizes[name] += len(document.text.encode())
             text += 1
         else:
-            ids[name].append(_checked(document, tokenizer))
+            ids[name].append(checked_tokens(document, tokenizer))
     for name, parts in ids.items():
         if parts:
             lengths = np.array([len(part) for part in parts], np.uint64)
             writers[name].add(np.concatenate(parts), lengths, sizes[name])
-
-
-def _checked(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[Any]]:
-    tokens = np.array(document.tokens, np.uint32)
-    if int(tokens.max()) >= tokenizer.vocab_size:
-        raise UserError(
-            f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}",
-            where=document.source,
-            remedy="name the tokenizer that made these tokens: tokenizer.from",
-        )
-    return tokens

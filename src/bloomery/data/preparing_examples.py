@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 
@@ -24,7 +24,9 @@ _NAMES = {"text": "plain text", "chat": "conversations", "pairs": "preference pa
 
 
 def kind_of(document: Document) -> ShardKind:
-    return "text" if document.example is None else KINDS[document.example.kind]
+    if document.example is None:
+        return "text" if document.learned is None else "chat"
+    return KINDS[document.example.kind]
 
 
 def shard_kind(corpora: list[Corpus], *, on_error: str) -> ShardKind:
@@ -126,19 +128,57 @@ def add_examples(
     answers: int,
 ) -> None:
     """The answers of each example of a batch into its split, in order; those of flawed examples nowhere."""
-    assert encoded.learned is not None
     sizes = tokenizer.token_bytes()
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(encoded.lengths).astype(np.int64)])
+    made = _made(documents, encoded, tokenizer, answers)
     for name, writer in writers.items():
-        chosen = [n for n, (split, _) in enumerate(documents) if split == name and n not in encoded.flaws]
-        if not chosen:
+        mine = [(document, part) for (split, document), part in zip(documents, made, strict=True)
+                if split == name and part is not None]  # fmt: skip
+        if not mine:
             continue
-        places = [slice(int(ends[n * answers]), int(ends[(n + 1) * answers])) for n in chosen]
-        ids = np.concatenate([encoded.ids[place] for place in places])
-        lengths = np.concatenate([encoded.lengths[n * answers : (n + 1) * answers] for n in chosen])
-        learned = np.concatenate([encoded.learned[place] for place in places])
-        marks = np.repeat(np.array([_mark(documents[n][1]) for n in chosen], np.uint8), answers)
-        writer.add(ids, lengths, int(sizes[ids].sum()), Structure(learned, marks))
+        ids = np.concatenate([part.ids for _, part in mine])
+        marks = np.repeat(np.array([_mark(document) for document, _ in mine], np.uint8), answers)
+        structure = Structure(np.concatenate([part.learned for _, part in mine]), marks)
+        writer.add(ids, np.concatenate([part.lengths for _, part in mine]), int(sizes[ids].sum()), structure)
+
+
+class _Made(NamedTuple):
+    """The texts of one example."""
+
+    ids: np.ndarray[Any, np.dtype[Any]]
+    lengths: np.ndarray[Any, np.dtype[np.uint64]]
+    learned: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def _made(
+    documents: list[tuple[Name, Document]], encoded: Encoded, tokenizer: Tokenizer, answers: int
+) -> list[_Made | None]:
+    """Of each document, None for a flawed one; tokens of others are taken as they are."""
+    assert encoded.learned is not None
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(encoded.lengths).astype(np.int64)])
+    found, number = list[_Made | None](), 0
+    for _, document in documents:
+        if document.tokens is not None:
+            ids, learned = checked_tokens(document, tokenizer), np.array(document.learned, np.uint8)
+            found.append(_Made(ids, np.array([len(ids)], np.uint64), learned))
+            continue
+        place = slice(int(ends[number * answers]), int(ends[(number + 1) * answers]))
+        lengths = encoded.lengths[number * answers : (number + 1) * answers]
+        good = number not in encoded.flaws
+        found.append(_Made(encoded.ids[place], lengths, encoded.learned[place]) if good else None)
+        number += 1
+    return found
+
+
+def checked_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[Any]]:
+    """Tokens that somebody else made. Raises UserError for one that the tokenizer does not have."""
+    tokens = np.array(document.tokens, np.uint32)
+    if int(tokens.max()) >= tokenizer.vocab_size:
+        raise UserError(
+            f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}",
+            where=document.source,
+            remedy="name the tokenizer that made these tokens: tokenizer.from",
+        )
+    return tokens
 
 
 def _mark(document: Document) -> int:

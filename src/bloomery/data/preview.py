@@ -10,7 +10,7 @@ from bloomery.data.documents import Document
 from bloomery.data.fitting import kept_lengths
 from bloomery.data.packing import Layout
 from bloomery.data.preparing import Work
-from bloomery.data.render import Encoded, Renderer
+from bloomery.data.render import Encoded, Renderer, Sequence
 from bloomery.data.streams import Flaw
 from bloomery.data.tokenizer import Tokenizer
 
@@ -43,12 +43,19 @@ def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> 
         return
     with Renderer(tokenizer, template=work.rendering.template, train_on=work.rendering.train_on) as renderer:
         for name, document in documents:
-            assert document.example is not None
-            sides = renderer.encode_batch([document.example])[0]
+            sides = _encoded(document, renderer)
             if isinstance(sides, Flaw):
                 yield Seen(document.source, name, [], [], 0, 0, flaw=sides.problem)
             else:
                 yield from _sides(name, document, sides, tokenizer, sequence_length)
+
+
+def _encoded(document: Document, renderer: Renderer) -> Encoded | Flaw:
+    """Of an example, or of tokens whose maker has said which are learned."""
+    if document.example is not None:
+        return renderer.encode_batch([document.example])[0]
+    assert document.tokens is not None and document.learned is not None
+    return (Sequence(list(document.tokens), list(document.learned)),)
 
 
 def _plain(name: str, document: Document, tokenizer: Tokenizer, sequence_length: int, layout: Layout) -> Seen:
