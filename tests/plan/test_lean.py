@@ -56,9 +56,18 @@ def test_what_is_done_instead_of_clipping_is_said():
         ({"optimizer": {"paged": True, "kind": "adafactor"}}, "optimizer.paged does nothing with Adafactor"),
         ({"optimizer": {"states": "int8", "kind": "adafactor"}}, "optimizer.states=int8 does nothing with Adafactor"),
         ({"train": {"offload_activations": True}}, "train.offload_activations does nothing on a CPU"),
-        ({"optimizer": {"stochastic_rounding": True}}, "optimizer.stochastic_rounding is for bfloat16 weights"),
+        ({"optimizer": {"stochastic_rounding": True}}, "optimizer.stochastic_rounding does nothing"),
     ],
 )
 def test_what_changes_nothing_is_said(sections, words):
     plan = resolve(loaded(**sections), machine())
     assert any(words in text for text in plan.contradictions)
+
+
+def test_bfloat16_adapters_are_rounded_at_random_beside_float32_products():
+    rounded = {"stochastic_rounding": True}
+    half = resolve(loaded(optimizer=rounded, adapter={"kind": "lora", "dtype": "bfloat16"}), machine())
+    assert "optimizer.stochastic_rounding" in said(half)
+    assert not any("stochastic" in text for text in half.contradictions)
+    wide = resolve(loaded(optimizer=rounded, adapter={"kind": "lora"}), machine())
+    assert any("stochastic_rounding does nothing" in text for text in wide.contradictions)

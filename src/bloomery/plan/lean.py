@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from bloomery.choice import Choice
 from bloomery.errors import UserError
-from bloomery.recipe.schema import Optimizer, Recipe
+from bloomery.recipe.schema import Lora, Optimizer, Recipe
 
 KEYS = ("paged", "offload", "in_backward", "stochastic_rounding")
 
@@ -43,7 +43,7 @@ def lean_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterat
         yield "optimizer.states", Choice(f"{optimizer.states} states", _states(optimizer))
     if optimizer.in_backward:
         yield "optimizer.in_backward", Choice("optimizer in backward", _in_backward(recipe))
-    if optimizer.stochastic_rounding and precision == "bfloat16-pure":
+    if optimizer.stochastic_rounding and _has_bfloat16(recipe, precision):
         because = "bfloat16 weights are rounded at random, on average to what was computed"
         yield "optimizer.stochastic_rounding", Choice("stochastic rounding", because)
     if (optimizer.paged or optimizer.offload) and accelerator and optimizer.kind == "adamw":
@@ -83,5 +83,12 @@ def idle_lean_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> 
         yield "train.offload_activations does nothing on a CPU: activations are in its memory anyway"
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
         yield "train.offload_activations leaves what selective checkpointing keeps on the GPU: full goes with it"
-    if optimizer.stochastic_rounding and precision != "bfloat16-pure":
-        yield f"optimizer.stochastic_rounding is for bfloat16 weights (train.precision=bfloat16-pure), not {precision}"
+    if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
+        remark = "weights that learn are float32 here; train.precision=bfloat16-pure makes them bfloat16"
+        yield f"optimizer.stochastic_rounding does nothing: {remark}"
+
+
+def _has_bfloat16(recipe: Recipe, precision: str) -> bool:
+    """Whether weights that learn are bfloat16."""
+    adapter = recipe.adapter
+    return precision == "bfloat16-pure" or (isinstance(adapter, Lora) and adapter.dtype == "bfloat16")
