@@ -17,6 +17,7 @@ from bloomery.data.render import Renderer
 from bloomery.data.shards import ANSWERS, open_split
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
+from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
@@ -61,6 +62,7 @@ def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Token
     gpu = torch.cuda.is_available()
     dtype, device = (None, "cuda") if gpu else (torch.float32, "cpu")
     decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base)
+    refuse_values(decoder.config, where=str(model))
     return decoder, load_tokenizer(found.tokenizer)
 
 

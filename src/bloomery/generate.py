@@ -9,6 +9,7 @@ import torch
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
+from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Past, Sampling, sample_tokens
 from bloomery.model.weights import load_decoder
@@ -18,10 +19,15 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, 
 
 
 def load_model(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
-    """Decoder and tokenizer of what `find_model` finds, on the GPU where one is. Raises UserError."""
+    """Decoder and tokenizer of what `find_model` finds, on the GPU where one is.
+
+    Raises UserError, for a reward model too.
+    """
     found = find_model(model, step)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_decoder(found.weights, device=device, base=found.base), load_tokenizer(found.tokenizer)
+    decoder = load_decoder(found.weights, device=device, base=found.base)
+    refuse_values(decoder.config, where=str(model))
+    return decoder, load_tokenizer(found.tokenizer)
 
 
 def generate(

@@ -12,12 +12,13 @@ from bloomery.choice import Choice
 from bloomery.data.loader import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import EvalDone, Phase, StepDone, from_json, to_json
+from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, from_json, to_json
 from bloomery.plan.reference import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.train import job, objectives
 from bloomery.train import reference as references
 from bloomery.train.job import open_loader
+from bloomery.train.loop import run
 from bloomery.train.reference import reference_file
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
@@ -54,24 +55,24 @@ def plan_of(folder, asked, adapter=None, *, config=PLAIN, **sections):
 def test_a_run_lowers_its_held_out_loss(kind, asked, answers, tmp_path):
     values = isinstance(asked, Reward)
     config = PLAIN.__class__(**vars(PLAIN) | {"head": "values"}) if values else PLAIN
-    run = Run(plan_of(answers(kind), asked, config=config), tmp_path / "run")
-    first, last = run.of(EvalDone)[0], run.of(EvalDone)[-1]
-    assert last.loss < run.of(StepDone)[0].loss
+    made = Run(plan_of(answers(kind), asked, config=config), tmp_path / "run")
+    first, last = made.of(EvalDone)[0], made.of(EvalDone)[-1]
+    assert last.loss < made.of(StepDone)[0].loss
     assert last.loss <= first.loss
     assert (last.perplexity is None) == (kind != "chat")
     if kind != "chat":
         assert last.metrics["accuracy"] > 0.8
         assert last.bits_per_byte is None
-    assert all(from_json(to_json(event)) == event for event in run.events)
+    assert all(from_json(to_json(event)) == event for event in made.events)
 
 
 def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_path, monkeypatch):
     plan = plan_of(answers("pairs"), DPO)
-    run = Run(plan, tmp_path / "run")
-    assert run.of(StepDone)[0].loss == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference yet
-    told = [event for event in run.of(Phase) if event.name == "reference"]
+    made = Run(plan, tmp_path / "run")
+    assert made.of(StepDone)[0].loss == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference yet
+    told = [event for event in made.of(Phase) if event.name == "reference"]
     assert told[-1].done == told[-1].total > 0
-    batch = open_loader(plan, "train", reference_file(run.folder, "train")).batch(Cursor(0, 0), 3)
+    batch = open_loader(plan, "train", reference_file(made.folder, "train")).batch(Cursor(0, 0), 3)
     model = fresh_decoder(PLAIN, seed=0, attention="mask")
     head = LabelScores(batch.labels, batch.weights, 64)
     with torch.no_grad():
@@ -138,3 +139,21 @@ def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
     reference = [reference_of(DPO, Lora(kind="lora", train_also=also)).value for also in ([], ["lm_head"])]
     assert reference == ["adapters", "precomputed"]
     assert reference_of(SimPo(kind="simpo"), Lora(kind="lora")).value == "none"
+
+
+def test_an_exported_reward_model_opens_and_says_what_its_loss_is_of(answers, tmp_path):
+    from bloomery.export.hf import export
+
+    pytest.importorskip("transformers")
+    config = PLAIN.__class__(**vars(PLAIN) | {"head": "values"})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("model: {preset: go-coder-tiny}\ndata: {path: text}\n")
+    plan = plan_of(answers("pairs"), Reward(kind="reward"), config=config)
+    with EventLog(folder / "events.jsonl") as log:
+        run(plan, run_dir=folder, emit=log, stop=lambda: False)
+    exported = export(folder / "checkpoints" / "step-00000012", tmp_path / "out")
+    assert "opens it" in str(exported)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "loss (per pair) | accuracy" in card
+    assert "AutoModelForSequenceClassification" in card

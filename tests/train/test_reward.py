@@ -18,6 +18,7 @@ from bloomery.train.losses import means, reward_loss
 from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss, train_step
+from models_for_tests import make_tokenizer
 
 CONFIG = tiny_config(head="values", pad_token_id=96)
 ASKED = Reward(kind="reward")
@@ -128,3 +129,14 @@ def test_it_agrees_with_trl(tmp_path):
     assert parts.total.item() / 3 == pytest.approx(expected, abs=1e-4)
     for ours, name in (("accuracy", "accuracy"), ("margin", "margin")):
         assert means(parts.metrics)[ours] == pytest.approx(made._metrics["eval"][name][0], abs=1e-4)
+
+
+def test_where_text_is_wanted_it_is_refused(tmp_path):
+    from bloomery.evaluate import load_to_evaluate
+    from bloomery.generate import load_model
+
+    write_model(model_state(fresh_decoder(CONFIG, seed=0)), CONFIG, tmp_path)
+    make_tokenizer(tmp_path)
+    for load in (load_to_evaluate, load_model):
+        with pytest.raises(UserError, match="gives values and no text"):
+            load(tmp_path)

@@ -24,7 +24,8 @@ class Training:
     step: int
     tokens: int
     seconds: float
-    loss: float | None  # of the last step, nats per token
+    loss: float | None  # of the last step
+    per: str  # what a loss is of: RunStarted
     device: str
     evaluation: EvalDone | None
 
@@ -35,10 +36,10 @@ def training_of(checkpoint: Path) -> Training | None:
     if checkpoint.parent.name != "checkpoints" or not step.isdecimal() or not (run / "recipe.yaml").is_file():
         return None
     steps: dict[int, StepDone] = {}
-    evaluation, device = None, ""
+    evaluation, device, per = None, "", "token"
     for event in read_events(run / "events.jsonl"):
         if isinstance(event, RunStarted):
-            device = event.device
+            device, per = event.device, event.per
         elif isinstance(event, StepDone) and event.step <= int(step):
             steps[event.step] = event  # after a resume the last event of a step counts
         elif isinstance(event, EvalDone) and event.step <= int(step):
@@ -48,13 +49,15 @@ def training_of(checkpoint: Path) -> Training | None:
     return Training(
         recipe=load_recipe(run / "recipe.yaml").recipe, plan=plan, step=int(step), tokens=last.tokens if last else 0,
         seconds=sum(event.step_seconds for event in steps.values()), loss=last.loss if last else None,
-        device=device, evaluation=evaluation,
+        per=per, device=device, evaluation=evaluation,
     )  # fmt: skip
 
 
 def model_card(name: str, config: ModelConfig, training: Training | None, *, base: str | None = None) -> str:
     """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for."""
     use = _use(name) if base is None else _use_adapter(name, base)
+    if base is None and config.head == "values":
+        use = _use_values(name)
     parts = [_metadata(base), f"# {name}\n", "\n".join(_facts(config, base)), "\n".join(use)]
     if training is not None:
         parts[3:3] = ["\n".join(_training(training)), "\n".join(_evaluation(training))]
@@ -94,7 +97,7 @@ def _training(training: Training) -> Iterator[str]:
     if training.recipe.model.from_ is not None:
         yield f"- started from: {_name(training.recipe.model.from_)}"
     if training.loss is not None:
-        yield f"- training loss of the last step: {training.loss:.3f} nats per token"
+        yield f"- training loss of the last step: {training.loss:.3f} {_unit(training.per)}"
     yield ""
 
 
@@ -126,7 +129,12 @@ def _evaluation(training: Training) -> Iterator[str]:
         return
     yield "## Evaluation\n"
     yield f"On the held-out validation split, after step {told.step:,}:\n"
-    yield "| loss (nats per token) | perplexity | bits per byte |\n|--:|--:|--:|"
+    if training.per != "token":
+        heads = [f"loss ({_unit(training.per)})", *(name.replace("_", " ") for name in told.metrics)]
+        yield f"| {' | '.join(heads)} |\n|{'--:|' * len(heads)}"
+        yield f"| {' | '.join(f'{value:.3f}' for value in (told.loss, *told.metrics.values()))} |\n"
+        return
+    yield f"| loss ({_unit('token')}) | perplexity | bits per byte |\n|--:|--:|--:|"
     bits = "" if told.bits_per_byte is None else f"{told.bits_per_byte:.3f}"
     yield f"| {told.loss:.3f} | {'' if told.perplexity is None else f'{told.perplexity:.2f}'} | {bits} |\n"
 
@@ -140,6 +148,18 @@ def _use_adapter(name: str, base: str) -> Iterator[str]:
     yield "    model.resize_token_embeddings(len(tokenizer))"
     yield f'model = PeftModel.from_pretrained(model, "{name}")\n```\n'
     yield f'Or `bloomery generate {name} --prompt "Once"`.\n'
+
+
+def _unit(per: str) -> str:
+    return "nats per token" if per == "token" else f"per {per}"
+
+
+def _use_values(name: str) -> Iterator[str]:
+    yield "## Use\n"
+    yield "```python\nfrom transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    yield f'model = AutoModelForSequenceClassification.from_pretrained("{name}")'
+    yield 'value = model(**tokenizer("Once", return_tensors="pt")).logits[0, 0]  # higher is better\n```\n'
 
 
 def _use(name: str) -> Iterator[str]:

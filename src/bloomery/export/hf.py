@@ -145,10 +145,14 @@ def probe_tokens(config: ModelConfig) -> torch.Tensor:
 def opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
+    values, tokens = config.head == "values", probe_tokens(config)
+    kind = transformers.AutoModelForSequenceClassification if values else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
     transformers.AutoTokenizer.from_pretrained(draft)
     with torch.no_grad():
-        theirs = model.eval()(probe_tokens(config)).logits
+        theirs = model.eval()(tokens).logits
+    if values:  # transformers reads the last token that is not the padding's
+        logits = logits[:, int((tokens[0] != config.pad_token_id).nonzero().max()) if config.pad_token_id else -1]
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"transformers computes other logits (they differ by {error:.2g})"

@@ -101,6 +101,12 @@ class ModelConfig:
         }[self.norm_placement]
 
 
+def refuse_values(config: ModelConfig, *, where: str) -> None:
+    """Raises UserError for a reward model, where text is wanted."""
+    if config.head == "values":
+        raise UserError("a reward model gives values and no text", where=where, remedy="name a language model")
+
+
 def checked(config: ModelConfig, *, where: str) -> ModelConfig:
     """The same config. Raises UserError where facts contradict each other."""
     problem = None

@@ -37,6 +37,8 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | 
     """Both prices of the first long enough document of the validation split, or why there are none."""
     from bloomery.train.sealed import newest_valid
 
+    if plan.objective.kind == "reward":
+        return "a reward model gives values and no text"
     if parameters > _MOST_PARAMETERS:
         return "the model is too large to be loaded twice for a picture"
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
