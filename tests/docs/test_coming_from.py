@@ -22,6 +22,8 @@ GUIDES = {
     "go-coder-guide.md": (59, "go-coder-125m"),
     "worldmodel-rocm-spec.md": (64, "go-coder-125m"),
     "frontier-workbook.md": (23, "go-coder-125m"),
+    "rocm-overview.md": (20, "llama2-7b-lora-qa"),
+    "forgather-examples.md": (36, "samantha-llama2-7b-full-24gb"),
 }
 
 

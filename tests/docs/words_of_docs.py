@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
 from pydantic import BaseModel
@@ -64,12 +65,20 @@ def check_command(words: list[str]) -> None:
 
 
 def check_key(key: str) -> None:
-    """A recipe key, or `section.*` for all of a section."""
+    """A recipe key, or `section.*` for all of a section; of a section of several kinds, a key of one of them."""
     section: object = Recipe
     for part in key.split("."):
         if part == "*":
             return
-        assert isinstance(section, type) and issubclass(section, BaseModel), f"{key} is too deep"
-        names = {info.alias or name: info.annotation for name, info in section.model_fields.items()}
+        kinds = sections_in(section)
+        assert kinds, f"{key} is too deep"
+        names = {info.alias or name: info.annotation for kind in kinds for name, info in kind.model_fields.items()}
         assert part in names, f"a recipe has no {key}"
         section = names[part]
+
+
+def sections_in(annotation: object) -> list[type[BaseModel]]:
+    """The sections that an annotation allows, such as each kind of adapter."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections_in(part)]

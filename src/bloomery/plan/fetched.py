@@ -10,11 +10,12 @@ from bloomery.recipe.schema import Distil, Recipe
 def fetch(recipe: Recipe, *, weights: bool) -> None:
     """Model, tokenizer, teacher and text of a recipe lie on this disk afterwards. Raises UserError.
 
-    Without `weights`, as a plan needs it, models come as config and tokenizer, those of our table and text not at all.
+    Without `weights`, as a plan needs it, models come as config and tokenizer; those of our table, tokenizers of their
+    own and text not at all.
     """
     if recipe.model.from_ is not None:
         _fetch_model(recipe.model.from_, weights=weights)
-    if recipe.tokenizer.from_ not in (None, "same"):
+    if weights and recipe.tokenizer.from_ not in (None, "same"):
         hub.fetch_tokenizer(str(recipe.tokenizer.from_))
     if isinstance(recipe.objective, Distil):
         _fetch_model(recipe.objective.teacher, weights=weights)
