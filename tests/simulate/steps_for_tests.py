@@ -7,12 +7,14 @@ from memory_tracker import peak_bytes
 from plan_help import loaded, machine
 
 from bloomery.data.loader import Batch
+from bloomery.model.presets import known_config
 from bloomery.plan.memory import tensor_bytes
 from bloomery.plan.mesh_memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.resolve import resolve
 from bloomery.plan.states import way_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
+from bloomery.recipe.schema import Distil
 from bloomery.simulate.shards import ONE, Cut
 from bloomery.simulate.stages import Place, simulated_stage
 from bloomery.simulate.step import simulated_step
@@ -62,6 +64,7 @@ def load_of(plan: Plan) -> Occupancy:
         checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
         context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
         way=way_of(plan, plan.model.config), offloading=train.offload_activations,
+        teacher=known_config(plan.objective.teacher) if isinstance(plan.objective, Distil) else None,
     )  # fmt: skip
 
 

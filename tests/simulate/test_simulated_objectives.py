@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from memory_tracker import peak_bytes
-from steps_for_tests import _batch, simulated, small_plan
+from steps_for_tests import _batch, counted, simulated, small_plan
 
 from bloomery.model.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Distil, Kto, Lora, OrPo, Preference, Reward, SimPo
@@ -48,6 +48,7 @@ def measured(plan, teacher=None) -> float:
 def test_simulated_steps_take_what_measured_ones_do(asked):
     plan = of_objective(small_plan(micro_batches=2), asked)
     assert simulated(plan) == pytest.approx(measured(plan), rel=0.05)
+    assert counted(plan) == pytest.approx(simulated(plan), rel=0.05)
 
 
 def test_a_reference_without_adapters_takes_no_memory_of_its_own(tmp_path):
@@ -66,3 +67,4 @@ def test_a_teacher_is_counted(tmp_path):
     plan = of_objective(plan, asked)
     teacher = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention).eval().requires_grad_(False)
     assert simulated(plan) == pytest.approx(measured(plan, teacher), rel=0.05)
+    assert counted(plan) == pytest.approx(simulated(plan), rel=0.08)

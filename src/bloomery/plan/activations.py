@@ -155,7 +155,7 @@ def backward_bytes(load: Occupancy) -> float:
         name: size for name, size in all_sizes.items() if learns(config, load.way, f"model.layers.0.{name}.weight")
     }
     each = load.weight + (e if load.mixed else 0)
-    fresh = max(sizes.values(), default=0) * each  # a gradient before it is where it belongs
+    fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is where it belongs
     if load.way.base != "none":
         read = max(all_sizes.values())  # a matrix while a product reads it; in its making there is no product yet
         making = MAKING * min(read, GPU_PIECE if load.on_gpu else CPU_PIECE)

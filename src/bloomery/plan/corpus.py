@@ -7,7 +7,8 @@ from bloomery.data.example_rows import wants_of
 from bloomery.data.packing import count_rows
 from bloomery.data.prepare import finished
 from bloomery.data.shards import Manifest
-from bloomery.data.tokenizer_source import tokenizer_spec
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_source import find_tokenizer, tokenizer_spec
 from bloomery.errors import UserError
 from bloomery.hub import data_place
 from bloomery.plan.types import CorpusFacts
@@ -27,11 +28,17 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
         left_out=sum(fitted.dropped + fitted.unlearned for fitted in laid.fitted),
         cut_short=sum(fitted.truncated for fitted in laid.fitted),
         tokens=manifest.train.tokens,
+        learned=_learned(manifest),
         vocab_size=manifest.vocab_size,
         bos_id=manifest.bos_id,
         eos_id=manifest.eos_id,
         pad_id=manifest.pad_id,
     )
+
+
+def _learned(manifest: Manifest) -> float:
+    learned, tokens = manifest.train.learned_tokens, manifest.train.tokens
+    return 1.0 if learned is None or not tokens else learned / tokens
 
 
 def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
@@ -65,8 +72,12 @@ def guessed(recipe: Recipe) -> CorpusFacts | None:
 
 
 def planned_vocabulary(recipe: Recipe) -> int | None:
-    """Of the tokenizer that will be trained; None for one that exists already."""
+    """Of the tokenizer that will be trained, or that tokens are added to; None for one that is taken as it is."""
     spec = tokenizer_spec(recipe)
+    if "add_tokens" in spec:
+        found = find_tokenizer(recipe)
+        assert isinstance(found, Tokenizer)
+        return found.vocab_size
     if "from" in spec and recipe.model.from_ is None and recipe.model.vocab_size is None:
         refuse_absent(spec["from"])
     trained = spec.get("train")

@@ -2,9 +2,9 @@
 
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.model.counting import flops_per_token
 from bloomery.monitor.tally import RunFacts
-from bloomery.plan.speed import device_rate
+from bloomery.plan.speed import device_rate, useful_flops
+from bloomery.plan.states import way_of
 from bloomery.plan.types import Plan
 from bloomery.units import GIB
 
@@ -22,7 +22,7 @@ def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
         name=plan.name,
         every_steps=plan.monitor.every_steps,
         steps=train.steps,
-        flops_per_token=flops_per_token(config, plan.data.sequence_length),
+        flops_per_token=useful_flops(config, way_of(plan, config), plan.data.sequence_length),
         peak_flops=rate.peak if rate else None,
         memory_limit_gib=plan.memory.limit / GIB,
     )

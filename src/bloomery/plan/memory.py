@@ -10,9 +10,10 @@ count 34 h bytes a token and layer; with a residual stream of float32 it is 38 h
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices
+from bloomery.model.counting import matrices, parameter_count
 from bloomery.plan.activations import (
     backward_bytes,
     end_bytes,
@@ -27,6 +28,7 @@ from bloomery.plan.states import (
     each,
     frozen_element,
     head_learns,
+    head_name,
     held_bytes,
     largest,
     layer_learning_bytes,
@@ -40,6 +42,7 @@ from bloomery.units import GIB, MIB
 
 SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on a GPU
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
+FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes of a logit of each model: model.divergence, uncompiled
 CPU_RUNTIME = 470 * MIB  # the interpreter, PyTorch and its buffers, resident; measured with PyTorch 2.13
 CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
 
@@ -92,6 +95,8 @@ def tensors_at(load: Occupancy, moment: Moment) -> dict[str, float]:
     }
     if not way.frozen:
         parts.pop("adapter")
+    if load.teacher is not None:
+        parts["teacher"] = float(parameter_count(load.teacher) * load.element)
     if load.mixed:
         parts["half-precision copies"] = moment.copies
     parts["temporaries"] = moment.temporaries
@@ -106,7 +111,7 @@ def moments(load: Occupancy) -> Iterator[Moment]:
         layers = [0.0] * (len(layers) - 2) + layers[-2:]
     whole = learning_bytes(config, way, load.precision)
     layer = layer_learning_bytes(config, way, load.precision)
-    head = config.vocab_size * config.hidden_size * load.weight if head_learns(config, way) else 0
+    head = load.outputs * config.hidden_size * load.weight if head_learns(config, way) else 0
     update = update_bytes(config, way, load.optimizer, load.precision, on_gpu=load.on_gpu)
     if way.in_backward:
         whole, layer = largest(config, way, load.precision), 0.0
@@ -118,7 +123,8 @@ def moments(load: Occupancy) -> Iterator[Moment]:
     # Autocast keeps its copies until forward ends, afterwards those that backward will read.
     yield Moment(gradients=before, activations=activations, scores=scores, copies=copy * len(layers))
     yield Moment(gradients=before or head, activations=activations, scores=in_backward, copies=copy * kept)
-    inside, passing = layer_bytes(load), backward_bytes(load)
+    inside, passing, last = layer_bytes(load), backward_bytes(load), last_norm_bytes(load)
+    before_it = [0.0, *accumulate(layers)]
     for done in range(len(layers)):
         left = len(layers) - done
         reached = before or head + done * layer
@@ -126,13 +132,13 @@ def moments(load: Occupancy) -> Iterator[Moment]:
             reached = head if done == 0 else 0.0
         yield Moment(
             gradients=reached,
-            activations=sum(layers[: left - 1]) + inside + ends - last_norm_bytes(load),
+            activations=before_it[left - 1] + inside + ends - last,
             copies=copy * max(1.0, kept * left / len(layers)),
             temporaries=passing + (update if way.in_backward else 0.0),
         )
     doubled = head if load.accumulating or config.tie_embeddings else 0
     stream = load.rows * config.hidden_size * load.stream
-    yield Moment(gradients=whole, activations=ends - last_norm_bytes(load), temporaries=stream + doubled)
+    yield Moment(gradients=whole, activations=ends - last, temporaries=stream + doubled)
     yield Moment(gradients=whole, activations=0.0, temporaries=update)
 
 
@@ -159,7 +165,7 @@ class _Tile:
     entries: int = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = self.load.config.vocab_size
+        whole = self.load.outputs
         object.__setattr__(self, "entries", whole if self.load.on_gpu else min(whole, CPU_TILE))
 
     @property
@@ -169,7 +175,7 @@ class _Tile:
     @property
     def several(self) -> bool:
         """Whether this is not all there is: the logits before are let go of once the next ones are there."""
-        return self.entries < self.load.config.vocab_size or self.load.score_chunk < self.load.rows
+        return self.entries < self.load.outputs or self.load.score_chunk < self.load.rows
 
     @property
     def weights(self) -> int:
@@ -184,10 +190,15 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
     to the gradient itself; where that is wider the product lies beside it.
     """
     tile, h = _Tile(load), load.config.hidden_size
+    if load.config.head == "values":  # computed in float32, and never in pieces
+        widened = 4.0 * load.rows * h if load.element < 4 else 0.0
+        return widened, 2 * widened
+    if load.teacher is not None:
+        return _divergence_bytes(load)
     wide = 4 * tile.numbers if load.element < 4 else 0
     eager = not load.compiled
     learning = head_learns(load.config, load.way)
-    wider = load.weight if learning else frozen_element(_head_name(load.config), load.precision)
+    wider = load.weight if learning else frozen_element(head_name(load.config), load.precision)
     copy = 2 * tile.weights if load.element < wider else 0
     capped = 4 * tile.numbers if eager and load.config.final_softcap is not None else 0
     logits = load.element * tile.numbers + copy + capped
@@ -198,8 +209,12 @@ def score_bytes(load: Occupancy) -> tuple[float, float]:
     return float(forward), float(backward)
 
 
-def _head_name(config: ModelConfig) -> str:
-    return "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+def _divergence_bytes(load: Occupancy) -> tuple[float, float]:
+    """Of distillation: both models' logits of a chunk and their float32 forms, computed again in backward."""
+    assert load.teacher is not None
+    entries = min(load.score_chunk, load.rows) * load.config.vocab_size
+    hidden = load.rows * (load.config.hidden_size + 2 * load.teacher.hidden_size) * load.element
+    return float(FORWARD_DIVERGENCE * entries + hidden), float(BACKWARD_DIVERGENCE * entries + hidden)
 
 
 def gib(value: float) -> float:

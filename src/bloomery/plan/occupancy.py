@@ -25,11 +25,19 @@ class Occupancy:
     accumulating: bool = False  # several micro-batches a step: gradients are there from the second one on
     way: Way = FULL
     offloading: bool = False  # what layers keep for backward waits in the processor's memory
+    teacher: ModelConfig | None = None  # of distillation
+    looks: int = 0  # forwards beside the step's own: the model of the start, by the base without its adapters
+    learned: float = 1.0  # the share of positions that are scored: counted for time, memory is of the fullest batch
 
     @property
     def rows(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch * self.sequence_length
+
+    @property
+    def outputs(self) -> int:
+        """Of the output layer: one of a reward model."""
+        return 1 if self.config.head == "values" else self.config.vocab_size
 
     @property
     def element(self) -> int:

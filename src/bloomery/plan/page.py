@@ -25,6 +25,9 @@ from bloomery.shell import broken
 from bloomery.units import GIB, format_bytes, format_seconds, two_digits
 
 LEAN = (
+    "objective.reference",
+    "objective.teacher",
+    "data.chat.train_on",
     "adapter.kind",
     "model.vocab_size",
     "quantize.base",

@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Iterator
 
 from bloomery.hardware.profile import Profile
-from bloomery.model.counting import flops_per_token
 from bloomery.plan.claims import span
+from bloomery.plan.speed import useful_flops
+from bloomery.plan.states import way_of
 from bloomery.plan.types import Estimate, Plan
 from bloomery.units import GIB, MIB, format_bytes, format_seconds, two_digits
 
@@ -106,7 +107,7 @@ def _share(plan: Plan, profile: Profile, rate: Estimate) -> str:
     peak = profile.gpu.peak_flops(dtype_of(plan)) if profile.gpu else None
     if peak is None:
         return ""
-    per_token = flops_per_token(plan.model.config, plan.data.sequence_length)
+    per_token = _per_token(plan)
     devices = plan.mesh.devices if plan.mesh else 1
     low, high = (tokens * per_token / peak / devices for tokens in (rate.low, rate.high))
     return f" = {low * 100:.0f} to {high:.0%} of peak"
@@ -130,6 +131,11 @@ def part_lines(plan: Plan, profile: Profile) -> Iterator[str]:
     yield from joined(utilisation(plan, profile))
 
 
+def _formula(plan: Plan) -> str:
+    weights = "6 a weight" if plan.adapter.kind == "none" else "4 a frozen weight, 6 another"
+    return f"{weights} + 12 L d T a token"
+
+
 def utilisation(plan: Plan, profile: Profile) -> list[str]:
     """MFU against both denominators, with its formula."""
     assert profile.gpu is not None
@@ -137,13 +143,17 @@ def utilisation(plan: Plan, profile: Profile) -> list[str]:
     peak, best = profile.gpu.peak_flops(dtype), profile.gpu.achievable_flops(dtype)
     against = f"MFU {reached / peak:.0%} of {peak / 1e12:,.1f} TFLOP/s" if peak else "MFU unknown: no peak is known"
     of_best = f"{reached / best:.0%} of {best / 1e12:,.0f}, the best product published" if best else ""
-    return [against, *([of_best] if of_best else []), "6 a weight + 12 L d T a token"]
+    return [against, *([of_best] if of_best else []), _formula(plan)]
+
+
+def _per_token(plan: Plan) -> float:
+    return useful_flops(plan.model.config, way_of(plan, plan.model.config), plan.data.sequence_length)
 
 
 def reached_flops(plan: Plan) -> float:
     """FLOP/s of one device by the usual count: products and all T x T scores, nothing that is computed again."""
     assert plan.step_seconds is not None
-    counted = flops_per_token(plan.model.config, plan.data.sequence_length) * plan.train.tokens_per_step
+    counted = _per_token(plan) * plan.train.tokens_per_step
     return counted / plan.step_seconds.value / (plan.mesh.devices if plan.mesh else 1)
 
 
@@ -169,4 +179,5 @@ def disk_lines(plan: Plan) -> Iterator[str]:
     number, _, unit = each.partition(" ")
     each = number if total.endswith(unit) else each
     facts = [f"{format_bytes(disk['shards'])} of shards"] if "shards" in disk else []
+    facts += [f"{format_bytes(disk['reference'])} of reference scores"] if "reference" in disk else []
     yield from joined([*facts, f"{total} of checkpoints ({each} each: {kept} kept, the best, one being written)"])

@@ -12,7 +12,7 @@ from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
 from bloomery.model.quantize_facts import backend
-from bloomery.plan import batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
+from bloomery.plan import aims, batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
 from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.adapted import adapter_choices
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
@@ -22,6 +22,7 @@ from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
+from bloomery.plan.methods import method_choices, refuse_method_misfits
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.quantised import quantised_choices, refuse_quantised_misfits
 from bloomery.plan.states import learning_bytes, optimizer_bytes, way_of
@@ -67,6 +68,7 @@ def _resolution(
     recipe = loaded.recipe
     refuse.refuse_unbuilt(recipe)
     refuse_lean_misfits(recipe)
+    refuse_method_misfits(recipe)
     refuse_quantised_misfits(recipe)
     profile = build_profile(machine)
     refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
@@ -205,7 +207,8 @@ class _Resolution:
 
     def lean(self, precision: str) -> tuple[Decision, ...]:
         gpu = self.profile.accelerator is not None
-        told = [*adapter_choices(self.recipe, self.config)]
+        told = [*adapter_choices(self.recipe, self.config), *method_choices(self.recipe, self.config)]
+        told += aims.objective_choices(self.recipe, self.corpus)
         told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
         return tuple(_decision(*each) for each in told)
 
@@ -257,7 +260,7 @@ class _Resolution:
             trained_bytes=learning_bytes(self.config, cut.load.way, cut.load.precision),
             optimizer_bytes=optimizer_bytes(self.config, cut.load.way, recipe.optimizer.kind, cut.load.precision),
             keep=recipe.checkpoint.keep,
-        )
+        ) | aims.reference_bytes(recipe, self.corpus)
         watts = gpu.board_watts * self.gpus * self.nodes if gpu and gpu.board_watts else None
         judged = plan.model_copy(
             update={
@@ -323,6 +326,9 @@ class _Resolution:
             expandable=expandable(self.profile),
             way=way_of(self.recipe, self.config),
             offloading=self.recipe.train.offload_activations,
+            teacher=aims.teacher_of(self.recipe),
+            looks=aims.looks(self.recipe),
+            learned=1.0 if self.corpus is None else self.corpus.learned,
         )
 
     @property

@@ -7,10 +7,19 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices, parameter_count
+from bloomery.model.counting import flops_per_token, matrices, parameter_count
 from bloomery.plan.activations import keeps_scores, kept_layers
 from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.states import head_learns, in_layers, learning_bytes, optimizer_bytes, parameters, trained_count
+from bloomery.plan.states import (
+    Way,
+    head_learns,
+    in_layers,
+    learning_bytes,
+    numbers,
+    optimizer_bytes,
+    parameters,
+    trained_count,
+)
 from bloomery.plan.traffic import (
     CASTS,
     dequantised_traffic,
@@ -109,14 +118,15 @@ def work_of(
     loss = loss or ("kept" if load.score_chunk >= load.rows else "chunked")
     products = product_flops(load, again, chunked=loss == "chunked")
     quadratic = 4.0 * _keys(load) * config.query_width * config.num_layers
-    attention = quadratic * (1 + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
+    attention = quadratic * (1 + load.looks + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
     between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
     passes = tokens / load.rows
     states = optimizer_bytes(config, way, load.optimizer, load.precision) / max(1, trained)
     weight = learning_bytes(config, way, load.precision) / max(1, trained)
     casts = CASTS * (trained if way.frozen else count) * passes if weight > load.element else 0.0
     casts += dequantised_traffic(load) * (2 + again.products) * passes
-    between = (between + loss_traffic(config, loss, compiled=load.compiled)) * tokens + casts
+    between += loss_traffic(load.outputs, loss, compiled=load.compiled) * load.learned
+    between = between * (1 + load.looks / 3) * tokens + casts
     return Work(
         products=products * tokens,
         attention=attention * tokens,
@@ -132,9 +142,22 @@ def product_flops(load: Occupancy, again: Recompute, *, chunked: bool) -> float:
     layers = 2.0 * config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
     learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
     beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
-    head = 2.0 * config.vocab_size * config.hidden_size
+    head = 2.0 * load.outputs * config.hidden_size * load.learned
     scored = head * (2 + head_learns(config, load.way) + chunked)
-    return layers * (2 + again.products) + learning + beside * (3 + again.products) + scored
+    looked = load.looks * (layers + head)  # without the adapters
+    if load.teacher is not None:
+        looked += flops_per_token(load.teacher, load.sequence_length, backward=False)
+    return layers * (2 + again.products) + learning + beside * (3 + again.products) + scored + looked
+
+
+def useful_flops(config: ModelConfig, way: Way, sequence_length: int) -> float:
+    """Of a token, as `model.counting` has it, but for gradients of weights that do not learn; with those that do."""
+    found = parameters(config, way)
+    kept = {name: s for name, s in found.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
+    if config.tie_embeddings and not head_learns(config, way):
+        kept["head"] = (config.vocab_size, config.hidden_size)
+    beside = sum(math.prod(shape) for shape in found.adapter.values() if len(shape) == 2)
+    return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * beside
 
 
 def _keys(load: Occupancy) -> float:

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from bloomery.model.adapter_names import adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.quantize_facts import storage_bytes
+from bloomery.plan.methods import counted_as
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Lora, Recipe
+from bloomery.recipe.schema import Lora, Peft, Recipe
 
 BLOCK = 256  # numbers of an 8-bit state that share a float32 scale
 SMALLEST = 4096  # numbers of a parameter whose states are kept in 8 bits: smaller ones stay float32
@@ -62,11 +63,15 @@ def way_of(recipe: Recipe | Plan, config: ModelConfig) -> Way:
         base=quantize.base,
         double=quantize.double,
     )
-    return replace(way, **_adapted(config, recipe.adapter)) if isinstance(recipe.adapter, Lora) else way
+    adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
+    if not isinstance(adapter, Lora):
+        return way
+    return replace(way, **_adapted(config, adapter.model_dump_json()))
 
 
-def _adapted(config: ModelConfig, adapter: Lora) -> dict[str, Any]:
-    found = adaptation(config, adapter)
+@lru_cache(maxsize=64)  # a plan asks for the same adapter many times
+def _adapted(config: ModelConfig, adapter: str) -> dict[str, Any]:
+    found = adaptation(config, Lora.model_validate_json(adapter))
     return {
         "pairs": tuple((name, pair.rank) for name, pair in found.pairs.items()),
         "whole": found.whole,
@@ -142,7 +147,14 @@ def learns(config: ModelConfig, way: Way, name: str) -> bool:
 
 
 def head_learns(config: ModelConfig, way: Way) -> bool:
-    return learns(config, way, "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
+    return learns(config, way, head_name(config))
+
+
+def head_name(config: ModelConfig) -> str:
+    """The parameter of the output layer."""
+    if config.head == "values":
+        return "score.weight"
+    return "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
 
 
 def element_of(precision: str) -> int:
@@ -207,12 +219,14 @@ def adapter_bytes(config: ModelConfig, way: Way) -> float:
     return float(numbers(found) * way.adapter_bytes * (2 if way.pissa else 1) + 4 * rows)
 
 
+@cache
 def largest(config: ModelConfig, way: Way, precision: str) -> float:
     """Bytes of the largest gradient."""
     learning = parameters(config, way).learning
     return max((math.prod(shape) * each(name, way, precision) for name, shape in learning.items()), default=0.0)
 
 
+@cache
 def optimizer_bytes(config: ModelConfig, way: Way, kind: str, precision: str) -> float:
     """What the optimizer keeps from step to step, wherever it keeps it."""
     return state_bytes(parameters(config, way).learning, kind, way, precision)
@@ -235,6 +249,7 @@ def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str
     return total
 
 
+@cache
 def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on_gpu: bool) -> float:
     """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
 

@@ -5,7 +5,6 @@ backward together, per number of the width named; a third of them is forward. Co
 follow the operators that autograd runs; compiled ones the inputs and outputs that a fused kernel cannot avoid.
 """
 
-from bloomery.model.config import ModelConfig
 from bloomery.model.counting import matrices
 from bloomery.model.quantize_facts import storage_bytes
 from bloomery.plan.activations import keeps_scores
@@ -64,9 +63,9 @@ def dequantised_traffic(load: Occupancy) -> float:
     return float(load.config.num_layers * (kept + load.element * sum(rows * columns for rows, columns in sizes)))
 
 
-def loss_traffic(config: ModelConfig, loss: str, *, compiled: bool) -> float:
+def loss_traffic(outputs: int, loss: str, *, compiled: bool) -> float:
     """Bytes per token from logits to their gradient. `loss`: plain, kept or chunked."""
-    return LOSS[loss][int(compiled)] * config.vocab_size
+    return LOSS[loss][int(compiled)] * outputs
 
 
 def optimizer_traffic(parameters: float, *, weight: float, states: float, clips: bool) -> float:

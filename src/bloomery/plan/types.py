@@ -77,6 +77,7 @@ class CorpusFacts(Part):
     eos_id: int | None = None
     pad_id: int | None = None
     spread: float = 0.0
+    learned: float = 1.0  # the share of the tokens that an objective learns from
     left_out: int = 0
     cut_short: int = 0
 

@@ -1,0 +1,46 @@
+"""What an objective asks of a plan beside the step itself: a teacher, a reference, the share that is learned."""
+
+from collections.abc import Iterator
+
+from bloomery.choice import Choice
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_count
+from bloomery.model.presets import known_config
+from bloomery.plan.reference import reference_of
+from bloomery.plan.types import CorpusFacts
+from bloomery.recipe.schema import Distil, Recipe
+from bloomery.units import format_count
+
+REFERENCE_BYTES = 4  # of a token: data.reference
+
+
+def teacher_of(recipe: Recipe) -> ModelConfig | None:
+    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distil) else None
+
+
+def looks(recipe: Recipe) -> int:
+    """Forwards of a step beside its own."""
+    return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
+
+
+def reference_bytes(recipe: Recipe, corpus: CorpusFacts | None) -> dict[str, float]:
+    """On disk: what the model of the start says of each token, where that is computed once."""
+    if corpus is None or reference_of(recipe.objective, recipe.adapter).value != "precomputed":
+        return {}
+    return {"reference": float(REFERENCE_BYTES * corpus.tokens)}
+
+
+def objective_choices(recipe: Recipe, corpus: CorpusFacts | None) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, what the objective means for this run."""
+    reference = reference_of(recipe.objective, recipe.adapter)
+    if reference.value == "adapters":
+        yield "objective.reference", Choice("reference each step", f"{reference.because}; a forward more a step")
+    elif reference.value == "precomputed":
+        yield "objective.reference", Choice("reference first", f"{reference.because}; one forward over all of the data")
+    teacher = teacher_of(recipe)
+    if teacher is not None and isinstance(recipe.objective, Distil):
+        because = f"{recipe.objective.teacher} stays in memory beside the model"
+        yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", because)
+    if corpus is not None and corpus.learned < 1:
+        because = "of the tokens are learned; the output layer runs on these alone"
+        yield "data.chat.train_on", Choice(f"{corpus.learned:.0%} learned", f"{corpus.learned:.1%} {because}")
