@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def _proofs(found: Found, draft: Path, decoder: Decoder) -> Iterator[str]:
     logits = finite(probe(decoder), found.weights)
     yield "read back: the tensors are the same, and the base takes them"
     if all(importlib.util.find_spec(name) is not None for name in ("peft", "transformers")):
-        yield _opens_in_peft(found, draft, logits, probe_tokens(decoder.config))
+        with warnings.catch_warnings(action="ignore"):  # what both libraries say of each other
+            yield _opens_in_peft(found, draft, logits, probe_tokens(decoder.config))
 
 
 def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, tokens: torch.Tensor) -> str:
