@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bloomery.data.documents import Document, Tally, open_corpora, open_corpus, read_documents
 from bloomery.data.example_wire import from_wire, texts_of, to_wire
 from bloomery.data.examples import Example, Message
+from bloomery.data.files import other_splits, train_files
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
 
@@ -134,6 +135,41 @@ def test_tables_come_before_their_description(tmp_path):
     assert len(read(tmp_path)) == 1
     assert read(tmp_path)[0].example is not None
     assert [document.text for document in read(tmp_path, "any")] == ["about"]
+
+
+def test_of_a_folder_of_splits_train_is_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        rows = [{"messages": [TALK[0], {**TALK[1], "content": split}]}]
+        write_rows(tmp_path / "data" / f"{split}.parquet", rows)
+    texts = [document.example.answers[0][1].content for document in read(tmp_path)]
+    assert texts == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert other_splits(Source(path=str(tmp_path)), rows=True) == ["data/test-00000-of-00001.parquet"]
+    assert len(read(tmp_path, glob="*.parquet")) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["train.jsonl", "test.jsonl", "more.jsonl"], ["train.jsonl", "more.jsonl"]),
+        (["a.jsonl", "test.jsonl"], ["a.jsonl", "test.jsonl"]),
+        (["part1-00000-of-00002.parquet", "part2-00000-of-00001.parquet"], None),
+        (["train-00000-of-00001-0a1b2c.parquet", "extra-00000-of-00001.parquet"],
+         ["train-00000-of-00001-0a1b2c.parquet"]),
+        (["train.py", "test.py"], None),
+        (["test-00000-of-00001.parquet"], None),
+        (["training.jsonl", "tests.jsonl", "train.jsonl"], None),
+    ],
+)  # fmt: skip
+def test_splits_by_name(names, kept):
+    assert train_files(names, "x") == (names if kept is None else kept)
+
+
+def test_splits_without_one_called_train_are_to_be_named():
+    names = [f"{split}-00000-of-00001.parquet" for split in ("train_prefs", "test_prefs", "train_sft", "test_sft")]
+    with pytest.raises(UserError, match="none of its splits is called train: test_prefs, test_sft, train_p") as caught:
+        train_files(names, "x")
+    assert caught.value.remedy == 'name one: data.glob="train_prefs-*"'
 
 
 def test_a_flaw_names_its_row(tmp_path):

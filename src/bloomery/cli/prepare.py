@@ -83,7 +83,7 @@ def _lines() -> "Report":
 
 
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    from bloomery.data.health import UNITS
+    from bloomery.data.health import UNITS, counted
     from bloomery.data.shards import ANSWERS
     from bloomery.units import format_count
 
@@ -97,6 +97,9 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     )
     if manifest.formats:
         click.echo(f"format     {', '.join(manifest.formats)}")
+    aside = _aside(loaded)
+    if aside:
+        click.echo(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
     if manifest.skipped:
         click.echo(f"skipped    {manifest.skipped:,} rows, the first: {manifest.first_skipped}")
     counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"
@@ -105,6 +108,17 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
         _tell_rows(manifest, loaded, folder)
     tell_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
     click.echo(f"folder     {folder}")
+
+
+def _aside(loaded: "LoadedRecipe") -> list[str]:
+    """Data files that were not read, being of other splits than train."""
+    from bloomery.data.example_rows import wants_of
+    from bloomery.data.files import other_splits
+    from bloomery.recipe.schema import Source
+
+    data, rows = loaded.recipe.data, wants_of(loaded.recipe) in ("sft", "pairs", "kto")
+    whole = [Source(path=data.path, glob=data.glob, format=data.format)] if data.path else []
+    return [name for source in (*whole, *data.sources) for name in other_splits(source, rows=rows)]
 
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:

@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h
 lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
 """
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how the Hub's data sets number the files of a split
+_EXAMINED = {"test", "validation", "valid", "val", "dev", "eval"}
 _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
 CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
 
@@ -61,6 +64,7 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
     chosen = found if source.glob else _recognised(found, rows=rows or source.format in CHAT)
     if not chosen:
         raise _nothing(root, source.glob, found)
+    chosen = chosen if source.glob else train_files(chosen, str(root))
     return [SourceFile(root / name, name, _format(root / name, source.format)) for name in chosen]
 
 
@@ -98,6 +102,43 @@ def _recognised(names: list[str], *, rows: bool) -> list[str]:
     tables = [name for name in names if suffixes[name] in TABLES]
     described = all(Path(name).name.lower().startswith(_DESCRIPTIONS) for name in texts)
     return data or (tables if rows and described else []) or texts or tables
+
+
+def other_splits(source: Source, *, rows: bool = False) -> list[str]:
+    """The data files that `list_files` leaves aside, as they belong to other splits than train."""
+    root = data_place(source.path)
+    if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
+        return []
+    found = _recognised(sorted(_walk(root, None)), rows=rows or source.format in CHAT)
+    kept = set(train_files(found, str(root)))
+    return [name for name in found if name not in kept]
+
+
+def train_files(names: list[str], where: str) -> list[str]:
+    """Of data files that are named after splits, as the Hub's data sets are, those of train. Raises UserError where
+    there are splits to examine with and none is called train.
+    """
+    splits = {name: split for name in names if (split := _split_of(name))}
+    examined = {split for split in splits.values() if re.split(r"[_.-]", split)[0] in _EXAMINED}
+    if "train" in splits.values():
+        sharded = {name for name in splits if _SHARD.search(Path(name).name)}
+        others = {name for name, split in splits.items() if split != "train" and (name in sharded or split in examined)}
+        return [name for name in names if name not in others]
+    other = sorted(set(splits.values()) - examined)
+    if examined and other and all(_SHARD.search(Path(name).name) for name in splits):
+        raise UserError(
+            f"none of its splits is called train: {', '.join(sorted(set(splits.values())))}",
+            where=f"data.path: {where}",
+            remedy=f'name one: data.glob="{other[0]}-*"',
+        )
+    return names
+
+
+def _split_of(name: str) -> str | None:
+    """What a data file's name says of its split: train-00000-of-00002.parquet and train.jsonl are of train."""
+    if suffix_of(Path(name)) not in DATA and suffix_of(Path(name)) not in TABLES:
+        return None
+    return _SHARD.sub("", Path(name).name).partition(".")[0]
 
 
 def _format(path: Path, asked: str) -> str:
