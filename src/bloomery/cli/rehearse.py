@@ -113,15 +113,15 @@ def _came_back(seen: "Rehearsal", folder: Path) -> Iterator[tuple[str, str, floa
 
 def _take_away(folder: Path) -> None:
     """Export and report; both read what the run has left."""
+    from bloomery.export.adapter import export_adapter
     from bloomery.export.hf import export
     from bloomery.report import write_report
-    from bloomery.train.model_folder import model_folder
+    from bloomery.train.model_folder import find_model
 
-    begun = time.perf_counter()
-    done = export(model_folder(folder, "last"), folder / "export")
-    say(
-        "export", f"{format_bytes(done.bytes)} in Hugging Face's layout, read back and run", time.perf_counter() - begun
-    )
+    begun, found, out = time.perf_counter(), find_model(folder, "last"), folder / "export"
+    done = export(found.weights, out) if found.base is None else export_adapter(found, out)
+    layout = "Hugging Face's layout" if found.base is None else "PEFT's layout"
+    say("export", f"{format_bytes(done.bytes)} in {layout}, read back and run", time.perf_counter() - begun)
     begun = time.perf_counter()
     page = write_report(folder)
     say("report", f"{format_bytes(page.stat().st_size)}, one page", time.perf_counter() - begun)
