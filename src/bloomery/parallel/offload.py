@@ -1,13 +1,15 @@
 """Activations wait for backward in the host's memory: copied away during forward, and back shortly before their use."""
 
 import weakref
-from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from bloomery.parallel import copies
 
 THRESHOLD = 2**20  # bytes: smaller tensors cost more calls than they free memory
 UNDER_WAY = 4  # copies to the host at most: their tensors still lie on the device
@@ -62,8 +64,7 @@ class _Away(saved_tensors_hooks):
         self._weights = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
         self._known: dict[tuple[object, ...], tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self._kept: list[weakref.ref[_Kept]] = []
-        self._stream: torch.cuda.Stream | None = None
-        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._lane = copies.Lane()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Kept:
         if not self._goes(tensor):
@@ -87,7 +88,7 @@ class _Away(saved_tensors_hooks):
         if isinstance(packed, Tensor):
             return packed
         self._known.clear()  # forward is over
-        self._wait_for_leaving(packed.device, under_way=0)
+        self._lane.let_go(packed.device)
         back = self._back(packed)
         for number in range(packed.number - 1, max(-1, packed.number - 1 - AHEAD), -1):
             if (earlier := self._kept[number]()) is not None and earlier.given() is None:
@@ -101,40 +102,21 @@ class _Away(saved_tensors_hooks):
         tensor, here = self._bring(kept)
         kept.coming, kept.lent = None, weakref.ref(tensor)
         if here is not None:
-            torch.cuda.current_stream(kept.device).wait_event(here)
+            copies.wait_for(here, kept.device)
         return tensor
 
     def _bring(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Room is made on the stream that will use it, so that the allocator knows when it is free again."""
-        if kept.coming is None and kept.device.type != "cuda":
+        if kept.coming is None and not copies.apart(kept.device):
             kept.coming = kept.host.clone(), None
         if kept.coming is None:
             room = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
-            stream = self._side(kept.device)
-            stream.wait_stream(torch.cuda.current_stream(kept.device))
-            with torch.cuda.stream(stream):
-                room.copy_(kept.host, non_blocking=True)
-                kept.coming = room, stream.record_event()
+            copy = partial(room.copy_, kept.host, non_blocking=True)
+            kept.coming = room, self._lane.after_work(kept.device, copy)
         return kept.coming
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cuda":
+        if not copies.apart(tensor.device):
             return tensor.clone()
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream = self._side(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-            self._under_way.append((tensor, stream.record_event()))
-        self._wait_for_leaving(tensor.device, under_way=UNDER_WAY)
+        host = copies.pinned_like(tensor)
+        self._lane.out([tensor], partial(host.copy_, tensor, non_blocking=True), under_way=UNDER_WAY)
         return host
-
-    def _wait_for_leaving(self, device: torch.device, *, under_way: int) -> None:
-        """Memory of what has left is used again only after its copy."""
-        while len(self._under_way) > under_way:
-            _, gone = self._under_way.popleft()
-            torch.cuda.current_stream(device).wait_event(gone)
-
-    def _side(self, device: torch.device) -> torch.cuda.Stream:
-        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._stream

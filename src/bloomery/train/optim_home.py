@@ -6,6 +6,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from bloomery.parallel import copies
 from bloomery.train.optim_pieces import gathered
 
 # Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
@@ -63,22 +64,18 @@ def put_back(value: Tensor, parts: Sequence[Tensor], *, non_blocking: bool = Fal
 class Host:
     """In pinned memory of the host. Pieces visit the device in turn: one is worked on, one comes, one or two go.
 
-    Copies run on a stream of their own beside the work. Device memory: four pieces of states at most, whatever the
-    model's size. For weights on the host it is the same as `Beside`.
+    Copies run beside the work. Device memory: four pieces of states at most, whatever the model's size. For weights on
+    the host it is the same as `Beside`.
     """
 
     def __init__(self) -> None:
-        self._beside = Beside()
-        self._stream: torch.cuda.Stream | None = None
-        self._going: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._beside, self._lane = Beside(), copies.Lane()
 
     def place(self, fresh: Tensor) -> Tensor:
-        if fresh.device.type == "cpu":
-            return fresh
-        return torch.empty_like(fresh, device="cpu", pin_memory=True).copy_(fresh)
+        return copies.pinned_like(fresh).copy_(fresh) if copies.apart(fresh.device) else fresh
 
     def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
-        if device.type == "cpu":
+        if not copies.apart(device):
             yield from self._beside.visits(pieces, device)
             return
         ahead = self._bring(pieces[0], device)
@@ -86,38 +83,34 @@ class Host:
             brought, here = ahead
             if number + 1 < len(pieces):
                 ahead = self._bring(pieces[number + 1], device)
-            torch.cuda.current_stream(device).wait_event(here)
+            copies.wait_for(here, device)
             yield brought
 
     def _bring(self, piece: Kept, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:
-        """Room is made on the stream that will use it, so that the allocator knows when it is free again."""
-        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         rooms = [[_room(parts, device) for parts in moment] for moment in piece]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+
+        def copy() -> None:
             for moment, kinds in zip(piece, rooms, strict=True):
                 for parts, room in zip(moment, kinds, strict=True):
-                    for part, place in zip(parts, room.split_with_sizes([len(p) for p in parts]), strict=True):
+                    places = room.split_with_sizes([len(part) for part in parts])
+                    for part, place in zip(parts, places, strict=True):
                         place.copy_(part, non_blocking=True)
-            return rooms, self._stream.record_event()
+
+        return rooms, self._lane.after_work(device, copy)
 
     def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
-        if self._stream is None:
+        if not copies.apart(values[0].device):
             self._beside.send(values, targets)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(values[0].device))
-        with torch.cuda.stream(self._stream):
+
+        def copy() -> None:
             for value, parts in zip(values, targets, strict=True):
                 put_back(value, parts, non_blocking=True)
-            self._going.append((self._stream.record_event(), values))
-        while len(self._going) > 4:  # two moments a piece; what is on its way must live, and no longer
-            gone, _ = self._going.pop(0)
-            torch.cuda.current_stream(values[0].device).wait_event(gone)
+
+        self._lane.out(values, copy, under_way=4)  # two moments a piece
 
     def settle(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._going.clear()
+        self._lane.settle()
 
 
 def _room(parts: Sequence[Tensor], device: torch.device) -> Tensor:
