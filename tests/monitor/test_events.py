@@ -1,5 +1,6 @@
 """Events outlive the process that wrote them, and readers forgive what a kill left behind."""
 
+import json
 import math
 import shutil
 import signal
@@ -160,3 +161,16 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     with EventLog(tmp_path / "events.jsonl") as emit, pytest.raises(UserError, match="No space left"):
         emit(step_done(1))
+
+
+def test_metrics_are_numbers_and_absent_from_old_logs():
+    told = EvalDone(
+        loss=0.5, perplexity=None, bits_per_byte=None, tokens=3, seconds=1.0,
+        metrics={"accuracy": 0.75, "margin": math.nan},
+    )  # fmt: skip
+    line = to_json(told)
+    assert from_json(line).metrics == {"accuracy": 0.75}
+    assert from_json(line.replace("0.75", '"much"')) is None
+    entry = json.loads(line)
+    del entry["metrics"]
+    assert from_json(json.dumps(entry)).metrics == {}

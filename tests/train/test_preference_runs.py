@@ -95,6 +95,14 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_refer
     assert third.losses() == second.losses()
 
 
+def test_a_run_may_be_stopped_while_its_reference_is_computed(answers, tmp_path):
+    plan = plan_of(answers("pairs"), DPO)
+    first = Run(plan, tmp_path / "run", stop_after=0)
+    assert (first.outcome, first.of(StepDone)) == ("stopped", [])
+    assert not reference_file(first.folder, "train").exists()
+    assert Run(plan, tmp_path / "run").losses() == Run(plan, tmp_path / "whole").losses()
+
+
 def test_a_killed_computation_of_the_reference_goes_on_where_it_was(answers, tmp_path, monkeypatch):
     plan, scores_of, calls = plan_of(answers("pairs"), DPO), references.scores_of, []
 

@@ -1,7 +1,7 @@
 """What a run holds in its hands, and how it is made ready before the first step."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from bloomery.train.fresh_base import with_base
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
-from bloomery.train.reference import Told, precompute, reference_file
+from bloomery.train.reference import Watch, precompute, reference_file
 from bloomery.train.self_test import check_attention
 from bloomery.train.state import TrainState, build_state, go_back, settings_of
 from bloomery.train.vitals import Checkup
@@ -53,8 +53,10 @@ class Job:
         return self.state.progress.step
 
 
-def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) -> Job:
-    """Everything that must stand before the first step."""
+def open_job(
+    plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False
+) -> Job:
+    """Everything that must stand before the first step. Raises Stopped when `stop` says so before that."""
     began = time.perf_counter()
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
@@ -64,7 +66,7 @@ def open_job(plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None) ->
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
-    references = reference_files(plan, run_dir, splits, state, emit, resume_from)
+    references = reference_files(plan, run_dir, splits, state, emit, resume_from, stop)
     loaders = {split: open_loader(plan, split, references.get(split)) for split in splits}
     job = Job(
         plan=plan,
@@ -119,8 +121,9 @@ def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> 
 
 
 def reference_files(
-    plan: Plan, run_dir: Path, splits: Sequence[Name], state: TrainState, emit: Emit, resume_from: Path | None
-) -> dict[Name, Path]:
+    plan: Plan, run_dir: Path, splits: Sequence[Name], state: TrainState, emit: Emit, resume_from: Path | None,
+    stop: Callable[[], bool],
+) -> dict[Name, Path]:  # fmt: skip
     """Where each split's scores of the model of the start lie, computed where they are missing; {} when not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
         return {}
@@ -133,7 +136,7 @@ def reference_files(
     for split, loader in loaders.items():
         precompute(
             state.trainee.model, loader, files[split], rows=plan.eval.micro_batch, score_chunk=plan.model.score_chunk,
-            precision=plan.train.precision, told=Told(emit, done, total),
+            precision=plan.train.precision, watch=Watch(emit, stop, done, total),
         )  # fmt: skip
         done += loader.stored_rows
     if missing and resume_from is not None:

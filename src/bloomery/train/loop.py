@@ -23,6 +23,7 @@ from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import allocator_sample, peak_memory_gib
+from bloomery.train.reference import Stopped
 from bloomery.train.schedules import planned_share
 from bloomery.train.state import go_back
 from bloomery.train.step import StepResult, train_step
@@ -49,7 +50,10 @@ def run(
     checkpoint; what follows equals the undisturbed run. Raises UserError when the loss stays non-finite after skipping
     and rewinding, and when the last checkpoint cannot be written.
     """
-    job = open_job(plan, run_dir, emit, resume_from)
+    try:
+        job = open_job(plan, run_dir, emit, resume_from, stop)
+    except Stopped:  # nothing was learned yet
+        return "stopped"
     while (outcome := train(job, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
             rewind(job)

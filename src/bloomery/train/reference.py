@@ -1,7 +1,7 @@
 """Scores of the model of the start: computed once before the first step, or by the base without its adapters."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,16 +19,23 @@ from bloomery.train.forward import forward, looking, to_device
 TOLD_EVERY = 1.0  # seconds
 
 
+class Stopped(Exception):
+    """The run was asked to stop before its first step; what was computed is kept."""
+
+
 @dataclass(frozen=True)
-class Told:
-    """Says how many rows of all splits are done."""
+class Watch:
+    """Says how many rows of all splits are done, and hears whether to go on."""
 
     emit: Emit
+    stop: Callable[[], bool]
     before: int  # rows of the splits before this one
     total: int
 
     def __call__(self, rows: int) -> None:
         self.emit(Phase(name="reference", done=self.before + rows, total=self.total))
+        if self.stop():
+            raise Stopped
 
 
 def reference_file(run_dir: Path, split: Name) -> Path:
@@ -37,23 +44,24 @@ def reference_file(run_dir: Path, split: Name) -> Path:
 
 
 def precompute(
-    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, told: Told
+    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, watch: Watch
 ) -> None:
     """Fills the file with the log-probability of every learned label of the split; what is there already stays.
 
-    `model` is as it was before the first step. A killed computation goes on where it was.
+    `model` is as it was before the first step. A killed computation goes on where it was. Raises
+    Stopped.
     """
     device, last = next(model.parameters()).device, 0.0
     with ReferenceWriter(path, loader.tokens) as writer, looking(model):
         for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
             if time.monotonic() - last > TOLD_EVERY:
                 last = time.monotonic()
-                told(number * rows)
+                watch(number * rows)
             if writer.has(stored.numpy()):
                 continue
             scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
             writer.add(stored.numpy(), scores_BT.cpu().numpy())
-    told(loader.stored_rows)
+    watch(loader.stored_rows)
 
 
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
