@@ -242,4 +242,4 @@ def test_the_standard_library_prefers_answers():
         assert chosen != rejected
     sizes = [[len(answer[0].content) for answer in example.answers] for example in found]
     longer = sum(a > b for a, b in sizes) / len(sizes)
-    assert 0.4 < longer < 0.99, "length alone would tell nearly every pair"
+    assert 0.4 < longer < 0.6, "length alone would tell which answer is preferred"

@@ -65,7 +65,8 @@ def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """Each question with its own answer and, as the rejected one, another function of the same file: the next shorter
-    one, of the shortest the next longer. A file with a single function takes the last one before it.
+    or the next longer one, by turns, so that length alone tells nothing. A file with a single function takes the last
+    one before it.
     """
     before: Mined | None = None
     for functions in _mined(files):
@@ -73,7 +74,8 @@ def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
         places = {function.source: place for place, function in enumerate(ordered)}
         for function in functions:
             place = places[function.source]
-            other = ordered[place - 1] if place else ordered[1] if len(ordered) > 1 else before
+            step = 1 if place == 0 or (place % 2 and place + 1 < len(ordered)) else -1
+            other = ordered[place + step] if len(ordered) > 1 else before
             if other is not None:
                 yield Example(function.source, "pair", function.asked, (function.answered, other.answered))
         before = functions[-1] if functions else before
