@@ -52,9 +52,9 @@ def test_an_adapter_config_that_is_none(adapter, case):
 
 
 SETTINGS = {
-    "rank 0": ({"r": 0}, "r is 0"), "a rank that is a word": ({"r": "two"}, "two"), "true": ({"r": True}, "True"),
+    "rank 0": ({"r": 0}, "r is '0'"), "a rank that is a word": ({"r": "two"}, "two"), "true": ({"r": True}, "True"),
     "rank of 2**40": ({"r": 2**40}, "number"), "alpha null": ({"lora_alpha": None}, "lora_alpha"),
-    "another rank": ({"r": 3}, "[3, 16]"), "another method": ({"peft_type": "IA3"}, "IA3"),
+    "another rank": ({"r": 3}, "[3, 16]"),
     "dora without magnitudes": ({"use_dora": True}, "magnitude"), "biases": ({"bias": "all"}, "bias"),
     "what nobody knows": ({"use_qalora": True}, "use_qalora"),
     "a residual": ({"init_lora_weights": "olora"}, "olora"),
@@ -62,6 +62,7 @@ SETTINGS = {
     "a pattern that is none": ({"rank_pattern": {"[": 2}}, "too wide"),
     "patterns that are a list": ({"rank_pattern": [1]}, "no object"),
     "a base of control characters": ({"base_model_name_or_path": "\x1b[2Jmodel"}, "which model"),
+    "a key of control characters": ({"use_\x1b[2Jmagic": "\x1b[31mred"}, "magic"),
     "no base": ({"base_model_name_or_path": None}, "which model"),
     "a base that is gone": ({"base_model_name_or_path": "/gone/model"}, "/gone/model"),
 }
@@ -90,6 +91,16 @@ def test_tensors_of_an_adapter(adapter, case):
     tensors, told = FILES[case]
     holds(adapter, tensors)
     assert_clear(here("generate", "adapter", *GENERATE), mentions=[told])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"base": {"digest": "other"}}'], ids=range(4))
+def test_the_state_of_a_run_beside_an_adapter(adapter, text):
+    (adapter / "state.json").write_text(text)
+    told = here("generate", "adapter", *GENERATE)
+    if text == "[]":
+        assert told.code == 0
+    else:
+        assert_clear(told, mentions=["other weights" if "{" in text else "JSON"])
 
 
 def test_a_pickled_adapter(adapter):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import peft
 import pytest
@@ -9,12 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import saved_reference, tiny_reference, tokens
 from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification
 
 from bloomery.errors import UserError
 from bloomery.model.adapter_files import write_adapter
 from bloomery.model.adapter_names import adaptation
 from bloomery.model.adapters import adapt, adapted, init_adapters, trained_state
-from bloomery.model.weights import load_decoder
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import Values
+from bloomery.model.presets import read_config
+from bloomery.model.weights import load_decoder, read_model
 from bloomery.recipe.schema import Lora
 
 LLAMA = ["q_proj", "v_proj", "down_proj"]
@@ -88,6 +93,32 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     assert settings.trained(ours.config) == saved
 
 
+@pytest.mark.parametrize("case", ["llama2", "llama3-gqa-tied"])
+def test_an_adapter_of_a_reward_model_brings_its_values(case, tmp_path):
+    saved_reference(case, tmp_path / "base")
+    config = replace(read_config(tmp_path / "base"), head="values")
+    ours = Decoder(config)
+    read_model(ours, tmp_path / "base", seed=0)
+    lora = Lora(kind="lora", rank=4, targets=LLAMA, train_also=["embed_tokens"])
+    adapt(ours, lora)
+    init_adapters(ours, 0)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05
+    (tmp_path / "adapter").mkdir()
+    settings = adaptation(config, lora)
+    write_adapter(trained_state(ours), settings, config, tmp_path / "adapter", base=str(tmp_path / "base"))
+    again = load_decoder(tmp_path / "adapter")
+    assert again.config.head == "values"
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1, pad_token_id=0)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        values = ours.double()(tokens(), head=Values())
+        assert_close(again.double()(tokens(), head=Values()), values, atol=1e-5, rtol=0)
+        assert_close(values[:, -1:], theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
+
+
 def broken(folder, kind):
     """One thing wrong with a good adapter."""
     config, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -103,8 +134,6 @@ def broken(folder, kind):
         tensors["../../etc/passwd"] = torch.zeros(1)
     elif kind == "rank":
         said["r"] = 5
-    elif kind == "method":
-        said["peft_type"] = "VERA"
     elif kind == "residual":
         said["init_lora_weights"] = "pissa_niter_4"
     elif kind == "unknown":
@@ -127,7 +156,7 @@ def broken(folder, kind):
 
 @pytest.mark.parametrize(("kind", "told"), [
     ("missing", "lacks"), ("shape", r"\[4, 7\]"), ("layers", "does not have"), ("name", "no name that PEFT"),
-    ("rank", r"make it \[5"), ("method", "VERA"), ("residual", "residual"), ("unknown", "use_qalora"),
+    ("rank", r"make it \[5"), ("residual", "residual"), ("unknown", "use_qalora"),
     ("bias", "bias"), ("pattern", "too wide"), ("alpha", "lora_alpha"), ("base", "not here"), ("json", "not JSON"),
     ("pickle", "pickle"), ("empty", "changes nothing"),
 ])  # fmt: skip

@@ -99,13 +99,13 @@ def _tensors(folder: Path) -> dict[str, Stored]:
 
 def _checked(said: Mapping[str, Any], where: str) -> _Said:
     if said["peft_type"] != "LORA":
-        problem = f"{said['peft_type'][:40]} is another method than LoRA and DoRA"
+        problem = f"{said['peft_type'][:40]!r} is another method than LoRA and DoRA"
         raise UserError(problem, where=where, remedy="merge it with PEFT (merge_and_unload) and use the merged model")
     for key, value in said.items():
         if key not in HARMLESS | READ and value not in (None, False, 0) and value != {} and value != []:
-            raise _refused(f"{key[:40]} ({str(value)[:40]})", where)
+            raise _refused(f"{key[:40]!r} ({str(value)[:40]!r})", where)
     if said.get("bias", "none") != "none":
-        raise _refused(f"bias ({str(said['bias'])[:40]})", where)
+        raise _refused(f"bias ({str(said['bias'])[:40]!r})", where)
     start = said.get("init_lora_weights", True)
     if start not in KEEPS_BASE:
         raise UserError(
@@ -127,7 +127,7 @@ def _refused(what: str, where: str) -> UserError:
 
 def _number(value: object, key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
-        raise UserError(f"{key} is {str(value)[:40]}, not a number above 0", where=where, remedy=AGAIN)
+        raise UserError(f"{key} is {str(value)[:40]!r}, not a number above 0", where=where, remedy=AGAIN)
     return float(value)
 
 
@@ -139,7 +139,7 @@ def _pattern(said: Mapping[str, Any], key: str, where: str) -> dict[str, float]:
     for name in pattern:
         if len(name) > 200 or re.search(r"[(){}]", name) or sum(map(name.count, "*+?")) > 4 or not _compiles(name):
             raise UserError(f"{key} holds {name[:60]!r}, too wide a pattern", where=where, remedy="write full names")
-    return {name: _number(value, f"{key}[{name[:60]}]", where) for name, value in pattern.items()}
+    return {name: _number(value, f"{key}[{name[:60]!r}]", where) for name, value in pattern.items()}
 
 
 def _compiles(pattern: str) -> bool:

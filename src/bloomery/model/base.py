@@ -25,7 +25,7 @@ class Base:
     def name(self) -> str:
         """The id on the Hub where the folder lies in its cache, else the folder."""
         cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
-        return cached.removeprefix("models--").replace("--", "/") if cached.startswith("models--") else self.folder
+        return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else self.folder
 
     def refuse_change(self, digest: str, *, where: str) -> None:
         """Raises UserError when the adapter in `where` was trained on other weights than these."""
@@ -97,7 +97,11 @@ def base_folder(folder: Path) -> Path:
 def refuse_other_base(folder: Path, base: Path) -> None:
     """Raises UserError when a run's own checkpoint was trained on other weights than those in `base`."""
     path = folder / "state.json"
-    if path.is_file():
-        stated = json.loads(path.read_text(encoding="utf-8")).get("base")
-        if isinstance(stated, dict):
-            base_of(base).refuse_change(str(stated.get("digest")), where=str(folder))
+    if not path.is_file() or path.stat().st_size > LARGEST_CONFIG:
+        return
+    try:
+        match json.loads(path.read_text(encoding="utf-8")):
+            case {"base": {"digest": str(noted)}}:
+                base_of(base).refuse_change(noted, where=str(folder))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"state.json is not JSON: {error}"[:200], where=str(path), remedy=AGAIN) from error

@@ -1,0 +1,44 @@
+"""What a plan says of an adapter, and of tokens that the model does not know yet."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from plan_help import SMALL, loaded, machine
+
+from bloomery.errors import UserError
+from bloomery.model.families import config_to_hf
+from bloomery.model.presets import build_config
+from bloomery.plan.adapted import adapter_choices, refuse_new_rows
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.schema import Model, Recipe
+
+CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
+GROWN = replace(CONFIG, vocab_size=CONFIG.vocab_size + 3)
+
+
+def recipe_from(folder, **adapter) -> Recipe:
+    (folder / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
+    sections = {"model": {"from": str(folder)}, "data": {"builtin": "stdlib-code"}, "adapter": adapter}
+    return Recipe.model_validate(sections if adapter else sections | {"adapter": {"kind": "none"}})
+
+
+def test_the_plan_says_how_much_is_trained():
+    adapter = {"kind": "dora", "rank": 4, "targets": ["q_proj"], "scale": "rslora", "init": "pissa"}
+    plan = resolve(loaded(adapter=adapter), machine())
+    said = next(decision for decision in plan.decisions if decision.key == "adapter.kind")
+    assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
+    assert said.because.startswith("1,152 numbers are trained") and said.because.endswith("on 2 matrices")  # 2 x 9 x 64
+
+
+def test_new_tokens_are_said_and_must_be_learned(tmp_path):
+    plain = recipe_from(tmp_path)
+    (key, choice), = adapter_choices(plain, GROWN)
+    assert (key, choice.value) == ("model.vocab_size", "3 new tokens")
+    assert list(adapter_choices(plain, CONFIG)) == []
+    refuse_new_rows(plain, GROWN)
+    alone = recipe_from(tmp_path, kind="lora")
+    refuse_new_rows(alone, CONFIG)
+    with pytest.raises(UserError, match="3 tokens are new"):
+        refuse_new_rows(alone, GROWN)
+    refuse_new_rows(recipe_from(tmp_path, kind="lora", train_also=["embed_tokens", "lm_head"]), GROWN)
