@@ -115,7 +115,7 @@ class LeanAdamW(torch.optim.Optimizer):
         """Moments and weights of a piece, in place."""
         lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
         first, second = moments
-        gradients = [span.of(p.grad) for span in spans if (p := span.parameter).grad is not None]
+        gradients = [span.of(p.grad.contiguous()) for span in spans if (p := span.parameter).grad is not None]
         gradient = exact_gradient(_padded(gradients, padding), gate)
         first.lerp_(gradient, times(1 - beta1, gate))
         second.lerp_(gradient.square(), times(1 - beta2, gate))
