@@ -14,6 +14,7 @@ A position is learned when its label, the next token of the stream, belongs to t
 source) and, in structured text, is marked as learned.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -78,6 +79,7 @@ class Counted:
     fitted: list[Fitted]
 
 
+@functools.lru_cache(maxsize=4)  # a run asks several times before it begins
 def count_rows(folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout) -> Counted:
     """Of the train split. Raises UserError as Rows does."""
     if manifest.kind != "text":
