@@ -16,7 +16,7 @@ Rule = Adafactor | LeanAdamW
 
 @final
 class InBackward:
-    """One optimizer a parameter, called by autograd's hook: two gradients stand at most, of compiled blocks one block's.
+    """One optimizer a parameter, called by autograd's hook: two gradients stand at most, or a compiled block's.
 
     The norm over all gradients is known only afterwards, so none is clipped by it. A gradient is looked at alone: from
     the first one of a step that is not finite on, nothing moves any more (the device decides, the host does not wait);
