@@ -12,7 +12,7 @@ from bloomery.choice import Choice
 from bloomery.data.loader import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, from_json, to_json
+from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, Vitals, from_json, to_json
 from bloomery.plan.reference import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.train import job, objectives
@@ -136,6 +136,7 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
     plan = plan_of(prepared, asked, Lora(kind="lora", rank=4), **sections)
     disabled = Run(plan, tmp_path / "disabled")
     assert not reference_file(disabled.folder, "train").exists()
+    assert {vitals.update_ratio for vitals in disabled.of(Vitals)} == {None}  # an adapter begins at zero
     assert disabled.of(StepDone)[-1].loss < disabled.of(StepDone)[0].loss
     for module in (job, objectives):
         monkeypatch.setattr(module, "reference_of", lambda *_: Choice("precomputed", "as of a model trained in full"))

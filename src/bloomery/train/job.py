@@ -78,7 +78,7 @@ def open_job(
         validation=loaders.get("validation"),
         tokenizer=load_tokenizer(prepared),
         saver=open_saver(plan, checkpoints, state, emit),
-        checkup=Checkup({name: p for name, p in state.trainee.model.named_parameters() if p.requires_grad}),
+        checkup=open_checkup(state),
         recorder=Recorder(run_dir, state.trainee, emit),
         began=began,
         device=training_device(run_dir / "machine.json"),
@@ -111,6 +111,12 @@ def announce(job: Job) -> None:
     )
     if plan.train.compile:
         job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
+
+
+def open_checkup(state: TrainState) -> Checkup:
+    parameters = dict(state.trainee.model.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    return Checkup(trained, beside_frozen=len(trained) < len(parameters))
 
 
 def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> Saver:

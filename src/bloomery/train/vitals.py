@@ -30,10 +30,14 @@ SCHEDULER = Path("/proc/thread-self/schedstat")
 
 @final
 class Checkup:
-    """Looks at a step from both sides of its update. Draws no random number and writes to no tensor of the run."""
+    """Looks at a step from both sides of its update. Draws no random number and writes to no tensor of the run.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = dict(parameters)
+    `parameters`: those that are trained. `beside_frozen`: they are an adapter's, which begins at zero, so that the size
+    of its updates beside its own tells nothing.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, beside_frozen: bool = False) -> None:
+        self._parameters, self._beside_frozen = dict(parameters), beside_frozen
         self._sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._all = max(1, sum(self._sizes.values()))
         self._moved: list[tuple[float, float]] = []  # by tensor: the norm of the change, the norm before it
@@ -66,7 +70,7 @@ class Checkup:
         labels = label_facts(batches, objective)
         vitals = Vitals(
             step=step,
-            update_ratio=median(ratios) if ratios else None,
+            update_ratio=median(ratios) if ratios and not self._beside_frozen else None,
             still_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
             still=max(still, key=lambda name: self._sizes[name], default=""),
             no_gradient_share=self._without if self._moved else None,
