@@ -39,15 +39,9 @@ def generate(
     end-of-text token. Raises UserError when the prompt fills the model's context, or there is nothing to start from.
     """
     ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
-    context = decoder.config.max_positions
     if not ids:
         problem = "this tokenizer has no BOS token: an empty prompt gives the model nothing to start from"
         raise UserError(problem, where="--prompt", remedy="write a prompt")
-    if len(ids) >= context:
-        raise UserError(
-            f"the prompt has {len(ids):,} tokens; the model reads {context:,} with its answer", where="--prompt",
-            remedy="shorten the prompt",
-        )  # fmt: skip
     return continued(decoder, tokenizer, ids, sampling, stop)
 
 
@@ -55,8 +49,17 @@ def continued(
     decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling, stop: Sequence[str] = (),
     past: Past | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """`generate` after ids; with a `past`, which then knows all of it, what it knows already is not read again."""
+    """`generate` after ids; with a `past`, which then knows all of it, what it knows already is not read again.
+
+    Raises UserError when the ids fill the model's context.
+    """
     refuse_foreign_ids(ids, decoder.config.vocab_size)
+    context = decoder.config.max_positions
+    if len(ids) >= context:
+        raise UserError(
+            f"the prompt has {len(ids):,} tokens; the model reads {context:,} with its answer", where="--prompt",
+            remedy="shorten the prompt",
+        )  # fmt: skip
     ends = {tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids} - {None}
     sampling = replace(sampling, stop_ids=tuple(sorted(end for end in ends if end is not None)))
     return _pieces(sample_tokens(decoder, ids, sampling, past), TextStream(tokenizer, ids), Stops(stop))

@@ -172,3 +172,16 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(monkeypatch, lines, code, asked
     monkeypatch.setattr(verb.Terminal, "_read", lambda self, prompt: read(prompt))
     terminal.person = True
     assert (terminal.talk(), len(count)) == (code, asked)
+
+
+def test_generate_answers_questions_by_the_template(folder, tmp_path):
+    words = ["generate", str(folder), "--prompt", "hi", "--max-tokens", "8", "--temperature", "0", "--json"]
+    refused = CliRunner().invoke(cli, [*words, "--chat"], standalone_mode=False)
+    assert isinstance(refused.exception, UserError) and "no chat template" in refused.exception.problem
+    tuned = make_model(tmp_path)
+    (tuned / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    told = json.loads(CliRunner().invoke(cli, ["generate", str(tuned), *words[2:], "--chat"]).stdout)
+    decoder, tokenizer = load_model(tuned)
+    asked = [*tokenizer.encode("hi"), tokenizer.eos_id]
+    expected = "".join(continued(decoder, tokenizer, asked, Sampling(max_tokens=8, temperature=0.0)))
+    assert told == {"results": [{"prompt": "hi", "text": expected}]}

@@ -37,7 +37,7 @@ FLAGS = {
     "save": {"--profile"},
     "eval": {"--data", "--step", "--no-bos", "--template", "--json"},
     "generate": {
-        "--prompt", "--prompts", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+        "--prompt", "--prompts", "--chat", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--stop", "--seed", "--step", "--json",
     },
     "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify"},

@@ -62,7 +62,7 @@ class Terminal:
     def __init__(self, session: "Session") -> None:
         self.session = session
         self.person = sys.stdin.isatty()
-        self.prompt = "\n> " if self.person and sys.stdout.isatty() else ""
+        self.prompt = "> " if self.person and sys.stdout.isatty() else ""
         self.commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: click.echo(HELP), "reset": self._reset, "system": self._system, "set": self._set,
             "save": self._save,
@@ -110,6 +110,7 @@ class Terminal:
             return line.rstrip("\r\n") if line else None
         import readline  # noqa: F401 (editing and the lines before, in `input`)
 
+        click.echo("" if prompt != self.prompt else "\n", nl=False)
         try:
             return input(prompt)
         except EOFError:

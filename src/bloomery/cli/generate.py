@@ -1,6 +1,9 @@
 """`bloomery generate MODEL`: a model continues prompts."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--prompt", help="The text that the model goes on with.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="A file with a prompt on each line.")
 @drawing_options
+@click.option("--chat", is_flag=True, help="Each prompt is a question, put by the model's chat template.")
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the text.")
@@ -28,6 +32,7 @@ def command(
     model: str,
     prompt: str | None,
     prompts: Path | None,
+    chat: bool,
     stop: tuple[str, ...],
     step: str,
     as_json: bool,
@@ -48,14 +53,14 @@ def command(
 
     decoder, tokenizer = load_model(folder, step=step)
     sampling = Sampling(**drawing)
-    if as_json:
-        answers = [_answer(decoder, tokenizer, text, sampling, stop) for text in asked]
-        print_json({"results": answers})
-        return
-    for number, text in enumerate(asked):
-        if number:
-            click.echo("\n" + "-" * 40)
-        _stream(decoder, tokenizer, text, sampling, stop)
+    with _written(decoder, tokenizer, sampling, stop, chat=chat) as answer:
+        if as_json:
+            print_json({"results": [{"prompt": text, "text": "".join(answer(text))} for text in asked]})
+            return
+        for number, text in enumerate(asked):
+            if number:
+                click.echo("\n" + "-" * 40)
+            _stream(text + "\n" if chat else text, answer(text))
 
 
 def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
@@ -78,22 +83,32 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
     return lines
 
 
-def _answer(
-    decoder: "Decoder", tokenizer: "Tokenizer", prompt: str, sampling: "Sampling", stop: tuple[str, ...]
-) -> dict[str, str]:
-    from bloomery.generate import generate
+@contextmanager
+def _written(
+    decoder: "Decoder", tokenizer: "Tokenizer", sampling: "Sampling", stop: tuple[str, ...], *, chat: bool
+) -> Iterator[Callable[[str], Iterator[str]]]:
+    """What goes on with a prompt, or answers it. Raises UserError for a chat with a model that has no template."""
+    from bloomery.generate import continued, generate
 
-    return {"prompt": prompt, "text": "".join(generate(decoder, tokenizer, prompt, sampling, stop))}
+    if not chat:
+        yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
+        return
+    from bloomery.cli.chat_session import chat_form
+    from bloomery.data.examples import Message
+    from bloomery.data.templates import own_templates
+
+    if not own_templates(tokenizer.config):
+        remedy = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
+        raise UserError("this model has no chat template", where="--chat", remedy=remedy)
+    with chat_form(tokenizer, None) as form:
+        drawn, ends = replace(sampling, stop_ids=form.ends), (*stop, *form.stops)
+        yield lambda prompt: continued(decoder, tokenizer, form.put([Message("user", prompt)]), drawn, ends)
 
 
-def _stream(
-    decoder: "Decoder", tokenizer: "Tokenizer", prompt: str, sampling: "Sampling", stop: tuple[str, ...]
-) -> None:
-    from bloomery.generate import generate
-
+def _stream(prompt: str, pieces: Iterator[str]) -> None:
     safe = harmless if sys.stdout.isatty() else str  # a file gets every character
     click.echo(safe(prompt), nl=False)
-    for piece in generate(decoder, tokenizer, prompt, sampling, stop):
+    for piece in pieces:
         click.echo(safe(piece), nl=False)
         sys.stdout.flush()
     click.echo()
