@@ -45,13 +45,23 @@ class Marked:
     text: str
     marks: tuple[tuple[int, int], ...]
 
-    def place(self, mark: int) -> int:
+    def place(self, mark: int, *, nth: int | None = None) -> int:
+        """Which of the marks is this one. A call's name may stand in more than one place; `nth` says in which."""
         found = [index for index, (name, _) in enumerate(self.marks) if name == mark]
-        if len(found) != 1:
-            what = "the call in" if mark % 3 == _CALL else "what is said in"
-            raise Unclear(f"the template leaves {what} turn {mark // 3 + 1} out" if not found else
-                          f"the template writes {what} turn {mark // 3 + 1} twice")  # fmt: skip
-        return found[0]
+        what = "the call in" if mark % 3 == _CALL else "what is said in"
+        if not found:
+            raise Unclear(f"the template leaves {what} turn {mark // 3 + 1} out")
+        if len(found) > 1 and (nth is None or nth >= len(found) or mark % 3 != _CALL):
+            raise Unclear(f"the template writes {what} turn {mark // 3 + 1} twice")
+        return found[nth or 0]
+
+    def last_of(self, beginning: "Marked") -> int:
+        """Which of the marks is the last one of a rendering of the first turns alone."""
+        names = [name for name, _ in beginning.marks]
+        return self.place(names[-1], nth=names.count(names[-1]) - 1)
+
+    def once(self, mark: int | None) -> bool:
+        return [name for name, _ in self.marks].count(mark) == 1 if mark is not None else False
 
     def after(self, index: int) -> str:
         """What stands between a mark and the next one, or the end."""
@@ -179,7 +189,10 @@ class Reading:
         end = self._end(turn, start)
         if self.turns[turn]["content"].strip():
             self._marked.place(3 * turn + _CLOSE)  # some templates leave a content out beside calls
-        if not all(start <= place <= end for mark, place in self._marked.marks if mark // 3 == turn):
+        places = [place for mark, place in self._marked.marks if mark // 3 == turn and mark % 3 != _CALL]
+        if self.turns[turn].get("tool_calls"):
+            places.append(self._marked.marks[self._marked.place(3 * turn + _CALL, nth=0)][1])
+        if not all(start <= place <= end for place in places):
             raise Unclear(f"turn {turn + 1} does not stand where the template asks for it")
         return start, end
 
@@ -188,7 +201,7 @@ class Reading:
         assert self._marked is not None
         key: tuple[str, ...] | None = None
         before = _last_mark(self.turns[turn - 1], turn - 1) if turn and self._both else None
-        if before is not None:
+        if before is not None and self._marked.once(before):
             index = self._marked.place(before)
             key = ("start", self.turns[turn - 1]["role"], self._marked.after(index))
             if key in self.memory.cuts:
@@ -201,7 +214,7 @@ class Reading:
             if turn:
                 raise
             return self._marked.marks[self._marked.place(_OPEN)][1]  # nothing precedes it: its content alone is learned
-        index = self._marked.place(asked.marks[-1][0])
+        index = self._marked.last_of(asked)
         cut = _agreed(asked.after(len(asked.marks) - 1), self._marked.after(index))
         if key is not None and asked.marks[-1][0] == before:
             self.memory.keep(key, cut)
@@ -213,7 +226,7 @@ class Reading:
         last = turn == len(self.turns) - 1
         key: tuple[str, ...] | None = None
         mark = _last_mark(self.turns[turn], turn)
-        if mark is not None:
+        if mark is not None and self._marked.once(mark):
             index = self._marked.place(mark)
             key = ("last" if last else "end", self._marked.after(index)) if self._both else None
             if key in self.memory.cuts:
@@ -221,7 +234,7 @@ class Reading:
         whole = self._marked if last else self._prefix(turn + 1, prompt=False)
         if not whole.marks:
             raise Unclear("the template writes nothing of the first turns")
-        index = self._marked.place(whole.marks[-1][0])
+        index = self._marked.last_of(whole)
         header = max(0, start - self._marked.marks[index][1])  # a turn without any mark has none behind its header
         cut = self._ended(whole.after(len(whole.marks) - 1), self._marked.after(index), header)
         if key is not None and whole.marks[-1][0] == mark:
