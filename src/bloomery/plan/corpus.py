@@ -10,7 +10,8 @@ from bloomery.data.shards import Manifest
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_source import find_tokenizer, tokenizer_spec
 from bloomery.errors import UserError
-from bloomery.hub import data_place
+from bloomery.hub import cached_model, data_place
+from bloomery.model.presets import known_config
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Recipe
@@ -75,6 +76,8 @@ def planned_vocabulary(recipe: Recipe) -> int | None:
     """Of the tokenizer that will be trained, or that tokens are added to; None for one that is taken as it is."""
     spec = tokenizer_spec(recipe)
     if "add_tokens" in spec:
+        if recipe.model.from_ is not None and cached_model(recipe.model.from_) is None:  # planned from our table
+            return known_config(recipe.model.from_).vocab_size + len(recipe.tokenizer.add_tokens)
         found = find_tokenizer(recipe)
         assert isinstance(found, Tokenizer)
         return found.vocab_size

@@ -1,0 +1,61 @@
+"""Every fine-tuning recipe has a twin that trains here in under a minute and predicts what it has not seen better."""
+
+import json
+import math
+import os
+
+import pytest
+from runs_of_bloomery import Bloomery
+
+from bloomery.monitor.events import EvalDone, read_events
+from bloomery.recipe.load import load_recipe, packaged
+
+TWINS = sorted(name for name in packaged() if f"{name}-tiny" in packaged() and load_recipe(name).recipe.model.from_)
+QUICK = {"samantha-llama2-7b-full-24gb", "dpo"}  # 20 s each; the others in `make soak`
+FIRST = {"token": math.log(2048), "pair": math.log(2)}  # of a model that knows nothing: every token, a coin
+LEARNS_MORE = {"rank", "alpha", "train_also"}  # a random base has nothing to adapt
+
+
+def test_every_recipe_that_starts_from_a_model_has_a_twin():
+    sizes = {"worldmodel-qwen2.5-lora-0.5b", "worldmodel-qwen2.5-lora-3b"}
+    asked = {name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1}
+    assert asked - sizes == set(TWINS)
+    assert len(TWINS) == 9
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_is_its_recipe_but_for_size_and_data(name):
+    recipe, twin = (load_recipe(which).recipe for which in (name, f"{name}-tiny"))
+    assert twin.model.from_ is None and twin.data.builtin is not None
+    assert recipe.objective.kind == twin.objective.kind
+    assert recipe.quantize == twin.quantize
+    theirs, ours = recipe.adapter.model_dump(), twin.adapter.model_dump()
+    assert {key for key in theirs if theirs[key] != ours[key]} <= LEARNS_MORE
+    kept = ("kind", "states", "in_backward", "stochastic_rounding", "paged", "offload", "schedule", "weight_decay")
+    assert all(getattr(recipe.optimizer, key) == getattr(twin.optimizer, key) for key in kept)
+    assert recipe.train.precision == twin.train.precision
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_recipe_names_its_data_with_the_licence_and_how_to_take_other(name):
+    text = packaged()[name].read_text(encoding="utf-8")
+    comment = text[: text.index("\nmodel:")]
+    path = load_recipe(name).recipe.data.path
+    assert path.startswith("hub:") and path.removeprefix("hub:") in comment
+    assert any(licence in comment for licence in ("Apache-2.0", "MIT", "CC BY"))
+    assert f"Yours: bloomery train {name} data.path=" in comment
+    assert "Model: " in comment
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.soak) for n in TWINS])
+def test_a_twin_trains_in_under_a_minute_and_lowers_its_held_out_loss(name, tmp_path):
+    began = sum(os.times()[2:4])  # of children
+    done = Bloomery(tmp_path).run("train", f"{name}-tiny", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    exams = [event for event in events if isinstance(event, EvalDone)]
+    kind = "pair" if name in ("dpo", "reward") else "token"
+    assert exams[-1].loss < FIRST[kind] - (0.005 if kind == "pair" else 1.0)
+    assert kind == "pair" or exams[-1].loss < exams[0].loss
+    assert json.loads((tmp_path / "run/metrics.json").read_text())
+    assert sum(os.times()[2:4]) - began < 60
