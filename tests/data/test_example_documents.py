@@ -107,6 +107,10 @@ def test_text_stays_text(tmp_path):
     assert [document.text for document in read(path, "sft")] == ["plain"]
     (tmp_path / "c.txt").write_text("words")
     assert [document.text for document in read(tmp_path / "c.txt", "sft")] == ["words"]
+    for suffix in ("jsonl", "parquet"):
+        both = write_rows(tmp_path / f"both.{suffix}", [{"text": "plain", "messages": TALK}])
+        assert [document.text for document in read(both, "any")] == ["plain"]
+        assert read(both, "sft")[0].example is not None
     path = write_rows(tmp_path / "d.jsonl", [{"messages": TALK}])  # plainly a conversation, whatever is trained
     assert read(path, "any")[0].example is not None
 

@@ -61,10 +61,9 @@ def format_of_row(row: dict[str, Any], columns: dict[str, str], *, wants: Wants,
     """The format of the examples in rows such as this one, None when they are read as text. `plain`: it has a column
     that is usually the text.
     """
-    if wants == "text":
+    if wants == "text" or (wants == "any" and plain):
         return None
-    found = detect_format(_unpacked(row), columns)
-    return None if wants == "any" and plain and found not in ("messages", "sharegpt") else found
+    return detect_format(_unpacked(row), columns)
 
 
 def row_to_example(value: Value, format: str, columns: dict[str, str]) -> Example | Flaw:
