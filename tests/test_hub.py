@@ -178,7 +178,7 @@ def test_what_cannot_be_fetched_is_one_sentence_with_its_remedy(server, tmp_path
 def test_a_gated_model_says_where_to_agree(tmp_path):
     with fake_hub({"org/gated": MODEL}, gated={"org/gated"}) as server:
         _, told = Client(tmp_path, server.url)("fetch_model", "org/gated")
-        assert "asks for an agreement" in told and "agree on https://huggingface.co/org/gated" in told
+        assert "asks for an agreement" in told and f"agree on {server.url}/org/gated" in told
         folder, _ = Client(tmp_path, server.url, HF_TOKEN="hf_mine")("fetch_model", "org/gated")
         assert folder
 

@@ -2,12 +2,14 @@
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from bloomery.cli.common import recipe_argument
+from bloomery.errors import UserError
 
 if TYPE_CHECKING:
     from bloomery.train.run import Run
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
 @click.option("--recover", is_flag=True, help="After a crash go on one rung safer, three times at most.")
 @click.option("--max-steps", type=click.IntRange(min=1), help='The recipe key train.length="N steps".')
 @click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), help='train.length="N epochs".')
+@click.option("--models-dir", metavar="DIR", help="With --model-name: model.from=DIR/NAME.")
+@click.option("--model-name", metavar="NAME", help="model.from=NAME: a folder, or an id on the Hub.")
+@click.option("--dataset-proj", metavar="PATH", help="data.path=PATH.")
+@click.option("--dataset-config", metavar="GLOB", help="data.glob=GLOB: which files of it.")
+@click.option("--chat-template", metavar="FILE", help="data.chat.template=FILE, or the name of a built-in one.")
+@click.option("--gradient-checkpointing", is_flag=True, help="train.activation_checkpointing=full.")
+@click.option("--log-peak-memory", is_flag=True, help="monitor.memory=true: the peak in each printed line.")
+@click.option("--safe-load", is_flag=True, help="model.implementation=auto: buffers are computed here, never missing.")
 def command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -30,8 +40,7 @@ def command(
     dry_run: bool,
     rehearse: bool,
     recover: bool,
-    max_steps: int | None,
-    train_epochs: float | None,
+    **flags: str | float | bool | None,
 ) -> int:
     """Train a recipe: prepare its text when that is missing, plan, train, save.
 
@@ -44,11 +53,10 @@ def command(
     from bloomery.launch.run_folder import propose_folder
     from bloomery.recipe.load import load_recipe
 
-    lengths = {"steps": max_steps, "epochs": train_epochs}
-    given = tuple(f"train.length={amount:g} {unit}" for unit, amount in lengths.items() if amount is not None)
-    for word in given:
-        click.echo(f"this is the recipe key {word}", err=True)
-    loaded = load_recipe(recipe, (*overrides, *given))
+    given = keys_of(flags)
+    for flag, word in given.items():
+        click.echo(f"{flag} -> {word}{_MEANING.get(flag, '')}", err=True)
+    loaded = load_recipe(recipe, (*overrides, *given.values()))
     if dry_run:
         from bloomery.cli.plan import show_plan
 
@@ -56,20 +64,59 @@ def command(
     if rehearse:
         from bloomery.cli.rehearse import rehearse_run
 
-        return rehearse_run(loaded, words=shlex.join((recipe, *overrides, *given)), run_dir=run_dir, devices=devices)
+        return rehearse_run(loaded, words=shlex.join((recipe, *overrides, *given.values())), run_dir=run_dir, devices=devices)
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover))
 
 
+_MEANING = {
+    "--safe-load": "    every load is safe: what files do not hold is computed, and a tensor that is missing is an error",
+    "--log-peak-memory": "    events.jsonl has memory_gib of every step in any case",
+}
+
+
+def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
+    """The flags that other trainers have, as overrides by flag. Raises UserError."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if value not in (None, False)}
+    folder, name = given.pop("--models-dir", None), given.get("--model-name")
+    if folder is not None and name is None:
+        problem = "--models-dir says where models are, not which one"
+        raise UserError(problem, remedy="add --model-name NAME, a folder in it", code=2)
+    words = {
+        "--max-steps": "train.length={} steps",
+        "--train-epochs": "train.length={:g} epochs",
+        "--model-name": "model.from={}",
+        "--dataset-proj": "data.path={}",
+        "--dataset-config": "data.glob={}",
+        "--chat-template": "data.chat.template={}",
+        "--gradient-checkpointing": "train.activation_checkpointing=full",
+        "--log-peak-memory": "monitor.memory=true",
+        "--safe-load": "model.implementation=auto",
+    }
+    if folder is not None:
+        given["--model-name"] = (Path(str(folder)).expanduser() / str(name)).as_posix()
+    return {flag: words[flag].format(value) for flag, value in given.items()}
+
+
 def conclude(run: "Run") -> int:
     """Tell how the run ended and what can be done next; its exit code."""
+    used = _use_of(run) if run.code == 0 else []  # a run that was stopped may have no plan yet
     lines = {
         0: f"done       {run.folder}\n"
-        f'next       bloomery generate {run.name} --prompt "..."\n'
-        f"           bloomery report {run.name}",
+        "next       " + "\n           ".join([*used, f"bloomery report {run.name}"]),
         75: f"stopped    everything is saved; `bloomery resume {run.name}` goes on",
         130: f"stopped    at once; `bloomery resume {run.name}` goes on from the last checkpoint",
     }
     click.echo(lines[run.code], file=sys.stdout if run.code == 0 else sys.stderr)
     return run.code
+
+
+def _use_of(run: "Run") -> list[str]:
+    """What one does with the model of a run: a reward model says nothing, one that has learned answers is asked."""
+    from bloomery.plan.store import read_plan
+
+    kind = read_plan(run.folder / "plan.json").objective.kind
+    if kind == "reward":
+        return []
+    return [f'bloomery generate {run.name} --prompt "..."' if kind == "pretrain" else f"bloomery chat {run.name}"]

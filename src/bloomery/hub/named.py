@@ -32,7 +32,8 @@ class Named:
 
     @property
     def page(self) -> str:
-        return f"https://huggingface.co/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+        site = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+        return f"{site}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
 
 
 def is_hub_id(name: str) -> bool:
