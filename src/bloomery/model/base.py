@@ -43,11 +43,24 @@ def base_of(folder: Path) -> Base:
 def digest(folder: Path) -> str:
     """Of the size, the header and evenly spread blocks of every file of weights: seconds for any model."""
     total = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weights(folder):
         total.update(f"{path.name} {path.stat().st_size}\n".encode())
         for piece in _pieces(path):
             total.update(piece)
     return total.hexdigest()
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files that the model is read from, not what else lies beside them."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = "the index of the weights cannot be read"
+            raise UserError(problem, where=str(index), remedy="download or save the model again") from error
+    return [single] if single.is_file() else []
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
