@@ -31,7 +31,11 @@ FLAGS = {
     "prepare": {"--preview", "--check"},
     "plan": {"--gpu", "--gpus", "--nodes", "--simulate", "--json"},
     "bench": {"--sweep", "--card", "--json", "--giver", "--limit"},
-    "train": {"--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps", "--train-epochs"},
+    "train": {
+        "--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps", "--train-epochs",
+        "--log-peak-memory", "--models-dir", "--model-name", "--dataset-config", "--dataset-proj", "--safe-load",
+        "--gradient-checkpointing", "--chat-template",
+    },
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},

@@ -64,14 +64,15 @@ def command(
     if rehearse:
         from bloomery.cli.rehearse import rehearse_run
 
-        return rehearse_run(loaded, words=shlex.join((recipe, *overrides, *given.values())), run_dir=run_dir, devices=devices)
+        words = shlex.join((recipe, *overrides, *given.values()))
+        return rehearse_run(loaded, words=words, run_dir=run_dir, devices=devices)
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover))
 
 
 _MEANING = {
-    "--safe-load": "    every load is safe: what files do not hold is computed, and a tensor that is missing is an error",
+    "--safe-load": "    every load is safe: what files do not hold is computed, a missing tensor is an error",
     "--log-peak-memory": "    events.jsonl has memory_gib of every step in any case",
 }
 

@@ -191,7 +191,8 @@ class PlainView:
             self._curve.append(fmean(losses))
         skipped = bool(steps) and steps[-1].loss is None
         loss = None if skipped or not self._curve else self._curve[-1]
-        return _Line(step, self._tally.tokens, loss, speed, self._tally.seconds_left)
+        notes = [f"{self._tally.peak_gib:.2f} GiB"] if self._facts.tells_memory and steps else []
+        return _Line(step, self._tally.tokens, loss, speed, self._tally.seconds_left, notes=notes)
 
     def _flush(self) -> None:
         line, self._line = self._line, None

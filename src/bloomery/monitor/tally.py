@@ -36,6 +36,7 @@ class RunFacts:
     flops_per_token: float | None = None  # forward and backward
     peak_flops: float | None = None  # per second, of all devices together
     memory_limit_gib: float | None = None
+    tells_memory: bool = False  # in each printed line
 
     def utilisation(self, tokens_per_second: float) -> float | None:
         """MFU: the share of the device's peak that the model's own arithmetic uses (PaLM, appendix B)."""

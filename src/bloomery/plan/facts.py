@@ -25,4 +25,5 @@ def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
         flops_per_token=useful_flops(config, way_of(plan, config), plan.data.sequence_length),
         peak_flops=rate.peak if rate else None,
         memory_limit_gib=plan.memory.limit / GIB,
+        tells_memory=plan.monitor.memory,
     )

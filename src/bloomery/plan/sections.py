@@ -97,6 +97,7 @@ def monitor(recipe: Recipe, scale: lengths.Scale) -> MonitorPlan:
         sinks=tuple(sink for sink in asked.to if not isinstance(sink, Command)),
         commands=tuple(sink.command for sink in asked.to if isinstance(sink, Command)),
         pause_above=None if asked.pause_above == "none" else asked.pause_above,
+        memory=asked.memory,
         trace_steps=(asked.trace_steps[0], asked.trace_steps[1]) if asked.trace_steps else None,
     )
 

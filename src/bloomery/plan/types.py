@@ -181,6 +181,7 @@ class MonitorPlan(Part):
     sinks: tuple[str, ...]
     commands: tuple[str, ...]
     pause_above: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: what each GPU says of itself
+    memory: bool = False
     trace_steps: tuple[int, int] | None = None  # the first and the last
 
 

@@ -336,6 +336,7 @@ class Monitor(Section):
     every: Length = Duration(10.0, "steps")
     to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command] = []
     pause_above: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = "auto"  # degrees Celsius
+    memory: bool = False  # the peak so far stands in each printed line; events have it always
     trace_steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)] | None = (
         None
     )

@@ -1,0 +1,43 @@
+"""The flags of `forgather train`, each printed as the recipe key that it sets."""
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli
+from bloomery.cli.train import keys_of
+from bloomery.errors import UserError
+
+KEYS = {
+    ("--max-steps", "7"): "--max-steps -> train.length=7 steps",
+    ("--train-epochs", "2"): "--train-epochs -> train.length=2 epochs",
+    ("--model-name", "models/one"): "--model-name -> model.from=models/one",
+    ("--models-dir", "models", "--model-name", "one"): "--model-name -> model.from=models/one",
+    ("--dataset-proj", "texts"): "--dataset-proj -> data.path=texts",
+    ("--dataset-config", "*.jsonl"): "--dataset-config -> data.glob=*.jsonl",
+    ("--chat-template", "chatml"): "--chat-template -> data.chat.template=chatml",
+    ("--gradient-checkpointing",): "--gradient-checkpointing -> train.activation_checkpointing=full",
+    ("--log-peak-memory",): "--log-peak-memory -> monitor.memory=true",
+    ("--safe-load",): "--safe-load -> model.implementation=auto",
+}
+
+
+@pytest.mark.parametrize("words", KEYS, ids=lambda words: words[-1])
+def test_each_flag_is_told_as_the_key_that_it_sets(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = CliRunner().invoke(cli, ["train", "worldmodel-qwen2.5-lora-tiny", "--dry-run", *words])
+    assert KEYS[words] in told.stderr
+
+
+def test_the_command_of_the_forgather_examples_is_taken_as_it_stands():
+    flags = {
+        "models_dir": "~/models", "model_name": "meta-llama--Llama-2-7b-hf", "chat_template": "chatml.jinja",
+        "log_peak_memory": True, "safe_load": True, "gradient_checkpointing": True, "max_steps": None,
+    }  # fmt: skip
+    words = keys_of(flags)
+    assert words["--model-name"].endswith("/models/meta-llama--Llama-2-7b-hf")
+    assert set(words.values()) >= {"data.chat.template=chatml.jinja", "train.activation_checkpointing=full"}
+
+
+def test_a_folder_of_models_names_no_model():
+    with pytest.raises(UserError, match="which one"):
+        keys_of({"models_dir": "models"})
