@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 Turn = dict[str, Any]
@@ -47,7 +47,7 @@ class Marked:
 
     def place(self, mark: int, *, nth: int | None = None) -> int:
         """Which of the marks is this one. A call's name may stand in more than one place; `nth` says in which."""
-        found = [index for index, (name, _) in enumerate(self.marks) if name == mark]
+        found = self._indices.get(mark, [])
         what = "the call in" if mark % 3 == _CALL else "what is said in"
         if not found:
             raise Unclear(f"the template leaves {what} turn {mark // 3 + 1} out")
@@ -61,7 +61,18 @@ class Marked:
         return self.place(names[-1], nth=names.count(names[-1]) - 1)
 
     def once(self, mark: int | None) -> bool:
-        return [name for name, _ in self.marks].count(mark) == 1 if mark is not None else False
+        return mark is not None and len(self._indices.get(mark, [])) == 1
+
+    @cached_property
+    def _indices(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for index, (mark, _) in enumerate(self.marks):
+            found.setdefault(mark, []).append(index)
+        return found
+
+    def places(self, mark: int) -> list[int]:
+        """Where in the text a mark stood."""
+        return [self.marks[index][1] for index in self._indices.get(mark, [])]
 
     def after(self, index: int) -> str:
         """What stands between a mark and the next one, or the end."""
@@ -75,10 +86,9 @@ class Memory:
 
     cuts: dict[tuple[str, ...], int] = field(default_factory=dict)
 
-    def keep(self, key: tuple[str, ...], cut: int) -> int:
+    def keep(self, key: tuple[str, ...], cut: int) -> None:
         if len(self.cuts) < _KEPT and len(key[-1]) <= _SHORT:
             self.cuts[key] = cut
-        return cut
 
 
 @cache
@@ -189,7 +199,7 @@ class Reading:
         end = self._end(turn, start)
         if self.turns[turn]["content"].strip():
             self._marked.place(3 * turn + _CLOSE)  # some templates leave a content out beside calls
-        places = [place for mark, place in self._marked.marks if mark // 3 == turn and mark % 3 != _CALL]
+        places = [*self._marked.places(3 * turn + _OPEN), *self._marked.places(3 * turn + _CLOSE)]
         if self.turns[turn].get("tool_calls"):
             places.append(self._marked.marks[self._marked.place(3 * turn + _CALL, nth=0)][1])
         if not all(start <= place <= end for place in places):
