@@ -163,8 +163,9 @@ def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
     train = {"steps": 6, "accumulation": 1, "tokens_per_step": 64, "seed": 3} | train
     plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"learning_rate": 0.02} | optimizer)
     whole = Run(plan, tmp_path / "whole")
-    first = Run(plan, tmp_path / "halves", stop_after=3)
+    first = Run(plan, tmp_path / "halves", stop_after=5)  # two steps that nobody will know of
     second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
+    assert list(second.losses()) == [4, 5, 6]
     assert first.losses() | second.losses() == whole.losses()
     assert_same_tensors(second.tensors(6), whole.tensors(6))
     assert whole.losses()[6] < whole.losses()[1] - 0.2
