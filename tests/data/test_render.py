@@ -1,5 +1,6 @@
 """What is learned of a conversation: transformers, TRL's own markers and hand-written turns say what is right."""
 
+import json
 from itertools import groupby
 from pathlib import Path
 
@@ -376,3 +377,13 @@ def test_sentencepiece_models_read_the_control_tokens_of_a_template(tmp_path, ki
     assert (
         sum(token == tokenizer.eos_id and flag for token, flag in zip(sequence.ids, sequence.learned, strict=True)) == 2
     )
+
+
+def test_many_calls_with_arguments_of_all_lengths():
+    arguments = [{"a": 10**index, "b": ["x"] * index} for index in range(30)]
+    turns = [user("go")]
+    for said_so in arguments:
+        turns += [said("", calls=({**CALL, "function": {"name": "add", "arguments": said_so}},)), Message("tool", "1")]
+    (found,) = learned(chat(*turns, said("done"), tools=(TOOL,)), "qwen")
+    calls = (json.dumps({"name": "add", "arguments": said_so}) for said_so in arguments)
+    assert found == [*(f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls), "done<|im_end|>"]

@@ -145,6 +145,14 @@ def _last_mark(turn: Turn, index: int) -> int | None:
     return 3 * index + _CLOSE if turn["content"].strip() else None
 
 
+def _without_arguments(turn: Turn, within: str) -> str:
+    """What the template writes behind the name of a call, without what changes from call to call."""
+    if not turn.get("tool_calls"):
+        return within
+    arguments = json.dumps(turn["tool_calls"][-1]["function"]["arguments"], ensure_ascii=False)
+    return within.replace(arguments, "\0", 1)
+
+
 @dataclass
 class Reading:
     """One conversation under a template: where its assistant's turns begin and end."""
@@ -237,18 +245,19 @@ class Reading:
         key: tuple[str, ...] | None = None
         mark = _last_mark(self.turns[turn], turn)
         if mark is not None and self._marked.once(mark):
-            index = self._marked.place(mark)
-            key = ("last" if last else "end", self._marked.after(index)) if self._both else None
-            if key in self.memory.cuts:
-                return self._marked.marks[index][1] + self.memory.cuts[key]
+            within = self._marked.after(self._marked.place(mark))
+            key = ("last" if last else "end", _without_arguments(self.turns[turn], within)) if self._both else None
+            if key in self.memory.cuts:  # from the end: arguments of calls differ in length
+                return self._marked.places(mark)[0] + len(within) - self.memory.cuts[key]
         whole = self._marked if last else self._prefix(turn + 1, prompt=False)
         if not whole.marks:
             raise Unclear("the template writes nothing of the first turns")
         index = self._marked.last_of(whole)
         header = max(0, start - self._marked.marks[index][1])  # a turn without any mark has none behind its header
-        cut = self._ended(whole.after(len(whole.marks) - 1), self._marked.after(index), header)
+        within = self._marked.after(index)
+        cut = self._ended(whole.after(len(whole.marks) - 1), within, header)
         if key is not None and whole.marks[-1][0] == mark:
-            self.memory.keep(key, cut)
+            self.memory.keep(key, len(within) - cut)
         return self._marked.marks[index][1] + cut
 
     def _ended(self, alone: str, within: str, header: int = 0) -> int:
