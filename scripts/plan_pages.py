@@ -2,7 +2,8 @@
 
 A fenced block that begins with `$ bloomery plan ... --gpu ...` holds what the command prints on a computer with
 PyTorch 2.13 and no text prepared. A recipe that the page shows, "`NAME.yaml` is ..." above a block of YAML, lies there.
-Where a block's last line is `...`, the output ends after memory, time and layouts.
+Where a block's last line is `...`, the output ends after memory, time and layouts. Between `<!-- holds: CARD, ... -->`
+and `<!-- end -->` stands a table: what each fine-tuning recipe needs on these cards, and how fast it is there.
 """
 
 import os
@@ -18,23 +19,53 @@ from unittest.mock import patch
 from click.testing import CliRunner
 
 from bloomery.cli.plan import command
+from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
-from bloomery.units import GIB
+from bloomery.hardware.specs import find_gpu
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.load import load_recipe, packaged
+from bloomery.units import GIB, two_digits
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```\n\$ (bloomery plan [^\n]* --gpu [^\n]*)\n(.*?)```", re.DOTALL)
 RECIPE = re.compile(r"`(\w+\.yaml)`[^\n]*\n```yaml\n(.*?)```", re.DOTALL)
+HOLDS = re.compile(r"<!-- holds: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
 LATER = ("claims", "beware", "faster", "to fit", "chosen")  # what `...` leaves out begins with one of these
 
 
 def pages() -> list[Path]:
-    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+    found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))}
+    return [path for path, text in found.items() if BLOCK.search(text) or HOLDS.search(text)]
 
 
 def refreshed(text: str) -> str:
     """The page with today's output in each of its blocks."""
     recipes = dict(RECIPE.findall(text))
-    return BLOCK.sub(lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text)
+    text = BLOCK.sub(lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text)
+    return HOLDS.sub(lambda match: _table(match[1]), text)
+
+
+def _table(cards: str) -> str:
+    names = cards.split(", ")
+    head = ["| recipe | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
+    rows = [f"| `{recipe}` | " + " | ".join(_cell(recipe, card) for card in names) + " |" for recipe in tuning()]
+    return "\n".join([f"<!-- holds: {cards} -->", *head, *rows, "<!-- end -->"])
+
+
+def tuning() -> list[str]:
+    """Packaged recipes that start from a model of the Hub."""
+    return [name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1]
+
+
+def _cell(recipe: str, card: str) -> str:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
+        plan = resolve(load_recipe(recipe), with_gpu(computer(), find_gpu(card)), brief=True)
+    needs = plan.memory.total / GIB
+    if not plan.fits:
+        return f"no: {needs:.1f}"
+    rate = plan.step_seconds.inverse(plan.train.tokens_per_step) if plan.step_seconds else None
+    again = "*" if plan.train.activation_checkpointing == "full" else ""
+    return f"{needs:.1f}{again}" + (f", {two_digits(rate.value)}/s" if rate else "")
 
 
 def _block(words: str, recipes: Mapping[str, str], *, cut: bool) -> str:
