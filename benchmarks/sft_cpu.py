@@ -28,9 +28,11 @@ BARS = [("best", "speed", 1.3), ("defaults", "speed", 2.5), ("best", "memory", 0
 
 def make_folder(folder: Path, objective: str) -> dict:
     """Rows, tokenizer, first weights and the recipe; returns what was made."""
+    from bloomery.data.prepare import prepare
     from bloomery.data.tokenizer import train_tokenizer
     from bloomery.model.presets import build_config
     from bloomery.model.weights import fresh_decoder, model_state, write_model
+    from bloomery.recipe.load import load_recipe
     from bloomery.recipe.schema import Model, TrainTokenizer
 
     rows = write_rows(folder)
@@ -48,6 +50,7 @@ def make_folder(folder: Path, objective: str) -> dict:
     config = build_config(model, vocab_size=tokenizer.vocab_size, **ids)
     write_model(model_state(fresh_decoder(config, seed=0)), config, init)
     (folder / RECIPE).write_text(recipe_text(objective))
+    prepare(load_recipe(folder / RECIPE), folder / "prepared")
     return {"rows": rows, "vocabulary": tokenizer.vocab_size, "shape": shape}
 
 

@@ -1,15 +1,21 @@
 """An adapter merged into its base: plain matrices that compute the same alone."""
 
+import copy
+
 import torch
 from torch import Tensor
 
 from bloomery.model.adapters import LoraLinear, is_adapter
 from bloomery.model.decoder import Decoder
+from bloomery.model.peft_methods import has_method, merge_methods
 
 
 @torch.no_grad()
 def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     """Every parameter of the base by name, with what the adapters add: computed in float32, rounded to `dtype` once."""
+    if has_method(model):
+        model = copy.deepcopy(model).float()
+        merge_methods(model)
     state = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):

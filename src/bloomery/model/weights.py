@@ -13,12 +13,13 @@ from bloomery.errors import UserError
 from bloomery.model.adapter_files import read_trained
 from bloomery.model.adapter_reading import read_adaptation
 from bloomery.model.adapters import adapt_as, is_adapter, note_base
-from bloomery.model.base import base_folder, is_adapter_folder, refuse_other_base
+from bloomery.model.base import base_folder, is_adapter_folder, read_settings, refuse_other_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
 from bloomery.model.names import Place, places
+from bloomery.model.peft_methods import open_method
 from bloomery.model.presets import read_config
 from bloomery.model.quantize import quantised_weights
 from bloomery.model.quantize_weight import QuantisedWeight
@@ -57,7 +58,8 @@ def load_decoder(
         refuse_other_base(folder, source)
     config = read_config(source)
     stored = stored_parameters(source, config)  # before any memory is taken: a config may say anything
-    if is_adapter_folder(folder):
+    other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"  # a method of PEFT's own
+    if is_adapter_folder(folder) and not other:
         settings, config = read_adaptation(folder, config)
     config = replace(config, vocab_size=max(config.vocab_size, vocab_size))
     with torch.device("meta"):
@@ -68,6 +70,8 @@ def load_decoder(
         adapt_as(decoder, settings)
         read_trained(decoder, settings, config, folder, shared=True)
         note_base(decoder)
+    if other:
+        open_method(decoder, folder)
     return decoder.eval()
 
 

@@ -8,7 +8,7 @@ from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.model import attention_facts
 from bloomery.model.config import ModelConfig
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import Peft, Recipe
 
 ASKED = "the recipe asks for it"
 PAYS_BACK_SECONDS = 120.0  # compiling blocks on a CPU takes 18 to 20 s and a training step is a sixth to a third faster
@@ -82,6 +82,8 @@ def choose_compile(recipe: Recipe, profile: Profile, seconds: float | None) -> C
     asked = recipe.train.compile
     if asked != "auto":
         return Choice(asked, ASKED)
+    if isinstance(recipe.adapter, Peft):
+        return Choice(False, "PEFT's layers change while they train")
     if not profile.compile.value or profile.accelerator is not None:
         return profile.compile
     if seconds is None or seconds <= PAYS_BACK_SECONDS:

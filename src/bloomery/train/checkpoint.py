@@ -25,6 +25,7 @@ from torch import Tensor
 from bloomery.errors import UserError
 from bloomery.model.adapter_files import write_adapter
 from bloomery.model.adapter_names import Adaptation
+from bloomery.model.base import CONFIG, TENSORS
 from bloomery.model.config import ModelConfig
 from bloomery.model.weights import write_model
 from bloomery.monitor.events import Emit, Event, Saved, Warned
@@ -227,6 +228,9 @@ class Saver:
             with _system_errors():
                 if name == "model":
                     write_model(tensors, staged.config, draft)
+                elif name == "adapter" and staged.state.get("peft"):
+                    save_file(dict(tensors), draft / TENSORS, metadata={"format": "pt"})
+                    (draft / CONFIG).write_text(json.dumps(staged.state["peft"], indent=2) + "\n", encoding="utf-8")
                 elif name == "adapter":
                     assert self.adapter is not None
                     write_adapter(tensors, self.adapter.settings, staged.config, draft, base=self.adapter.base)

@@ -16,11 +16,12 @@ from bloomery.model.adapter_names import Adaptation, adaptation
 from bloomery.model.adapters import adapt_as, adapted, init_adapters, is_adapter, note_base, trained_state
 from bloomery.model.base import Base, base_of
 from bloomery.model.decoder import Decoder
+from bloomery.model.peft_methods import PeftAdapter, method_config
 from bloomery.model.quantize import quantise
 from bloomery.model.weights import init_weights, read_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Lora
+from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import Parts, read_part, read_state
 from bloomery.train.optimizers import build_optimizer
 from bloomery.train.recover import NonFinite
@@ -69,6 +70,13 @@ class TrainState:
         """Tensors by part of a checkpoint; the live ones, not copies."""
         model = self.trainee.model
         adapter = any(adapted(model))
+        if (method := self.trainee.method) is not None:
+            return {
+                "adapter": method.file_tensors(),
+                "method": method.resume_tensors(),
+                "optimizer": self.trainee.optimizer.named_tensors(),
+                "rng": random_states(),
+            }
         return {
             "adapter" if adapter else "model": trained_state(model) if adapter else dict(model.named_parameters()),
             "optimizer": self.trainee.optimizer.named_tensors(),
@@ -86,6 +94,8 @@ class TrainState:
             "policy": self.policy.state(),
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
+            "method": None if (method := self.trainee.method) is None else method.resume_scalars(),
+            "peft": None if method is None or self.base is None else method.file_settings(self.base.name),
         }
 
 
@@ -98,13 +108,14 @@ def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
     model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
+    method = _injected(model, plan)
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
-    trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale)
+    trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method)
     source = plan.model.source
-    base = base_of(source) if source is not None and any(adapted(model)) else None
+    base = base_of(source) if source is not None and not isinstance(plan.adapter, NoAdapter) else None
     state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), base)
-    if resume_from is not None and any(adapted(model)):
+    if resume_from is not None and not isinstance(plan.adapter, NoAdapter):
         _read_base(state, plan, resume_from)
     go_back(state, plan, resume_from, policy=True)
     return state
@@ -116,10 +127,21 @@ def empty_model(plan: Plan) -> Decoder:
         model = Decoder(plan.model.config, attention=plan.model.attention)
         if (settings := settings_of(plan)) is not None:
             adapt_as(model, settings)
+        if isinstance(plan.adapter, Peft):
+            model.requires_grad_(False)  # PEFT adds to weights that are there, so its method comes when they are read
     if plan.quantize.base != "none":
         quantise(model, plan.quantize, reader=plan.quantised_by)
     prepare_weights(model, plan.train.precision)
     return model
+
+
+def _injected(model: Decoder, plan: Plan) -> PeftAdapter | None:
+    """The method of PEFT that the plan names, in a model whose base has been read for it."""
+    if not isinstance(plan.adapter, Peft):
+        return None
+    _begin(model, plan)
+    config = method_config(plan.adapter, plan.model.config, steps=plan.train.steps)
+    return PeftAdapter(model, config, seed=plan.train.seed)
 
 
 def settings_of(plan: Plan) -> Adaptation | None:
@@ -160,8 +182,11 @@ def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool 
         _restore(state, plan, folder)
         return
     torch.manual_seed(plan.train.seed)
-    _begin(state.trainee.model, plan)
-    init_adapters(state.trainee.model, plan.train.seed)
+    if state.trainee.method is not None:
+        state.trainee.method.begin_again()
+    else:
+        _begin(state.trainee.model, plan)
+        init_adapters(state.trainee.model, plan.train.seed)
     state.trainee.optimizer.load({}, {})
     state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
 
@@ -179,6 +204,8 @@ def _read_base(state: TrainState, plan: Plan, folder: Path) -> None:
     stored = read_state(folder).get("base")
     if state.base is not None and stored is not None:
         state.base.refuse_change(stored["digest"], where=str(folder))
+    if state.trainee.method is not None:
+        return
     _begin(state.trainee.model, plan)
     note_base(state.trainee.model)
 
@@ -186,7 +213,9 @@ def _read_base(state: TrainState, plan: Plan, folder: Path) -> None:
 def _restore(state: TrainState, plan: Plan, folder: Path) -> None:
     stored = read_state(folder)
     settings = settings_of(plan)
-    if settings is None:
+    if state.trainee.method is not None:
+        state.trainee.method.load(read_part(folder, "method"), stored["method"])
+    elif settings is None:
         read_model(state.trainee.model, folder)
     else:
         read_trained(state.trainee.model, settings, plan.model.config, folder)

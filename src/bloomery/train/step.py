@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bloomery.data.loader import Batch
 from bloomery.model.decoder import Decoder
+from bloomery.model.peft_methods import PeftAdapter
 from bloomery.plan.types import TrainPlan
 from bloomery.train.forward import forward, to_device
 from bloomery.train.losses import LossParts, added
@@ -65,6 +66,7 @@ class Trainee:
     optimizer: Optimizer
     scale: LossScale | None  # float16 alone
     checkup: Checkup | None = None  # looks at the next update
+    method: PeftAdapter | None = None  # of PEFT, whose schedule follows the updates
     updating: bool = False  # True outside a step: an update was cut short, and weights and states do not fit together
 
 
@@ -100,6 +102,8 @@ def train_step(
             scaled.backward()  # type: ignore[no-untyped-call]
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
+    if trainee.method is not None and (penalty := trainee.method.penalty()) is not None:
+        (penalty * factor).backward()  # type: ignore[no-untyped-call]  # once a step, beside the reported loss
     gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
     means = [some[0] / some[1] for some in sums.values()]
     loss, norm, *told = torch.stack([total / count, norm_of(gradients, factor, inside), *means]).tolist()
@@ -111,6 +115,8 @@ def train_step(
         trainee.updating = True
         with nullcontext() if trainee.checkup is None else trainee.checkup.watching():
             trainee.optimizer.step(share)
+        if trainee.method is not None:
+            trainee.method.after_update()
         trainee.updating = False
     if trainee.scale is not None and math.isfinite(loss):
         trainee.scale.update(finite=result.taken)

@@ -1,0 +1,248 @@
+"""Every other adapter method of PEFT, injected into our decoder: AdaLoRA with its ranks driven by the loop, OFT, VeRA.
+
+PEFT computes them and its files keep them; what stands here is what training, saving and resuming ask of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bloomery.errors import UserError
+from bloomery.model.base import TENSORS, read_settings
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
+from bloomery.model.names import places
+from bloomery.model.tensors import stored_in
+from bloomery.recipe.schema import Peft
+
+NAME = "default"  # PEFT's own for the only adapter of a model
+INSTALL = 'pip install "bloomery[peft]"'
+NATIVE = {"LORA": "set adapter.kind=lora, which is Bloomery's own"}
+# These change the input or the past of transformers' own forward, not the matrices of a model.
+PROMPTS = frozenset({
+    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING",
+    "P_TUNING", "SHADOW", "XLORA",
+})  # fmt: skip
+IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # what AdaLoRA's allocator remembers of each parameter
+
+
+@final
+class PeftAdapter:
+    """One method inside of one decoder. Its base is frozen; what learns takes gradients as any parameter does."""
+
+    def __init__(self, model: Decoder, config: Any, *, seed: int) -> None:
+        """In place, after the base was read; the adapter's first values follow from `seed`."""
+        from peft import PeftModel
+
+        states = torch.get_rng_state()
+        torch.manual_seed(seed)
+        try:
+            self._wrapped = PeftModel(model, config, adapter_name=NAME)
+        except (ValueError, TypeError, RuntimeError, KeyError) as error:
+            raise UserError(
+                f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}", where="adapter",
+                remedy="bloomery recipes show everything names its keys; the method's own are PEFT's", code=2,
+            ) from error  # fmt: skip
+        finally:
+            torch.set_rng_state(states)
+        self._model, self._updates = model, 0
+        self._first_pattern = getattr(self.settings, "rank_pattern", None)
+        self._first = {name: tensor.detach().clone() for name, tensor in self._own()}
+
+    @property
+    def settings(self) -> Any:
+        """PEFT's config, whose ranks change while AdaLoRA trains."""
+        return self._wrapped.peft_config[NAME]
+
+    def _own(self) -> Iterator[tuple[str, Tensor]]:
+        """What learns, and buffers that came with the method, by our decoder's names."""
+        trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        seen = set[int]()  # VeRA's projections are one tensor under many names
+        for name, tensor in self._model.state_dict().items():
+            if (name in trained or f".{NAME}" in name) and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """What adapter_model.safetensors holds, in PEFT's names."""
+        from peft import get_peft_model_state_dict
+
+        return {name: tensor.detach() for name, tensor in get_peft_model_state_dict(self._wrapped).items()}
+
+    def file_settings(self, base: str) -> dict[str, object]:
+        """What adapter_config.json says, as plain values."""
+        said = {
+            name: sorted(value) if isinstance(value, set) else value for name, value in self.settings.to_dict().items()
+        }
+        plain = {"peft_type": said["peft_type"].value if hasattr(said["peft_type"], "value") else said["peft_type"]}
+        own = {"auto_mapping": None, "base_model_name_or_path": base, "inference_mode": True, "task_type": "CAUSAL_LM"}
+        return said | plain | own
+
+    def resume_tensors(self) -> dict[str, Tensor]:
+        """All that a resumed run needs, as it is: the file's tensors may be cut to the ranks that are left."""
+        kept = {f"own.{name}": tensor.detach() for name, tensor in self._own()}
+        for field in IMPORTANCE:
+            kept |= {f"{field}.{name}": tensor for name, tensor in getattr(self._allocator, field, {}).items()}
+        return kept
+
+    def resume_scalars(self) -> dict[str, Any]:
+        return {"rank_pattern": getattr(self.settings, "rank_pattern", None), "updates": self._updates}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Replaces all by what `resume_tensors` and `resume_scalars` gave."""
+        device = next(self._model.parameters()).device
+        for name, tensor in self._own():
+            tensor.copy_(tensors[f"own.{name}"])
+        if self._allocator is not None:
+            for field in IMPORTANCE:
+                held = getattr(self._allocator, field)
+                held.clear()
+                held |= {
+                    name.removeprefix(f"{field}."): value.to(device, copy=True)
+                    for name, value in tensors.items()
+                    if name.startswith(f"{field}.")
+                }
+        if hasattr(self.settings, "rank_pattern"):
+            self.settings.rank_pattern = scalars["rank_pattern"]
+        self._updates = scalars["updates"]
+
+    def begin_again(self) -> None:
+        """As before the first step."""
+        kept = {f"own.{name}": tensor for name, tensor in self._first.items()}
+        self.load(kept, {"rank_pattern": self._first_pattern, "updates": 0})
+
+    @property
+    def _allocator(self) -> Any:
+        return getattr(self._wrapped.base_model, "rankallocator", None)
+
+    def after_update(self) -> None:
+        """After the optimizer's update and while its gradients are there: AdaLoRA moves ranks where they matter."""
+        self._updates += 1
+        if self._allocator is not None:
+            tuner: Any = self._wrapped.base_model
+            tuner.update_and_allocate(self._updates)
+
+    def penalty(self) -> Tensor | None:
+        """AdaLoRA's distance of P and Q from orthogonal (arXiv:2303.10512, equation 4), weighted; else None."""
+        weight = getattr(self.settings, "orth_reg_weight", 0.0)
+        if self._allocator is None or not weight:
+            return None
+        parts = [
+            _distance(parameter, rows=f"lora_A.{NAME}" in name)
+            for name, parameter in self._model.named_parameters()
+            if f"lora_A.{NAME}" in name or f"lora_B.{NAME}" in name
+        ]
+        return weight * torch.stack(parts).mean()
+
+
+def _distance(matrix: Tensor, *, rows: bool) -> Tensor:
+    """The Frobenius norm of the Gram matrix less the identity, float32."""
+    exact = matrix.float()
+    gram = exact @ exact.T if rows else exact.T @ exact
+    distance: Tensor = torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device))
+    return distance
+
+
+def open_method(model: Decoder, folder: Path) -> None:
+    """Puts the adapter of a folder into the decoder. Raises UserError when PEFT cannot read it or it does not fit."""
+    said = read_settings(folder)
+    _kind(said["peft_type"])
+    _refuse_stored_otherwise(model.config)
+    from peft import PeftConfig, PeftModel
+
+    stored_in(folder, TENSORS)  # refuses what is missing, damaged or a pickle
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.task_type = None  # what belongs to a task is transformers' own model around the matrices
+        PeftModel.from_pretrained(model, str(folder), adapter_name=NAME, config=config)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
+        remedy = "name the base that it was trained on: BASE+ADAPTER"
+        raise UserError(problem, where=str(folder), remedy=remedy) from error
+    model.requires_grad_(False)
+
+
+@torch.no_grad()
+def merge_methods(model: Decoder) -> None:
+    """In place: plain matrices that do the same alone. Raises UserError where the method cannot be merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        try:
+            module.merge(safe_merge=True)
+        except (NotImplementedError, AttributeError, ValueError) as error:
+            problem = f"this method cannot be merged ({type(module).__name__}: {error})"
+            raise UserError(problem, where=name, remedy="--to adapter keeps it beside its base") from error
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, module.get_base_layer())
+
+
+def has_method(model: Decoder) -> bool:
+    """Whether one of PEFT's methods is in it."""
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
+def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
+    """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not know."""
+    kind = _kind(adapter.method)
+    said = dict(adapter.model_extra or {})
+    known = {field.name for field in fields(kind)}
+    for name in said:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"its keys are PEFT's {kind.__name__}"
+            raise UserError(f"{adapter.method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
+    if "target_modules" in known:
+        said.setdefault("target_modules", ["q_proj", "v_proj"])
+        _refuse_stored_otherwise(config)
+    if "total_step" in known:  # AdaLoRA: its schedule ends with the run
+        said.setdefault("total_step", steps)
+        if not said["total_step"]:
+            problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
+            remedy = 'set it to steps: train.length="500 steps"'
+            raise UserError(problem, where="train.length", remedy=remedy, code=2)
+        said.setdefault("tinit", round(0.1 * said["total_step"]))
+        said.setdefault("tfinal", round(0.5 * said["total_step"]))
+        said.setdefault("deltaT", max(1, said["total_step"] // 100))
+    try:
+        return kind(**said)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        problem = f"PEFT refuses these settings of {adapter.method}: {str(error).splitlines()[0][:200]}"
+        raise UserError(problem, where="adapter", remedy=f"mend them: they are {kind.__name__}'s", code=2) from error
+
+
+def _kind(method: str) -> Any:
+    try:
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+    except ImportError as error:
+        raise UserError("PEFT is not installed", where="adapter.kind=peft", remedy=INSTALL) from error
+    name = method.upper().replace("-", "_")
+    tuners = {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - set(NATIVE)
+    if name in NATIVE:
+        raise UserError(f"{method} is not PEFT's here", where="adapter.method", remedy=NATIVE[name], code=2)
+    if name in PROMPTS:
+        problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
+        raise UserError(problem, where="adapter.method", remedy="set adapter.kind=lora", code=2)
+    if name not in tuners:
+        near = get_close_matches(name, tuners, n=1)
+        remedy = f"did you mean {near[0].lower()}?" if near else "PEFT has: " + ", ".join(sorted(tuners)).lower()
+        raise UserError(f"PEFT has no method {method!r}", where="adapter.method", remedy=remedy, code=2)
+    return next(kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == name)
+
+
+def _refuse_stored_otherwise(config: ModelConfig) -> None:
+    """PEFT's file speaks of the modules of transformers: where those differ from ours, it would not fit."""
+    if any(place.name != name or place.transposed for name, place in places(config).items()):
+        raise UserError(
+            f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
+            where="adapter.kind=peft", remedy="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
+            code=2,
+        )  # fmt: skip

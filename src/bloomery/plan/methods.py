@@ -1,0 +1,51 @@
+"""Adapter methods of PEFT in a plan: what they are counted as, and what they do not go with. PEFT is not asked."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bloomery.choice import Choice
+from bloomery.errors import UserError
+from bloomery.model.adapter_names import ALL_LINEAR, adaptation
+from bloomery.model.config import ModelConfig
+from bloomery.recipe.schema import Lora, Peft, Recipe
+
+RANKS = ("init_r", "r", "rank")  # the keys that say a rank; init_r is AdaLoRA's at the start, when it needs most
+USUAL_RANK = 8
+
+
+def counted_as(adapter: Peft, config: ModelConfig) -> Lora:
+    """The LoRA whose memory and time stand for the method's: of its rank, on its modules."""
+    said: dict[str, Any] = adapter.model_extra or {}
+    rank = next((said[key] for key in RANKS if isinstance(said.get(key), int) and said[key] > 0), USUAL_RANK)
+    targets = said.get("target_modules", ["q_proj", "v_proj"])
+    lora = Lora(kind="lora", rank=rank, targets=[targets] if isinstance(targets, str) else list(targets))
+    try:
+        adaptation(config, lora)
+    except UserError:  # a regular expression, which only PEFT reads: at most everything
+        return lora.model_copy(update={"targets": [ALL_LINEAR]})
+    return lora
+
+
+def refuse_method_misfits(recipe: Recipe) -> None:
+    """Raises UserError for what PEFT's layers cannot do inside of this decoder."""
+    if not isinstance(recipe.adapter, Peft):
+        return
+    method = f"adapter.method={recipe.adapter.method}"
+    if recipe.quantize.base != "none":
+        problem = "PEFT's methods need a base in floating point: they read its matrices themselves"
+        remedy = "set quantize.base=none, or adapter.kind=lora, which trains beside a quantised base"
+        raise UserError(problem, where=method, remedy=remedy, code=2)
+    if recipe.optimizer.in_backward:
+        problem = "a method of PEFT looks at all gradients together after an update, and in backward they are gone"
+        raise UserError(problem, where=method, remedy="set optimizer.in_backward=false", code=2)
+    if recipe.train.compile is True:
+        problem = "PEFT's layers change while they train, and compiled blocks would be compiled again each time"
+        raise UserError(problem, where=method, remedy="set train.compile=false", code=2)
+
+
+def method_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, what is asked for and how it is planned."""
+    if isinstance(recipe.adapter, Peft):
+        lora = counted_as(recipe.adapter, config)
+        because = f"PEFT trains it in this decoder; memory and time are those of a LoRA of rank {lora.rank}"
+        yield "adapter.kind", Choice(f"PEFT's {recipe.adapter.method}", because)

@@ -1,0 +1,137 @@
+"""PEFT's other methods inside our decoder: they learn, resume bitwise, and their files open in PEFT."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import AdaLoraConfig, PeftModel, get_peft_model
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from bloomery.data.loader import Cursor, Loader
+from bloomery.errors import UserError
+from bloomery.model.merge import merged
+from bloomery.model.peft_methods import method_config
+from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.recipe.schema import Peft
+from bloomery.train.objectives import build_objective
+from bloomery.train.state import build_state
+from bloomery.train.step import train_step
+
+ADALORA = {"method": "adalora", "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
+METHODS = {
+    "adalora": ADALORA,
+    "oft": {"method": "oft", "oft_block_size": 8},
+    "vera": {"method": "vera", "r": 4},
+    "ia3": {"method": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "loha": {"method": "loha", "r": 2, "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, folder)
+    return folder
+
+
+def method_plan(prepared, base, said, **sections):
+    if CONFIG.tie_embeddings:
+        said = {key: value for key, value in said.items() if key != "modules_to_save"}
+    plan = tiny_plan(prepared, config=CONFIG, model={"source": base}, **sections)
+    return plan.model_copy(update={"adapter": Peft(kind="peft", **said)})
+
+
+def kept(run: Run, step: int) -> dict[str, torch.Tensor]:
+    folder = run.checkpoint(step)
+    parts = [load_file(folder / f"{part}.safetensors") for part in ("adapter_model", "method", "optimizer", "rng")]
+    return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_resumed_method_equals_the_undisturbed_one_bitwise(prepared, base, tmp_path, name):
+    plan = method_plan(prepared, base, METHODS[name], train={"steps": 5})
+    whole = Run(plan, tmp_path / "whole")
+    first = Run(plan, tmp_path / "halves", stop_after=3)
+    torch.manual_seed(99)
+    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
+    assert first.losses() | second.losses() == whole.losses()
+    assert_same_tensors(kept(second, 5), kept(whole, 5))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_peft_opens_what_a_method_saved_and_merged_is_the_same(prepared, base, tmp_path, name):
+    run = Run(method_plan(prepared, base, METHODS[name], train={"steps": 5}), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    plain = theirs(tokens := torch.arange(60).view(2, 30)).logits
+    theirs = PeftModel.from_pretrained(theirs, run.checkpoint(5)).eval()
+    ours = load_decoder(run.checkpoint(5))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert float((expected - plain).abs().max()) > 1e-3, "the adapter changes something"
+        assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-4)
+        assert_close(merged(ours)(tokens), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
+    """The same batches through transformers, PEFT and torch's AdamW, orthogonality and rank schedule included."""
+    dry = replace(CONFIG, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0)
+    write_model(model_state(fresh_decoder(dry, seed=3)), dry, base := tmp_path)
+    plan = method_plan(prepared, base, ADALORA, train={"steps": 5, "clip": None, "accumulation": 1},
+                       optimizer={"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant",
+                                  "epsilon": 0.01})  # fmt: skip
+    state = build_state(plan.model_copy(update={"model": plan.model.model_copy(update={"config": dry})}))
+    config = AdaLoraConfig(**{k: v for k, v in ADALORA.items() if k != "method"}, target_modules=["q_proj", "v_proj"])
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config)
+    mine = {name: p for name, p in state.trainee.model.named_parameters() if p.requires_grad}
+    named = {name.removeprefix("base_model.model."): p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert mine.keys() == named.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(mine[name])
+    optimizer = torch.optim.AdamW(named.values(), lr=plan.optimizer.learning_rate, betas=plan.optimizer.betas,
+                                  eps=plan.optimizer.epsilon, weight_decay=0.0)  # fmt: skip
+    loader = Loader(prepared, sequence_length=32, layout="padded", seed=0)
+    for step in range(1, 5):
+        batch = loader.batch(Cursor(0, 2 * step), 2)
+        objective = build_objective(plan)
+        train_step(state.trainee, [batch], objective, plan=plan.train, share=1.0)
+        labels = batch.labels.masked_fill(batch.weights == 0, -100)
+        logits = theirs(batch.tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        for matrix in (p for name, p in named.items() if "lora_A" in name or "lora_B" in name):
+            gram = matrix @ matrix.T if matrix.shape[0] < matrix.shape[1] else matrix.T @ matrix
+            count = sum("lora_A" in name or "lora_B" in name for name in named)
+            loss = loss + 0.5 / count * (gram - torch.eye(len(gram))).norm()
+        loss.backward()
+        optimizer.step()
+        theirs.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+        for name in named:
+            assert_close(mine[name], named[name], atol=2e-5, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
+    left = [float((p != 0).sum()) for name, p in mine.items() if "lora_E" in name]
+    assert sum(left) == 2 * len(left), "the ranks are those of the target"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"method": "adalora", "traget_r": 4}, "did you mean target_r"),
+        ({"method": "adalorra"}, "did you mean adalora"),
+        ({"method": "prefix_tuning"}, "adapter.kind=lora"),
+        ({"method": "lora"}, "adapter.kind=lora"),
+        ({"method": "adalora", "total_step": 3, "tinit": 5}, "AdaLoraConfig"),
+    ],
+)
+def test_what_peft_does_not_know_is_refused_with_a_remedy(said, words):
+    with pytest.raises(UserError) as caught:
+        method_config(Peft(kind="peft", **said), CONFIG, steps=10)
+    assert words in caught.value.remedy
+
+
+def test_a_wall_time_length_has_no_steps_for_a_schedule_of_ranks():
+    with pytest.raises(UserError, match="wall-time"):
+        method_config(Peft(kind="peft", method="adalora"), CONFIG, steps=None)
