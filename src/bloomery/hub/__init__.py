@@ -40,7 +40,13 @@ def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
     Without `weights` its config and tokenizer are enough, and nothing more is downloaded.
     """
     found = cached_model(name, weights=weights)
-    return download(str(name), part="model" if weights else "config") if found is None else found
+    if found is not None:
+        return found
+    try:
+        return download(str(name), part="model" if weights else "config")
+    except UserError as error:
+        problem = f"there is no folder {name} here; on the Hub: {error.problem}"
+        raise UserError(problem, where=error.where, remedy=error.remedy) from error
 
 
 def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
