@@ -71,13 +71,13 @@ def through_the_loader(monkeypatch, change: Change) -> None:
 
 
 def through_the_objective(monkeypatch, change: Change) -> None:
-    made = job.pretraining
+    made = job.build_objective
 
-    def broken(**settings):
-        sound = made(**settings)
+    def broken(plan):
+        sound = made(plan)
         return replace(sound, head=lambda batch: sound.head(change(batch)))
 
-    monkeypatch.setattr(job, "pretraining", broken)
+    monkeypatch.setattr(job, "build_objective", broken)
 
 
 def frozen_blocks(monkeypatch) -> None:

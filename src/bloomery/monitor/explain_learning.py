@@ -162,7 +162,7 @@ def _floor(begin: float, facts: Facts) -> float:
 
 
 def _fell_little(seen: Seen, facts: Facts) -> bool:
-    if seen.begin is None or seen.loss is None or len(seen.losses) < ENOUGH:
+    if not facts.falls or seen.begin is None or seen.loss is None or len(seen.losses) < ENOUGH:
         return False
     way = max(0.0, seen.begin - _floor(seen.begin, facts))
     return seen.loss > seen.begin - FALLEN * max(way, 0.05 * seen.begin)
@@ -171,7 +171,7 @@ def _fell_little(seen: Seen, facts: Facts) -> bool:
 def _stuck(seen: Seen, facts: Facts) -> bool:
     """Hardly below the first loss, well above what it had reached, or long no better than counting tokens."""
     begin, loss, lowest = seen.begin, seen.loss, seen.lowest
-    if begin is None or loss is None or lowest is None or seen.step < facts.warmup_steps + ENOUGH:
+    if not facts.falls or begin is None or loss is None or lowest is None or seen.step < facts.warmup_steps + ENOUGH:
         return False
     long = seen.step >= facts.warmup_steps + LONG
     rose = len(seen.losses) >= 2 * ENOUGH and loss > lowest + max(0.25 * (begin - lowest), 0.02 * begin)

@@ -29,6 +29,7 @@ class Facts:
 
     vocab_size: int | None = None
     fresh: bool = True  # the weights began as noise
+    falls: bool = True  # the loss is nats a token, whose way down is known; that of a pair may stay near where it began
     steps: int | None = None
     tokens_per_step: int = 0
     sequence_length: int = 0

@@ -16,6 +16,7 @@ def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
     return Facts(
         vocab_size=config.vocab_size if kind in ("pretrain", "sft") else None,  # a guess is worth ln V to these alone
         fresh=plan.model.source is None and kind in ("pretrain", "sft"),  # other losses begin and fall otherwise
+        falls=kind in ("pretrain", "sft", "distil"),
         steps=train.steps,
         tokens_per_step=train.tokens_per_step,
         sequence_length=plan.data.sequence_length,

@@ -78,7 +78,7 @@ def open_job(
         validation=loaders.get("validation"),
         tokenizer=load_tokenizer(prepared),
         saver=open_saver(plan, checkpoints, state, emit),
-        checkup=open_checkup(state),
+        checkup=open_checkup(plan, state),
         recorder=Recorder(run_dir, state.trainee, emit),
         began=began,
         device=training_device(run_dir / "machine.json"),
@@ -113,10 +113,11 @@ def announce(job: Job) -> None:
         job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
 
 
-def open_checkup(state: TrainState) -> Checkup:
-    parameters = dict(state.trainee.model.named_parameters())
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    return Checkup(trained, beside_frozen=len(trained) < len(parameters))
+def open_checkup(plan: Plan, state: TrainState) -> Checkup:
+    """Of the parameters that should learn; where no adapter does that is all of them."""
+    adapts = plan.adapter.kind != "none"
+    named = state.trainee.model.named_parameters()
+    return Checkup({name: p for name, p in named if p.requires_grad or not adapts}, beside_frozen=adapts)
 
 
 def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> Saver:
