@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from bloomery.model.adapters import adapt, init_adapters
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
+from bloomery.model.quantize import quantise
 from bloomery.model.weights import init_weights
 from bloomery.parallel import offload
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations
-from bloomery.recipe.schema import Lora
+from bloomery.recipe.schema import Lora, Quantize
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -142,3 +143,18 @@ def test_a_forward_that_fails_leaves_no_hooks(monkeypatch):
     assert gone == []
     gradients(decoder)
     assert gone != []
+
+
+def test_a_quantised_base_stays_where_it_is(monkeypatch):
+    """Its bits are kept for backward by every product, and are no activation."""
+    decoder = model(adapted=True)
+    quantise(decoder, Quantize(base="nf4"))
+    expected = gradients(decoder)
+    decoder.zero_grad()
+    sent: list[int] = []
+    to_host = offload._Away._to_host
+    monkeypatch.setattr(offload._Away, "_to_host", lambda self, x: (sent.append(x.data_ptr()), to_host(self, x))[1])
+    offload_activations(decoder.model, threshold=1)
+    found = gradients(decoder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sent and not {buffer.data_ptr() for buffer in decoder.buffers() if buffer.numel()} & set(sent)

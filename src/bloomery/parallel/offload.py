@@ -61,7 +61,8 @@ class _Away(saved_tensors_hooks):
     def __init__(self, backbone: nn.Module, threshold: int) -> None:
         super().__init__(self._pack, self._unpack)
         self._threshold = threshold
-        self._weights = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+        weights = (*backbone.parameters(), *backbone.buffers())  # buffers: a quantised base
+        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._known: dict[tuple[object, ...], tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self._kept: list[weakref.ref[_Kept]] = []
         self._lane = copies.Lane()
