@@ -161,6 +161,7 @@ def _next_steps(story: Story, folder: Path) -> None:
     name = shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
     advice = {
         f'bloomery generate {name} --prompt "def read_json(path):"': "",
+        "bloomery demo chat": "it learns to answer, two minutes more",
         'bloomery train go-coder-tiny data.path=~/my-code data.glob="*.go"': "your own code",
         'bloomery plan go-coder-125m --gpu "RX 6700 XT"': "a real one, before you buy",
     }
