@@ -54,8 +54,8 @@ class Allocator(TorchDispatchMode):
 def run_short_of_memory(plan: Plan, folder, allocator: Allocator) -> Run:
     opened = loop.open_job
 
-    def open_job(plan, run_dir, emit, resume_from):
-        job = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from)
+    def open_job(plan, run_dir, emit, resume_from, stop):
+        job = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from, stop)
         allocator.model = job.state.trainee.model
         return job
 
