@@ -61,10 +61,7 @@ def rows_of(file: Path) -> Dataset:
 
 def settings(place: str, *, best: bool, micro_batch: int, sequences: int) -> dict[str, Any]:
     """What both trainers are told. The learning rate is constant, so that a few steps learn something."""
-    tuned = {
-        "bf16": True, "gradient_checkpointing": False, "optim": "adamw_torch_fused",
-        "train_sampling_strategy": "sequential",
-    }  # fmt: skip
+    tuned = {"bf16": True, "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
     return {
         "output_dir": place, "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": 1e-3,
