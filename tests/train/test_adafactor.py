@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from bloomery.train import optim_pieces
-from bloomery.train.optim_adafactor import Adafactor
+from bloomery.train import optim_adafactor, optim_pieces
+from bloomery.train.optim_adafactor import Adafactor, square_sums_unwritten
 from bloomery.train.optim_pieces import Gate, Rounding
 
 SHAPES = [(24, 40), (40, 24), (24, 40), (7,), (7,), (1, 5), (3, 4, 6), (24, 40)]
@@ -29,8 +29,11 @@ def ours(some: list[nn.Parameter], *, lr: float = 0.05, decay: float = 0.1, stoc
 
 @pytest.mark.parametrize("piece", [2**17, 100])  # all at once, and a few rows of a matrix at a time
 @pytest.mark.parametrize("lr", [0.01, 0.9])  # below and above the relative step of the first steps
-def test_equals_torchs_in_float32(monkeypatch, piece, lr):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_equals_torchs_in_float32(monkeypatch, piece, lr, gpu):
     monkeypatch.setattr(optim_pieces, "CPU_PIECE", piece)
+    if gpu:
+        monkeypatch.setattr(optim_adafactor, "_square_sums", square_sums_unwritten)
     mine, theirs = parameters(), parameters()
     one, other = ours(mine, lr=lr), torch.optim.Adafactor(theirs, lr=lr, weight_decay=0.1)
     for step in range(12):

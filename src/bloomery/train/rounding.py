@@ -25,9 +25,10 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
     """bfloat16 beside each float32 number, the nearer one the likelier: on average the number itself.
 
     A bfloat16 is the upper half of a float32: a random lower half is added to the whole, and the sum is cut off. What
-    is a bfloat16 already stays as it is. What is not finite becomes NaN, whose bits could else wrap round to zero.
+    is a bfloat16 already stays as it is. NaN becomes infinite: its bits could wrap round to zero. The result is a view
+    of the upper halves, to be copied; every machine that PyTorch has GPUs on keeps the lower half first.
     """
-    words = exact.view(torch.int32) + bits.view(exact.shape)  # -2^15 to 2^15 - 1
-    upper = words.add_(_HALF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
-    del words
-    return upper.add_((exact - exact).to(torch.bfloat16))
+    infinity = float("inf")
+    numbers = torch.nan_to_num(exact, nan=infinity, posinf=infinity, neginf=-infinity)
+    words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)  # bits: -2^15 to 2^15 - 1
+    return words.view(torch.int16)[..., 1::2].view(torch.bfloat16)
