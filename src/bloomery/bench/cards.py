@@ -11,6 +11,7 @@ from bloomery.hardware.calibration import Card, Point, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
+from bloomery.plan.aims import setting
 from bloomery.units import GIB
 
 ANONYMOUS = "anonymous"
@@ -67,6 +68,7 @@ def _point(row: Row) -> Point:
         compiled=train.compile,
         activation_checkpointing=train.activation_checkpointing,
         optimizer=row.plan.optimizer.kind,
+        setting=setting(row.plan),
         tokens_per_second=round(row.tokens_per_second, 1),
         peak_gib=round(row.peak_gib, 3),
     )

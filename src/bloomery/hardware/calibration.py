@@ -30,6 +30,7 @@ class Point(Frozen):
     activation_checkpointing: str
     optimizer: str
     tokens_per_second: float  # of whole optimizer steps
+    setting: str = ""  # an adapter, a quantised base, lean states: plan.occupancy; empty: every weight, plainly
     peak_gib: float  # a GPU: allocated by tensors; a CPU: resident in the process
 
 

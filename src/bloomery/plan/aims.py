@@ -6,21 +6,29 @@ from bloomery.choice import Choice
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import known_config
+from bloomery.plan.occupancy import setting_of
 from bloomery.plan.reference import reference_of
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.states import way_of
+from bloomery.plan.types import CorpusFacts, Plan
 from bloomery.recipe.schema import Distil, Recipe
 from bloomery.units import format_count
 
 REFERENCE_BYTES = 4  # of a token: data.reference
 
 
-def teacher_of(recipe: Recipe) -> ModelConfig | None:
+def teacher_of(recipe: Recipe | Plan) -> ModelConfig | None:
     return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distil) else None
 
 
-def looks(recipe: Recipe) -> int:
+def looks(recipe: Recipe | Plan) -> int:
     """Forwards of a step beside its own."""
     return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
+
+
+def setting(plan: Plan) -> str:
+    """As `Occupancy.setting`, of a step that was planned."""
+    way, away = way_of(plan, plan.model.config), plan.train.offload_activations
+    return setting_of(way, looks=looks(plan), teacher=teacher_of(plan), offloading=away)
 
 
 def reference_bytes(recipe: Recipe, corpus: CorpusFacts | None) -> dict[str, float]:

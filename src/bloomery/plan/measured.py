@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from bloomery.hardware.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import FULL
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.units import GIB
 
@@ -62,7 +63,8 @@ def corrected_memory(
 ) -> MemoryEstimate:
     """The table's bytes times how far it missed the measured peak of the same model at nearly as many tokens."""
     known = nearest(load, [card for card in cards if _shape(_config(card)) == _shape(load.config)])
-    there = None if known is None or known.distance > NEAR else occupancy(known, load)
+    unlike = known is None or known.distance > NEAR or known.point.setting != load.setting
+    there = None if known is None or unlike else occupancy(known, load)
     if known is None or there is None:
         return table
     expected = memory(there)
@@ -94,10 +96,12 @@ def nearest(load: Occupancy, cards: Sequence[Card]) -> Known | None:
         Known(card=card, point=point, distance=_distance(load, card, point))
         for card in cards
         for point in card.points
-        if (point.precision, point.compiled) == (load.precision, load.compiled) and _width(card) is not None
+        if (point.precision, point.compiled) == (load.precision, load.compiled)
+        and point.setting in ("", load.setting)
+        and _width(card) is not None
     ]
     near = [known for known in found if _width_doublings(load, known.card) <= NEAR]
-    return min(near, key=lambda known: (not known.own, known.distance), default=None)
+    return min(near, key=lambda k: (not k.own, k.point.setting != load.setting, k.distance), default=None)
 
 
 def occupancy(known: Known, load: Occupancy) -> Occupancy | None:
@@ -106,8 +110,9 @@ def occupancy(known: Known, load: Occupancy) -> Occupancy | None:
     if config is None:
         return None
     point = known.point
+    plain = replace(load, way=FULL, looks=0, teacher=None, offloading=False, learned=1.0)
     return replace(
-        load,
+        load if point.setting else plain,
         config=config,
         sequence_length=point.sequence_length,
         micro_batch=point.micro_batch,

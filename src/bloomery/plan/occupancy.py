@@ -1,9 +1,19 @@
 """What decides how much memory a training step takes."""
 
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 
 from bloomery.model.config import ModelConfig
 from bloomery.plan.states import FULL, Way, element_of, learns, weight_of
+
+
+@cache
+def setting_of(way: Way, *, looks: int = 0, teacher: ModelConfig | None = None, offloading: bool = False) -> str:
+    """A few letters that are equal for equal ways to train."""
+    if (way, looks, teacher, offloading) == (FULL, 0, None, False):
+        return ""
+    return sha256(repr((way, looks, teacher, offloading)).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,11 @@ class Occupancy:
     def rows(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch * self.sequence_length
+
+    @property
+    def setting(self) -> str:
+        """What a measurement must share to tell of this one's memory; empty: every weight is trained, plainly."""
+        return setting_of(self.way, looks=self.looks, teacher=self.teacher, offloading=self.offloading)
 
     @property
     def outputs(self) -> int:

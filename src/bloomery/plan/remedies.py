@@ -35,7 +35,8 @@ def _to_fit(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remed
     rungs = _best_of_each_key([rung for rung in _tried(loaded, plan, plan_of) if not rung.idle])
     enough = [rung for rung in rungs if rung.after.fits]
     others = [rung for rung in enough if not rung.shortens]
-    for rung in others or enough or rungs:
+    shown = enough if loaded.recipe.model.from_ is not None else others  # of a tuning, rows are the user's choice, too
+    for rung in shown or enough or rungs:
         yield Remedy(edit=rung.edit, saves=_saved(plan, rung.after, rung.cost))
     for count in range(2, 0 if enough else len(rungs) + 1):
         together = " ".join(rung.edit for rung in rungs[:count])
@@ -99,9 +100,10 @@ def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "train.activation_checkpointing=full", "a third more compute"
     if asked.precision == "float32" and plan.train.device != "cpu":
         yield "train.precision=auto", "half-precision products"
-    if recipe.optimizer.kind == "adamw":
+    yield from _lean(recipe, plan)
+    if recipe.optimizer.kind == "adamw" and recipe.adapter.kind == "none":
         yield "optimizer.kind=muon", "another optimizer: its rates are to be chosen anew"
-    if recipe.optimizer.kind != "adafactor":
+    if recipe.optimizer.kind != "adafactor" and recipe.adapter.kind == "none":
         yield "optimizer.kind=adafactor", "another optimizer: its rates are to be chosen anew"
     if train.precision == "bfloat16":
         yield "train.precision=bfloat16-pure", "weights round to 8 bits: small updates are lost"
@@ -109,6 +111,19 @@ def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     while length > SHORTEST and train.tokens_per_step % (length // 2) == 0:
         length //= 2
         yield f"data.sequence_length={length}", f"another training: the model never sees more than {length:,} tokens"
+
+
+def _lean(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+    """What holds states, activations or frozen weights in less, or elsewhere."""
+    optimizer, gpu = recipe.optimizer, plan.train.device != "cpu"
+    if gpu and not recipe.train.offload_activations:
+        yield "train.offload_activations=true", "activations wait in the processor's memory and travel twice"
+    if optimizer.kind == "adamw" and optimizer.states == "float32":
+        yield "optimizer.states=int8", "states round to 8 bits; nearly the same training"
+    if recipe.adapter.kind in ("lora", "dora") and recipe.quantize.base == "none":
+        yield "quantize.base=nf4", "the frozen weights round to 4 bits, which costs time and some exactness"
+    if recipe.adapter.kind == "none" and recipe.model.from_ is not None:
+        yield "adapter.kind=lora", "another training: adapters learn, the weights stand still"
 
 
 def _faster(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
