@@ -185,3 +185,13 @@ def test_generate_answers_questions_by_the_template(folder, tmp_path):
     asked = [*tokenizer.encode("hi"), tokenizer.eos_id]
     expected = "".join(continued(decoder, tokenizer, asked, Sampling(max_tokens=8, temperature=0.0)))
     assert told == {"results": [{"prompt": "hi", "text": expected}]}
+
+
+def test_eval_on_conversations_names_its_own_flag_for_a_missing_template(folder, tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": turns}))
+    words = ["eval", str(folder), "--data", str(tmp_path / "talk.jsonl")]
+    told = CliRunner().invoke(cli, words, standalone_mode=False)
+    assert isinstance(told.exception, UserError) and told.exception.where == "--template"
+    assert "--template chatml" in told.exception.remedy
+    assert CliRunner().invoke(cli, [*words, "--template", "chatml"]).exit_code == 0

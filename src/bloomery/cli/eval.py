@@ -31,7 +31,13 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, template: st
     from bloomery.evaluate import evaluate, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(folder, step=step)
-    result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
+    try:
+        result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
+    except UserError as error:
+        if error.where != "data.chat.template":
+            raise
+        remedy = "name one: --template chatml, llama2, llama3, qwen, mistral, gemma, or a file"
+        raise UserError(error.problem, where="--template", remedy=remedy, code=2) from error
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if as_json:

@@ -91,7 +91,8 @@ def show_plan(
         for model in unfetched(loaded.recipe):
             click.echo(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
         for place in absent(loaded.recipe) if gpu is None and plan.corpus is None else ():
-            click.echo(f"note: nothing lies at data.path {place}: `bloomery train` would stop there", err=True)
+            then = "train fetches it" if place.startswith("hub:") else "`bloomery train` would stop there"
+            click.echo(f"note: nothing lies at data.path {place}: {then}", err=True)
     return 0 if plan.fits and (found is None or found.fits) else 1
 
 
