@@ -54,7 +54,7 @@ class Mined:
 
     @property
     def answered(self) -> tuple[Message, ...]:
-        return (Message("assistant", self.answer),)
+        return _said(self.answer)
 
 
 def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
@@ -64,21 +64,17 @@ def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
 
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
-    """Each question with its own answer and, as the rejected one, another function of the same file: the next shorter
-    or the next longer one, by turns, so that length alone tells nothing. A file with a single function takes the last
-    one before it.
+    """Each question with its own answer and, as the rejected one, the same lines from the last to the first where
+    Python cannot read that: as long, of the same words, and wrong. Small models learn to tell them apart.
     """
-    before: Mined | None = None
-    for functions in _mined(files):
-        ordered = sorted(functions, key=lambda function: (len(function.answer), function.source))
-        places = {function.source: place for place, function in enumerate(ordered)}
-        for function in functions:
-            place = places[function.source]
-            step = 1 if place == 0 or (place % 2 and place + 1 < len(ordered)) else -1
-            other = ordered[place + step] if len(ordered) > 1 else before
-            if other is not None:
-                yield Example(function.source, "pair", function.asked, (function.answered, other.answered))
-        before = functions[-1] if functions else before
+    for function in (function for functions in _mined(files) for function in functions):
+        backwards = "\n".join(reversed(function.answer.splitlines()))
+        if not _is_python(backwards):
+            yield Example(function.source, "pair", function.asked, (function.answered, _said(backwards)))
+
+
+def _said(answer: str) -> tuple[Message, ...]:
+    return (Message("assistant", answer),)
 
 
 @functools.lru_cache(maxsize=1)
@@ -143,11 +139,15 @@ def _answer(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> s
     answer = textwrap.dedent("".join(kept)).strip()
     if docstring.lineno == node.lineno or len(answer) > MAX_ANSWER or not answer.isascii():
         return None
+    return answer if _is_python(answer) else None  # a text inside it may have begun left of its code
+
+
+def _is_python(text: str) -> bool:
     try:
-        ast.parse(answer)
-    except (SyntaxError, ValueError):  # a text inside it began left of its code
-        return None
-    return answer
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _question(node: ast.FunctionDef | ast.AsyncFunctionDef, does: str) -> str:
