@@ -30,5 +30,7 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
     """
     infinity = float("inf")
     numbers = torch.nan_to_num(exact, nan=infinity, posinf=infinity, neginf=-infinity)
+    if bits.device.type == "cpu":
+        bits = bits.to(torch.int32)  # which the addition would do unseen
     words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)  # bits: -2^15 to 2^15 - 1
     return words.view(torch.int16)[..., 1::2].view(torch.bfloat16)
