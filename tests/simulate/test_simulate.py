@@ -1,5 +1,6 @@
 """The simulation as its callers see it, and its tracker beside torch's own."""
 
+import math
 import subprocess
 import sys
 
@@ -11,11 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bloomery.errors import UserError
+from bloomery.model.counting import parameter_shapes
+from bloomery.model.quantize_facts import storage_bytes
 from bloomery.plan.activations import TILE, TILE_SCORES
 from bloomery.plan.memory import CPU_TILE
 from bloomery.simulate import parent, simulate
 from bloomery.simulate.notes import notes_of
 from bloomery.simulate.shards import ONE, Cut
+from bloomery.simulate.step import simulated_step
 from bloomery.simulate.tracker import Tracker
 
 
@@ -71,6 +75,16 @@ def test_a_failure_names_the_last_line(monkeypatch):
 def test_shards_hold_less():
     plan = small_plan(attention="varlen", precision="bfloat16", device="cuda", rows=1)
     assert simulated(plan, cut=Cut(shard=8)) < 0.7 * simulated(plan)
+
+
+def test_compiled_blocks_read_a_quantised_base():
+    """Their graphs take its bits as inputs; the base of four layers is smaller by what the plan says."""
+    lora = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
+    settings = {"adapter": lora, "precision": "bfloat16", "device": "cuda", "attention": "varlen", "compile": True}
+    floats, bits = (simulated_step(small_plan(base=base, **settings), fused=True) for base in ("none", "nf4"))
+    inside = [s for n, s in parameter_shapes(small_plan().model.config).items() if ".layers." in n and len(s) == 2]
+    saved = sum(2 * math.prod(shape) - storage_bytes(shape, "nf4", True) for shape in inside)
+    assert floats["weights"] - bits["weights"] == saved
 
 
 def test_the_tracker_counts_what_torchs_counts():

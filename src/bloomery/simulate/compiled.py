@@ -39,14 +39,14 @@ def compile_blocks(blocks: Iterable[Block], unseen: Unseen) -> None:
 
 @dataclass
 class _Call:
-    """A block's forward through graphs that take its parameters."""
+    """A block's forward through graphs that take its parameters, and the buffers of a quantised base."""
 
     block: Block
     graphs: "_Graphs"
 
     def __call__(self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: None = None) -> Tensor:
         assert cache is None, "training has no cache"
-        return self.graphs.run(list(self.block.parameters()), x_BTD, rotary, layout)
+        return self.graphs.run([*self.block.parameters(), *self.block.buffers()], x_BTD, rotary, layout)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ class _Graphs:
 
     def __init__(self, block: Block, forward: Callable[..., Tensor], unseen: Unseen) -> None:
         self._block, self._forward, self._unseen = block, forward, unseen
-        self._names = [name for name, _ in block.named_parameters()]
+        self._names = [name for name, _ in (*block.named_parameters(), *block.named_buffers())]
         self._traced: dict[bool, Callable[..., Tensor]] = {}
 
     def run(self, parameters: list[Tensor], x_BTD: Tensor, rotary: Rotary | None, layout: Layout) -> Tensor:

@@ -52,6 +52,7 @@ def _is_tensor(thing: object) -> bool:
 def _named(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
     parameters = list(trainee.model.parameters())
     yield from (("weights", parameter) for parameter in parameters)
+    yield from (("weights", buffer) for buffer in trainee.model.buffers())  # quantised ones
     yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
     yield from (("optimizer", tensor) for tensor in trainee.optimizer.named_tensors().values())
 
