@@ -45,7 +45,6 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
     ("section", "key"),
     [
         ({"objective": {"kind": "ppo"}}, "objective.kind=ppo"),
-        ({"adapter": {"kind": "peft", "method": "adalora"}}, "adapter.kind=peft"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
         ({"model": {"implementation": "foreign"}}, "model.implementation=foreign"),
     ],
