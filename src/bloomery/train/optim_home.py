@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bloomery.parallel import copies
-from bloomery.train.optim_pieces import gathered
+from bloomery.train.optim_pieces import gathered, same_place
 
 # Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
 Kept = list[list[list[Tensor]]]
@@ -53,7 +53,7 @@ class Beside:
 def put_back(value: Tensor, parts: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """Cut where its parts were joined; nothing to do where it is the part itself."""
     if len(parts) == 1:
-        if value.data_ptr() != parts[0].data_ptr():
+        if not same_place(value, parts[0]):
             parts[0].copy_(value, non_blocking=non_blocking)
         return
     cut = value.split_with_sizes([len(part) for part in parts])

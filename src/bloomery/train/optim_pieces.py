@@ -68,7 +68,7 @@ class Rounding:
         """In place, in the target's own type. `place`: step and offset, which no two writes share."""
         if self.stochastic and target.dtype == torch.bfloat16:
             target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
-        elif target.data_ptr() != exact.data_ptr():
+        elif not same_place(target, exact):
             target.copy_(exact)
 
 
@@ -88,6 +88,12 @@ class Span:
     def of(self, tensor: Tensor) -> Tensor:
         """A view of them in a tensor of the parameter's shape."""
         return tensor.view(-1)[self.start : self.stop]
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether one is the other, so that nothing need be copied; of fake tensors, too, which have no address."""
+    here, there = one.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return here == there and one.storage_offset() == other.storage_offset()
 
 
 def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object]) -> list[list[nn.Parameter]]:
