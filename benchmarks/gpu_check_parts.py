@@ -1,0 +1,306 @@
+"""The parts of gpu_check.py, each a process: `gpu_check_parts.py PART RESULT.json [--tiny]`."""
+
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu_check import TARGETS
+
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import Machine
+from bloomery.plan.environment import child_environment
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import load_recipe
+from bloomery.units import GIB
+
+RECIPES = {"full": "samantha-llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
+WORDS = {"qlora": ("quantize.base=nf4", "quantize.double=true")}
+STEP = ("data.sequence_length=2048", "train.tokens_per_step=8192")
+TINY_STEP = ("data.sequence_length=64", "train.tokens_per_step=128", "train.micro_batch=auto", "train.compile=false")
+SECONDS, TINY_SECONDS = 8.0, 0.1  # of measuring
+CALM, MEASURED = 2, 3  # steps of theirs
+PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
+TINY_PROBES = ("device", "matmul-float32")
+TINY_BACKENDS = ("backend-sdpa", "backend-math")
+Found = dict[str, Any]
+
+
+def plan_of(method: str, *, tiny: bool) -> Plan:
+    """The recipe on this machine as if its card had the target's memory, with random weights and the cap as limit."""
+    machine = detect()
+    recipe = RECIPES[method] + ("-tiny" if tiny else "")
+    words = (*(TINY_STEP if tiny else STEP), *WORDS.get(method, ()))
+    plan = resolve(load_recipe(recipe, words), machine if tiny else capped(machine, TARGETS[method]), brief=True)
+    update: Found = {"model": plan.model.model_copy(update={"source": None})}
+    if plan.train.device == "cuda":
+        update["memory"] = plan.memory.model_copy(update={"limit": TARGETS[method] * GIB})
+    return plan.model_copy(update=update)
+
+
+def capped(machine: Machine, gib: float) -> Machine:
+    """The machine with so much memory on each card, and as much as its cards have where that is less."""
+    cards = [
+        card.model_copy(update={"memory_bytes": min(card.memory_bytes, int(gib * GIB)), "memory_used_bytes": 0})
+        for card in machine.accelerators
+    ]
+    return machine.model_copy(update={"accelerators": tuple(cards)})
+
+
+def ours(method: str, *, tiny: bool) -> Found:
+    """Steps of the real loop on random tokens, as `bloomery bench` measures them."""
+    plan = plan_of(method, tiny=tiny)
+    os.environ.update(child_environment(plan, os.environ))
+    if plan.train.device == "cpu" and not tiny:
+        return {"outcome": "skipped", "said": "no GPU that PyTorch can use"}
+    from bloomery.bench import rig
+    from bloomery.train import state
+
+    state._begin = drawn_here  # the seeded draw of 8 billion numbers on the processor would take the whole time
+    job = {"plan": plan.model_dump(mode="json"), "seconds": TINY_SECONDS if tiny else SECONDS, "text": "random"}
+    told = rig.measure(job, on_phase=lambda name: print(name, flush=True))
+    seconds = statistics.median(told["step_seconds"])
+    planned = plan.step_seconds
+    on_gpu = plan.train.device == "cuda"
+    return {
+        "outcome": "ok", "said": "compiled" if plan.train.compile else "not compiled",
+        "tokens_per_second": plan.train.tokens_per_step / seconds, "step_seconds": told["step_seconds"],
+        "peak_gib": told["peak_gib"], "reserved_gib": told["reserved_gib"],
+        "planned_gib": (plan.memory.allocated if on_gpu else plan.memory.total) / GIB,
+        "planned_parts_gib": {name: round(size / GIB, 3) for name, size in plan.memory.parts.items()},
+        "planned_tokens_per_second": planned.inverse(plan.train.tokens_per_step).value if planned else None,
+        "cap_gib": plan.memory.limit / GIB if on_gpu else None,
+        "micro_batch": plan.train.micro_batch, "accumulation": plan.train.accumulation,
+        "checkpointing": plan.train.activation_checkpointing, "attention": plan.model.attention,
+        "precision": plan.train.precision, "optimizer": plan.optimizer.kind, "quantised_by": plan.quantised_by,
+    }  # fmt: skip
+
+
+def drawn_here(model: Any, plan: Plan) -> None:
+    """Random weights, drawn where they lie and in pieces: the numbers do not matter, their sizes and places do."""
+    import torch
+
+    from bloomery.model.adapters import is_adapter
+    from bloomery.model.quantize import quantised_weights
+
+    std = plan.model.config.initializer_range
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                continue
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, std)
+        for name, weight in quantised_weights(model):
+            weight.fill(pieces(weight, std), name=name)
+
+
+def pieces(weight: Any, std: float) -> Iterator[Any]:
+    import torch
+
+    rows = math.ceil(512 / weight.rows_at_once) * weight.rows_at_once
+    for first in range(0, weight.outputs, rows):
+        shape = min(rows, weight.outputs - first), weight.inputs
+        yield torch.empty(shape, device=weight.codes.device).normal_(0.0, std)
+
+
+# The same methods by others
+
+
+def theirs(method: str, *, tiny: bool) -> Found:
+    """TRL's SFTTrainer, or transformers' Trainer without TRL: random weights of the same shape, the same rows."""
+    needed = ["transformers", "accelerate", *(["peft"] if method != "full" else [])]
+    needed += ["bitsandbytes"] if method == "qlora" else []
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        return {"outcome": "skipped", "said": f"not installed: {', '.join(lacking)}"}
+    plan = plan_of(method, tiny=tiny)
+    if plan.train.device == "cpu" and not tiny:
+        return {"outcome": "skipped", "said": "no GPU that PyTorch can use"}
+    import torch
+
+    model = their_model(plan, method)
+    if plan.train.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    print("training", flush=True)
+    times = their_steps(model, plan, method)
+    measured = times[CALM:] or times
+    reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
+    from bloomery.train.process import peak_memory_gib
+
+    return {
+        "outcome": "ok", "said": described(method), "step_seconds": times,
+        "tokens_per_second": plan.train.tokens_per_step / statistics.median(measured),
+        "peak_gib": peak_memory_gib(plan.train.device), "reserved_gib": reserved,
+        "micro_batch": plan.train.micro_batch, "accumulation": plan.train.accumulation,
+    }  # fmt: skip
+
+
+def described(method: str) -> str:
+    from importlib.metadata import version
+
+    trainer = f"TRL {version('trl')}" if importlib.util.find_spec("trl") else "Trainer"
+    optimizer = "adafactor" if method == "full" else "fused AdamW"
+    return f"{trainer}, transformers {version('transformers')}, bf16, sdpa, layers computed again, {optimizer}, no cap"
+
+
+def their_model(plan: Plan, method: str) -> Any:
+    """bfloat16 weights, drawn on the device by transformers itself; LoRA as the plan's."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from bloomery.model.families import config_to_hf
+
+    stated = config_to_hf(plan.model.config)
+    config = AutoConfig.for_model(**{str(name): value for name, value in stated.items()})
+    config.use_cache = False
+    with torch.device(plan.train.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if method == "full":
+        return model
+    if method == "qlora":
+        to_four_bits(model)
+    from peft import LoraConfig, get_peft_model
+
+    given = plan.adapter.model_dump()
+    lora = LoraConfig(
+        r=given["rank"], lora_alpha=given["alpha"], target_modules=list(given["targets"]), task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, lora)
+
+
+def to_four_bits(model: Any) -> None:
+    """What loading with BitsAndBytesConfig does, on weights that are there."""
+    import bitsandbytes
+    import torch
+
+    for path, linear in list(model.named_modules()):
+        if not isinstance(linear, torch.nn.Linear) or path == "lm_head":
+            continue
+        weight = linear.weight.data
+        four = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=torch.bfloat16,
+            compress_statistics=True, quant_type="nf4", device="meta",
+        )  # fmt: skip
+        four.weight = bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+        )._quantize(weight.device)  # `to` leaves alone what is on a GPU already
+        if linear.bias is not None:
+            four.bias = linear.bias
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, four)
+    model.is_loaded_in_4bit = True
+
+
+def their_steps(model: Any, plan: Plan, method: str) -> list[float]:
+    """Seconds of each optimizer step, between the trainer's own hooks."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    times: list[float] = []
+
+    def wait() -> float:
+        if plan.train.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    class Timed(TrainerCallback):
+        def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+            times.append(-wait())
+
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+            times[-1] += wait()
+
+    train, length, steps = plan.train, plan.data.sequence_length, CALM + MEASURED
+    with tempfile.TemporaryDirectory() as place:
+        said = {
+            "output_dir": place, "per_device_train_batch_size": train.micro_batch, "max_steps": steps,
+            "gradient_accumulation_steps": train.accumulation, "learning_rate": 1e-6, "bf16": True,
+            "optim": "adafactor" if method == "full" else "adamw_torch_fused", "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False}, "logging_steps": 1000, "save_strategy": "no",
+            "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "remove_unused_columns": False,
+            "use_cpu": train.device == "cpu",
+        }  # fmt: skip
+        rows = random_rows(train.micro_batch * train.accumulation * steps, length, plan.model.config.vocab_size)
+        given = {"model": model, "train_dataset": rows, "callbacks": [Timed()]}
+        if importlib.util.find_spec("trl"):
+            from trl import SFTConfig, SFTTrainer
+
+            said |= {"max_length": length, "dataset_kwargs": {"skip_prepare_dataset": True}}
+            trainer = SFTTrainer(args=SFTConfig(**said), processing_class=any_tokenizer(), **given)
+        else:
+            trainer = Trainer(args=TrainingArguments(**said), **given)
+        trainer.data_collator = collated
+        trainer.train()
+    return times
+
+
+def random_rows(count: int, length: int, vocabulary: int) -> Any:
+    import torch
+
+    tokens = torch.randint(vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
+    if importlib.util.find_spec("trl") is None:
+        return [{"input_ids": row} for row in tokens]
+    from datasets import Dataset
+
+    return Dataset.from_dict({"input_ids": tokens.tolist()})
+
+
+def collated(rows: list[Found]) -> Found:
+    import torch
+
+    tokens = torch.stack([torch.as_tensor(row["input_ids"]) for row in rows])
+    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens)}
+
+
+def any_tokenizer() -> Any:
+    """The trainer wants one; the rows are numbers already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<pad>")
+
+
+# What PyTorch and the device can do
+
+
+def probed(names: tuple[str, ...]) -> Found:
+    """The doctor's own probes; they are remembered, and the later parts are planned by them."""
+    from bloomery.hardware.probes import run_probes
+
+    found = run_probes(detect(), only=names, on_progress=lambda name, _done, _of: print(name, flush=True))
+    bad = [f"{each.name} {each.outcome}" for each in found if each.outcome not in ("ok", "absent")]
+    good = sum(each.outcome == "ok" for each in found)
+    said = f"{good} of {len(found)} ok" + (f"; {', '.join(bad)}" if bad else "")
+    return {"outcome": "ok" if found else "failed", "said": said, "probes": [each.model_dump() for each in found]}
+
+
+def part(name: str, *, tiny: bool) -> Found:
+    if name == "probes":
+        return probed(TINY_PROBES if tiny else PROBES)
+    if name == "attention":
+        return probed(TINY_BACKENDS if tiny else ("backend",))
+    who: Callable[..., Found] = theirs if name.startswith("theirs-") else ours
+    return who(name.removeprefix("theirs-"), tiny=tiny)
+
+
+def main() -> None:
+    name, out, tiny = sys.argv[1], Path(sys.argv[2]), "--tiny" in sys.argv
+    out.write_text(json.dumps(part(name, tiny=tiny)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The check of a machine with a GPU, run here with small shapes: every part's code, one JSON, a readable table."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import gpu_check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_part_runs_on_a_processor(tmp_path):  # half a minute: eight processes that import torch
+    out = tmp_path / "found.json"
+    environment = dict(os.environ, PYTHON=sys.executable, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    command = [str(ROOT / "scripts" / "gpu_check.sh"), "--tiny", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads(out.read_text())
+    parts = {part["part"]: part for part in report["parts"]}
+    assert list(parts) == list(gpu_check.SECONDS)
+    for name in ("full", "lora", "qlora", "theirs-lora", "theirs-full"):
+        assert parts[name]["outcome"] == "ok", parts[name]
+        assert parts[name]["tokens_per_second"] > 0 and parts[name]["peak_gib"] > 0
+    for name in ("full", "lora", "qlora"):
+        assert parts[name]["planned_gib"] > 0
+    assert parts["theirs-qlora"]["outcome"] in ("ok", "skipped")  # bitsandbytes is no dependency
+    for name in ("probes", "attention"):
+        assert parts[name]["probes"] and all(probe["error"] is not None for probe in parts[name]["probes"][1:])
+    assert "torchtune" in ended.stdout and str(out) in ended.stdout
+
+
+def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkeypatch):
+    broken = tmp_path / "gpu_check_parts.py"
+    broken.write_text(
+        "import sys, time, json\n"
+        "if sys.argv[1] == 'full': raise RuntimeError('HIP error: invalid device function')\n"
+        "if sys.argv[1] == 'lora': time.sleep(60)\n"
+        "open(sys.argv[2], 'w').write(json.dumps({'outcome': 'ok', 'said': 'fine'}))\n"
+    )
+    monkeypatch.setattr(gpu_check, "HERE", tmp_path)
+    monkeypatch.setitem(gpu_check.SECONDS, "lora", 0.5)
+    report, _ = gpu_check.check(tmp_path / "found.json", tiny=False, only=["full", "lora", "qlora"])
+    assert [part["outcome"] for part in report["parts"]] == ["failed", "timeout", "ok"]
+    assert "invalid device function" in report["parts"][0]["said"]
+    assert json.loads((tmp_path / "found.json").read_text()) == report
+    page = gpu_check.page(report)
+    assert "invalid device function" in page and "not measured" in page
+
+
+def test_a_target_is_met_or_not_and_the_speed_compared():
+    measured = {"outcome": "ok", "peak_gib": 16.0, "reserved_gib": 17.2, "tokens_per_second": 900.0}
+    parts = [{"part": "lora"} | measured, {"part": "theirs-lora", "outcome": "ok", "tokens_per_second": 600.0}]
+    full, lora, _ = gpu_check.verdicts(parts)
+    assert lora["memory_met"] is False and lora["times_theirs"] == 1.5 and lora["faster"]  # what is held counts
+    assert full["memory_met"] is None and full["faster"] is None
+
+
+def test_what_is_missing_is_named_with_the_words_that_install_it(monkeypatch, capsys):
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(gpu_check.MODULES.values()) == sorted(re.split(r"[<>=~ ]", each)[0] for each in told)
+    assert gpu_check.missing() == []
+    monkeypatch.setitem(gpu_check.MODULES, "nowhere.to_be_found", "nowhere")
+    assert gpu_check.missing() == ["nowhere"]
+    assert gpu_check.refuse(["torch", "nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "-m pip install nowhere" in said and "pip install torch" not in said
+
+
+def test_parts_take_less_than_nine_minutes_together():
+    assert gpu_check.TOTAL_SECONDS < 9 * 60
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_the_shell_script_is_clean():
+    subprocess.run(["shellcheck", str(ROOT / "scripts" / "gpu_check.sh")], check=True)
