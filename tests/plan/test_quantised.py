@@ -60,9 +60,3 @@ def test_a_quantised_base_without_an_adapter_is_refused():
     with pytest.raises(UserError, match="cannot learn") as error:
         resolve(loaded(quantize={"base": "int8"}), machine())
     assert error.value.code == 2 and "adapter.kind=lora" in error.value.remedy
-
-
-def test_a_quantised_base_under_a_method_of_peft_is_refused():
-    with pytest.raises(UserError, match="PEFT puts its methods onto floats") as error:
-        resolve(loaded(adapter={"kind": "peft", "method": "adalora"}, quantize={"base": "nf4"}), machine())
-    assert "adapter.kind=lora" in error.value.remedy

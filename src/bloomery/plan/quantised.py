@@ -11,17 +11,14 @@ MANY = 2**24  # weights, to say how many bits one takes: the scales of scales ar
 
 
 def refuse_quantised_misfits(recipe: Recipe) -> None:
-    """Raises UserError where quantised weights themselves would have to learn, or would be adapted by PEFT."""
-    base, adapter = recipe.quantize.base, recipe.adapter.kind
-    if base == "none" or adapter in ("lora", "dora"):
-        return
-    if adapter == "none":
-        problem = f"{base} weights cannot learn: they stand still under an adapter"
-        remedy = "set adapter.kind=lora, or quantize.base=none to train every weight"
-    else:
-        problem = "PEFT puts its methods onto floats: only Bloomery's own LoRA and DoRA stand on a quantised base"
-        remedy = "set quantize.base=none, or adapter.kind=lora"
-    raise UserError(problem, where=f"quantize.base={base}", remedy=remedy, code=2)
+    """Raises UserError where the quantised weights themselves would have to learn."""
+    if recipe.quantize.base != "none" and recipe.adapter.kind == "none":
+        raise UserError(
+            f"{recipe.quantize.base} weights cannot learn: they stand still under an adapter",
+            where=f"quantize.base={recipe.quantize.base}",
+            remedy="set adapter.kind=lora, or quantize.base=none to train every weight",
+            code=2,
+        )
 
 
 def quantised_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
