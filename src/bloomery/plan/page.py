@@ -29,6 +29,7 @@ LEAN = (
     "objective.teacher",
     "data.chat.train_on",
     "adapter.kind",
+    "model.from",
     "model.vocab_size",
     "quantize.base",
     "optimizer.states",

@@ -15,6 +15,7 @@ from bloomery.model.quantize_facts import backend
 from bloomery.plan import aims, batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
 from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.adapted import adapter_choices
+from bloomery.plan.arithmetic import arithmetic_choices
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
 from bloomery.plan.fetched import place_of
@@ -209,6 +210,7 @@ class _Resolution:
         gpu = self.profile.accelerator is not None
         told = [*adapter_choices(self.recipe, self.config), *method_choices(self.recipe, self.config)]
         told += aims.objective_choices(self.recipe, self.corpus)
+        told += arithmetic_choices(self.recipe, self.config, precision=precision)
         told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
         return tuple(_decision(*each) for each in told)
 

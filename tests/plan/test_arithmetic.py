@@ -1,0 +1,37 @@
+"""The bytes that training a pretrained model holds before any activation, computed by hand beside the plan's."""
+
+import pytest
+from plan_help import machine
+
+from bloomery.plan.resolve import resolve
+from bloomery.recipe.load import load_recipe
+
+LLAMA_2_7B = 6_738_415_616  # parameters, as its paper's weights have them
+Q_AND_V = 64 * 2 * 8 * 4096  # numbers of rank 8 beside q_proj and v_proj of 32 layers
+
+
+def said(*words: str) -> str:
+    plan = resolve(load_recipe("samantha-llama2-7b-lora", ("tokenizer={}", *words)), machine(), brief=True)
+    return next(f"{told.value}: {told.because}" for told in plan.decisions if told.key == "model.from")
+
+
+def test_seven_billion_parameters_in_full_hold_16_bytes_each():
+    text = said("adapter={kind: none}")
+    assert text.startswith(f"{16 * LLAMA_2_7B / 1e9:.1f} GB to train all: each of 6.74 B")
+    assert text.endswith("16 bytes (weights 4, gradients 4, states 8)")
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_lora_leaves_the_weights_and_little_beside(base):
+    text = said("adapter={kind: lora, rank: 8, targets: [q_proj, v_proj]}", f"quantize.base={base}",
+                "train.precision=bfloat16")  # fmt: skip
+    inside = LLAMA_2_7B - 2 * 32_000 * 4096 - 65 * 4096  # matrices of the layers
+    frozen = 2 * LLAMA_2_7B if base == "none" else 2 * (LLAMA_2_7B - inside) + inside * (0.5 + 1 / 64 + 4 / (64 * 256))
+    total = frozen + (4 + 4 + 8) * Q_AND_V
+    assert text.startswith(f"{total / 1e9:.1f} GB, not 107.8 GB: weights {(frozen + 4 * Q_AND_V) / 1e9:.1f} GB")
+    assert f"gradients {4 * Q_AND_V / 1e6:.1f} MB, states {8 * Q_AND_V / 1e6:.1f} MB" in text
+
+
+def test_a_model_of_random_weights_is_not_compared():
+    plan = resolve(load_recipe("go-coder-tiny"), machine(), brief=True)
+    assert "model.from" not in {told.key for told in plan.decisions}
