@@ -76,3 +76,12 @@ def test_answers_are_text_and_no_markup():
     page = draw_answers([Answered("<q>", "<r>", "<b>", "<a>")])
     assert page is not None and all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page
     assert draw_answers([]) is None
+
+
+def test_ids_of_a_padded_vocabulary_stand_for_no_text(made):
+    """Qwen2.5 has rows for 151,936 tokens and a tokenizer of 151,665: a model may draw one that nobody named."""
+    _, _, tokenizer = made
+    ids = tokenizer.encode("def f")
+    assert (
+        shown(tokenizer, [*ids, tokenizer.vocab_size, tokenizer.vocab_size + 500]) == shown(tokenizer, ids) == "def f"
+    )

@@ -45,9 +45,7 @@ def test_each_turn_is_put_to_the_model_with_all_before_it(model):
         ("system", "S"), ("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)
     ]  # fmt: skip
     whole = tokenizer.encode(f"<system>S<user>one<assistant>{first}<user>two")
-    assert second == "".join(
-        continued(decoder, tokenizer, whole, COLD)
-    )
+    assert second == "".join(continued(decoder, tokenizer, whole, COLD))
 
 
 def test_the_oldest_turns_are_forgotten_and_the_system_prompt_never(model):
@@ -123,7 +121,9 @@ def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):
         ("/set top_p nan", "nan is no number to draw with", "finite"),
         ("/set top_k", "", ""),
         ("/save", "/save lacks the file's name", "/save talk.jsonl"),
-        ("/save /proc/nothing/x", "cannot be written", "another file"),
+        ("/save talk.jsonl", "nothing has been said yet", "ask something first"),
+        ("/save 'talk", "a quote is never closed", "/save 'my talk.jsonl'"),
+        ("hello\n/save /proc/nothing/x", "cannot be written", "another file"),
     ],
 )
 def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, remedy):

@@ -182,7 +182,13 @@ class Terminal:
     def _save(self, rest: str) -> None:
         if not rest:
             raise UserError("/save lacks the file's name", where="the chat", remedy="for example: /save talk.jsonl")
-        path = expanded(Path(shlex.split(rest)[0]) if rest[0] in "'\"" else rest)
+        try:
+            path = expanded(Path(shlex.split(rest)[0]) if rest[0] in "'\"" else rest)
+        except ValueError as error:
+            remedy = "close it: /save 'my talk.jsonl'"
+            raise UserError("a quote is never closed", where=f"/save {rest}", remedy=remedy) from error
+        if not self.session.said:
+            raise UserError("nothing has been said yet", where=f"/save {rest}", remedy="ask something first")
         self.session.save(path)
         _tell(f"({len(self.session.turns)} messages were appended to {path})")
 

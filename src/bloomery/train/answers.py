@@ -67,6 +67,6 @@ def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, *, max_to
 
 
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Ids as text without the tokens that stand for none."""
+    """Ids as text without the tokens that stand for none, and without those of a padded vocabulary."""
     sizes = tokenizer.token_bytes()
-    return tokenizer.decode([token for token in ids if sizes[token]]).strip()[:CHARACTERS_SHOWN]
+    return tokenizer.decode([token for token in ids if token < len(sizes) and sizes[token]]).strip()[:CHARACTERS_SHOWN]
