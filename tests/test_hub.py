@@ -164,6 +164,7 @@ def test_the_token_is_that_of_the_environment_and_never_the_one_that_lies_about(
         (("fetch_model", "org/evil"), "a file named '../../out.json', which leads out", "a source that you trust"),
         (("fetch_model", "org/model@nowhere"), "it has no revision nowhere", "tree/main"),
         (("fetch_model", "./nothing/here"), "there is no such folder", "write ORG/NAME"),
+        (("download", "/tmp"), "it lies on this machine", "name it as it is"),
         (("fetch_dataset", "org/script"), "its data come from a program, rows.py", "org/script@refs/convert/parquet"),
         (("fetch_dataset", "org/nothing"), "the Hub knows no data set org/nothing", "mend the name"),
         (("local_model", "org/nobody"), "org/nobody has not been downloaded", "`bloomery download org/nobody`"),

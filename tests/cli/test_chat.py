@@ -195,3 +195,7 @@ def test_eval_on_conversations_names_its_own_flag_for_a_missing_template(folder,
     assert isinstance(told.exception, UserError) and told.exception.where == "--template"
     assert "--template chatml" in told.exception.remedy
     assert CliRunner().invoke(cli, [*words, "--template", "chatml"]).exit_code == 0
+
+
+def test_the_help_fits_a_terminal_of_100_columns():
+    assert max(map(len, verb.HELP.splitlines())) <= 100

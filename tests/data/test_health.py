@@ -22,8 +22,8 @@ def text(*tokens: int, learned: int = 1) -> Text:
 GOOD = text(BOS, 50, 51, EOS, learned=2)
 
 
-def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, **ids) -> Health:
-    split = write_structured(folder, [texts], kind)
+def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, marks=None, **ids) -> Health:
+    split = write_structured(folder, [texts], kind, marks=marks)
     tokenizer = make_tokenizer(folder)
     empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": ()})
     said = {"bos_id": BOS, "eos_id": EOS, "pad_id": 3, **ids}
@@ -74,3 +74,12 @@ def test_markup_that_is_no_token_is_named(tmp_path):
     assert missing_markup(tokenizer, None) == []
     own = Tokenizer(tokenizer._backend, {**tokenizer.config, "chat_template": builtin_template("gemma")})
     assert missing_markup(own, None) == ["<start_of_turn>", "<end_of_turn>"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [([1, 1, 1, 1], "marked as desirable"), ([0, 0, 0, 0], "marked as undesirable"), ([1, 1, 0, 0], "")],
+)
+def test_answers_that_are_all_marked_alike(tmp_path, marks, said):
+    found = examined(tmp_path, [GOOD, GOOD, text(BOS, 60, EOS), GOOD], "kto", marks=marks)
+    assert [said in warning for warning in found.warnings if "every answer is" in warning] == ([True] if said else [])

@@ -220,7 +220,7 @@ def test_a_full_disk_is_made_room_on_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
-    with pytest.raises(UserError, match="only 10 B are free"):
+    with pytest.raises(UserError, match=r"only 10 B are free on the disk \(1\.\d MiB are needed\)"):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 

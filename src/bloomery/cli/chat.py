@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 HELP = """\
-/system TEXT       what the model is told before everything; without TEXT it is shown, `/system off` takes it away
+/system TEXT       what the model is told before everything; alone it shows it, /system off ends it
 /set NAME VALUE    how tokens are drawn: /set temperature 0.7; without a name all settings are shown
 /save FILE         append this conversation to FILE, a row of JSONL that can be trained on
 /reset             forget what was said
@@ -91,7 +91,7 @@ class Terminal:
                 _tell("\n(stopped; Ctrl+C once more leaves)")
             except UserError as error:
                 failed = True
-                _tell(str(error))
+                _tell(harmless(str(error)))
 
     def _line(self) -> str | None:
         """A line, with those that it goes on in; None at the end."""

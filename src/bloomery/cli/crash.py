@@ -20,7 +20,7 @@ _FREE_SPACE = "free some space, then run the same command again: what is complet
 _SYSTEM_ERRORS = {
     errno.ENOSPC: ("the disk is full", _FREE_SPACE),
     errno.EDQUOT: ("the disk quota is used up", _FREE_SPACE),
-    errno.EROFS: ("the file system is read-only", "choose a folder on another disk"),
+    errno.EROFS: ("the file system is read-only", "mend its rights, or copy the folder to a disk that can be written"),
     errno.EACCES: ("access was refused", "check the owner and the permissions, or choose another folder"),
     errno.EPERM: ("access was refused", "check the owner and the permissions, or choose another folder"),
     errno.EMFILE: ("too many files are open", "raise the limit: ulimit -n 4096"),

@@ -101,7 +101,7 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     if aside:
         click.echo(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
     if manifest.skipped:
-        click.echo(f"skipped    {manifest.skipped:,} rows, the first: {manifest.first_skipped}")
+        click.echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {manifest.first_skipped}")
     counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"
     click.echo(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes each" if size else ""))
     if manifest.kind != "text":
@@ -182,7 +182,7 @@ def _line(*parts: tuple[str, str]) -> "Text":
 
 def _facts(seen: "Seen", sequence_length: int, *, pair: bool) -> str:
     if seen.flaw:
-        return f"left out: {seen.flaw}"
+        return f"left out: {_visible(seen.flaw)}"
     cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
     if seen.learned is None:
         return f"{len(seen.ids):,} tokens · {seen.rows:,} row{'s' * (seen.rows != 1)} of {sequence_length:,}{cut}"

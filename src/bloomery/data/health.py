@@ -106,6 +106,7 @@ def health(
     warnings = (
         *_warnings(found, manifest, sequence_length),
         *_chat_warnings(found, manifest, tokenizer, missing or []),
+        *_one_sided(split),
     )
     return Health(**{**vars(found), "warnings": warnings})
 
@@ -155,6 +156,15 @@ def _histogram(lengths: Lengths) -> tuple[tuple[int, int], ...]:
         return ()
     edges = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     return tuple((2 ** int(edge), int((edges == edge).sum())) for edge in range(edges.min(), edges.max() + 1))
+
+
+def _one_sided(split: Split) -> Iterator[str]:
+    """Of marked answers that are all marked alike."""
+    marks = set() if split.marks is None else set(np.asarray(split.marks)[:: ANSWERS[split.kind]].tolist())
+    if marks == {1}:
+        yield "every answer is marked as desirable: nothing tells kto what to avoid, and sft learns them with less work"
+    if marks == {0}:
+        yield "every answer is marked as undesirable: there is nothing to learn instead; are the labels turned round?"
 
 
 def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterator[str]:

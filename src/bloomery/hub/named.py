@@ -47,6 +47,9 @@ def parse(name: str, kind: Kind) -> Named:
         remedy = "train it first (runs/demo: `bloomery demo`), or name another model"
         raise UserError("that run is not here, or has no model in this place", where=name, remedy=remedy)
     if not _ID.fullmatch(name) or ".." in name:
+        if name and Path(name).expanduser().exists():
+            problem = "it lies on this machine: there is nothing to fetch"
+            raise UserError(problem, where=name, remedy="name it as it is where it is needed")
         what = "model" if kind == "model" else "data set"
         raise UserError(
             f"there is no such folder, and no {what} of the Hub can have this name",

@@ -118,7 +118,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise UserError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or path),
-            remedy="choose another place with --run-dir, or mend the permissions or the disk",
+            remedy="mend the permissions or the disk; for a new run --run-dir names another place",
         ) from error
 
 

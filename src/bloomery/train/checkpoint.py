@@ -187,7 +187,7 @@ class Saver:
                 self._warn(staged.step, "the disk is full: older checkpoints were deleted to make room")
                 self._commit(staged)
         except OSError as error:
-            why = f"{error.strerror or error} ({format_bytes(staged.bytes)} are needed)"
+            why = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
             self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {why}")
             return why
         target = step_folder(self.folder, staged.step)
