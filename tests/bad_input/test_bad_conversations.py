@@ -49,6 +49,19 @@ CASES = {
         '"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1e400}}}]}]}',
         ["tool_calls[0]", "has no end"],
     ),
+    "NaN in a call's text": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[NaN]"}}]}]},
+        ["tool_calls[0].arguments", "NaN"],
+    ),
+    "half a character in a call's text": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '["\\ud800"]'}}]},
+            ]
+        },
+        ["tool_calls[0].arguments", "surrogate"],
+    ),
     "half a character": (
         '{"messages": [{"role": "user", "content": "\\ud800"}]}',
         ["messages[0].content", "surrogate"],
@@ -152,3 +165,11 @@ def test_a_template_that_is_not_there(chats, word, said):
 def test_columns_and_formats_that_do_not_fit(chats, word, said):
     write(chats, GOOD, GOOD)
     assert_clear(here("prepare", "tiny.yaml", word), mentions=[said])
+
+
+def test_a_template_cannot_command_the_terminal_that_its_refusal_is_told_on(chats):
+    (chats / "bad.jinja").write_text(EACH + "{{ raise_exception('\x1b]0;mine\x07\x1b[31mred') }}")
+    write(chats, GOOD, GOOD)
+    result = here("prepare", "tiny.yaml", "data.chat.template=bad.jinja")
+    assert_clear(result, mentions=["mine"])
+    assert "\x1b" not in result.err + result.out and "\x07" not in result.err

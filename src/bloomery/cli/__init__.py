@@ -125,9 +125,10 @@ def _run(arguments: list[str], debug: bool) -> int:
     except UserError as error:
         if debug:
             raise
+        from bloomery.cli.common import harmless
         from bloomery.monitor.scrub import scrub
 
-        click.echo(scrub(str(error)), err=True)
+        click.echo(harmless(scrub(str(error))), err=True)  # a stranger's template or file may have said part of it
         return error.code
     except click.ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page

@@ -106,7 +106,7 @@ _OVERRIDES = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # of the order in
 
 
 def harmless(text: str) -> str:
-    """Text of a model without control characters but newlines and tabs: none of it commands the terminal."""
+    """A stranger's text without control characters but newlines and tabs: none of it commands the terminal."""
     kept = text.replace("\r\n", "\n")
     return "".join(a for a in kept if a in "\n\t" or not (ord(a) < 32 or 127 <= ord(a) < 160 or ord(a) in _OVERRIDES))
 

@@ -257,4 +257,4 @@ def _show_health(found: "Health") -> None:
     for edge, count in found.lengths:
         click.echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
     for warning in found.warnings:
-        click.echo(f"warning    {warning}")
+        click.echo(f"warning    {_visible(warning)}")

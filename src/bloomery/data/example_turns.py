@@ -172,7 +172,9 @@ def _call(call: object, where: str) -> dict[str, Any]:
     function = said.get("function", said) if isinstance(said, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Wrong(where, "is no call: a call names a function")
-    arguments = _unpacked(function.get("arguments", {}))
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # JSON in JSON: what it must not hold was out of sight so far
+        arguments = plain_json(_unpacked(arguments), f"{where}.arguments")
     kept = {"id": said["id"]} if isinstance(said.get("id"), str) else {}
     return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
 
