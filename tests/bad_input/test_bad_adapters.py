@@ -58,6 +58,7 @@ SETTINGS = {
     "dora without magnitudes": ({"use_dora": True}, "magnitude"), "biases": ({"bias": "all"}, "bias"),
     "what nobody knows": ({"use_qalora": True}, "use_qalora"),
     "a residual": ({"init_lora_weights": "olora"}, "olora"),
+    "a base of LoftQ": ({"init_lora_weights": "loftq"}, "loftq"),
     "a pattern that never ends": ({"alpha_pattern": {"(.*)*x": 2}}, "too wide"),
     "a pattern that is none": ({"rank_pattern": {"[": 2}}, "too wide"),
     "patterns that are a list": ({"rank_pattern": [1]}, "no object"),

@@ -156,7 +156,7 @@ def broken(folder, kind):
 
 @pytest.mark.parametrize(("kind", "told"), [
     ("missing", "lacks"), ("shape", r"\[4, 7\]"), ("layers", "does not have"), ("name", "no name that PEFT"),
-    ("rank", r"make it \[5"), ("residual", "residual"), ("unknown", "use_qalora"),
+    ("rank", r"make it \[5"), ("residual", "pissa_niter_4"), ("unknown", "use_qalora"),
     ("bias", "bias"), ("pattern", "too wide"), ("alpha", "lora_alpha"), ("base", "not here"), ("json", "not JSON"),
     ("pickle", "pickle"), ("empty", "changes nothing"),
 ])  # fmt: skip

@@ -42,3 +42,13 @@ def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     with pytest.raises(UserError, match="3 tokens are new"):
         refuse_new_rows(alone, GROWN)
     refuse_new_rows(recipe_from(tmp_path, kind="lora", train_also=["embed_tokens", "lm_head"]), GROWN)
+    method = recipe_from(tmp_path, kind="peft", method="ia3")
+    refuse_new_rows(method, CONFIG)
+    with pytest.raises(UserError, match="3 tokens are new"):
+        refuse_new_rows(method, GROWN)
+
+
+def test_a_method_of_peft_trains_no_reward_model():
+    words = {"objective": {"kind": "reward"}, "adapter": {"kind": "peft", "method": "ia3"}}
+    with pytest.raises(UserError, match="values head must learn"):
+        resolve(loaded(**words), machine())

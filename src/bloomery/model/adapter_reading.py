@@ -29,8 +29,9 @@ HARMLESS = frozenset({
 })  # fmt: skip
 READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias",
                   "init_lora_weights"})  # fmt: skip
-# Starts that leave the base as it was published; the others (pissa, olora, corda, ...) replace it by a residual.
-KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica", "loftq")
+# Starts that leave the base as it was published; the others replace it: pissa, olora, corda, ... by a residual, loftq
+# by its quantised self (PEFT 0.21, LoraLayer.loftq_init).
+KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 PAIR = re.compile(r"(.+)\.(lora_A|lora_B)\.weight")
 MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 
@@ -109,8 +110,10 @@ def _checked(said: Mapping[str, Any], where: str) -> _Said:
     start = said.get("init_lora_weights", True)
     if start not in KEEPS_BASE:
         raise UserError(
-            f"its base is not the published model but the residual of init_lora_weights {str(start)[:40]!r}",
-            where=where, remedy="save it with PEFT's path_initial_model_for_weight_conversion",
+            f"its base is not the published model but what init_lora_weights {str(start)[:40]!r} left of it",
+            where=where,
+            remedy="merge it with PEFT (merge_and_unload) and use the merged model, or save it with its"
+            " path_initial_model_for_weight_conversion",
         )  # fmt: skip
     return _Said(
         rank=int(_number(said.get("r", 8), "r", where)), alpha=_number(said.get("lora_alpha", 8), "lora_alpha", where),

@@ -3,18 +3,27 @@
 from collections.abc import Iterator
 
 from bloomery.choice import Choice
+from bloomery.errors import UserError
 from bloomery.model.adapter_names import adaptation, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import known_config
-from bloomery.recipe.schema import Lora, Recipe
+from bloomery.recipe.schema import Lora, Peft, Recipe
 from bloomery.units import format_count
 
 
 def refuse_new_rows(recipe: Recipe, config: ModelConfig) -> None:
     """Raises UserError where an adapter would leave new tokens untrained."""
-    if isinstance(recipe.adapter, Lora) and (known := known_tokens(recipe)) is not None:
+    if (known := known_tokens(recipe)) is None:
+        return
+    if isinstance(recipe.adapter, Lora):
         refuse_untrained_rows(config, recipe.adapter, known=known)
+    if isinstance(recipe.adapter, Peft) and config.vocab_size > known:
+        raise UserError(
+            f"{config.vocab_size - known} tokens are new to the model, and a method of PEFT would never learn them",
+            where=f"adapter.method={recipe.adapter.method}",
+            remedy="set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]", code=2,
+        )  # fmt: skip
 
 
 def known_tokens(recipe: Recipe) -> int | None:

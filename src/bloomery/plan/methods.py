@@ -31,6 +31,9 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     if not isinstance(recipe.adapter, Peft):
         return
     method = f"adapter.method={recipe.adapter.method}"
+    if recipe.objective.kind == "reward":
+        problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
+        raise UserError(problem, where=method, remedy="set adapter.kind=lora, which trains it, too", code=2)
     if recipe.quantize.base != "none":
         problem = "PEFT's methods need a base in floating point: they read its matrices themselves"
         remedy = "set quantize.base=none, or adapter.kind=lora, which trains beside a quantised base"
