@@ -199,10 +199,34 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
 
 
 def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloomery: Bloomery) -> None:
-    for words, said in ((("-d", "7"), "no device '7'"), (("train.micro_batch=3",), "micro-batches of 3")):
+    misspelt = ("adapter.kind=lora", "adapter.targets=[q_porj]")
+    for words, said in (
+        (("-d", "7"), "no device '7'"), (("train.micro_batch=3",), "micro-batches of 3"), (misspelt, "q_proj"),
+    ):  # fmt: skip
         refused = bloomery.run(*TRAIN, *words)
         assert refused.returncode == 2 and said in refused.stderr
         assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"pytorch_model.bin": ""}, "pytorch_model.bin is a pickle"),
+        ({}, "no model.safetensors"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'}, "one.safetensors is missing"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "../one.safetensors"}}'}, "not a file of this folder"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
+    bloomery: Bloomery, held: dict[str, str], said: str
+) -> None:
+    model = bloomery.folder / "model"
+    model.mkdir()
+    for name, text in {"config.json": "{}", **held}.items():
+        (model / name).write_text(text)
+    refused = bloomery.run(*TRAIN, "model.from=model")
+    assert refused.returncode == 1 and said in refused.stderr and "mend:" in refused.stderr
+    assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 
 @pytest.mark.parametrize(

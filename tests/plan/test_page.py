@@ -11,7 +11,7 @@ from plan_help import gpu_machine, loaded, machine
 from bloomery.cli.plan import command
 from bloomery.hardware.machine import Access
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.page import headline, page
+from bloomery.plan.page import headline, model_line, page
 from bloomery.plan.page_figures import bar
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
@@ -222,3 +222,10 @@ def test_an_estimate_has_two_digits_that_count(tmp_path, monkeypatch):
     assert "900 B tokens would take 5,700 years" in years and not re.search(r"\d\d\.\d years", years)
     exact = run(tmp_path, monkeypatch, "go-coder-125m", "train.length=5213 steps", "--gpu", "RX 6600").stdout
     assert "5,213 steps" in exact and "about 5,2" not in exact
+
+
+def test_the_size_of_a_very_small_model_is_not_rounded_to_nothing():
+    small = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "intermediate_size": 32}
+    plan = resolve(loaded(model=small), machine())
+    assert " 0.0 M" not in model_line(plan)
+    assert re.search(r"shape, [1-9][0-9]{0,2},[0-9]{3} parameters", model_line(plan))

@@ -159,13 +159,18 @@ def start(
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
+_SEEN_WITHOUT_TEXT = (
+    "train.micro_batch", "train.tokens_per_step", "adapter.kind", "adapter.method", "adapter.targets", "quantize.base",
+)  # fmt: skip
+
+
 def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> None:
     """Raises UserError for mistakes that show before text is read: none is prepared, and no folder made, for them."""
     machine = narrowed(detect(), devices)
     try:
         resolve(loaded, machine)
     except UserError as error:
-        if error.where in ("train.micro_batch", "train.tokens_per_step"):
+        if (error.where or "").startswith(_SEEN_WITHOUT_TEXT):
             raise
     if finished(loaded, prepared_folder(loaded, _workshop(path))) is None:
         streams(loaded.recipe)  # the files are there

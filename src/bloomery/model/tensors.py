@@ -16,15 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bloomery.errors import UserError
+from bloomery.model.weight_files import AGAIN, INDEX, SINGLE, inside, weight_map
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-LARGEST_INDEX = 256 * 2**20
-LONGEST_NAME = 200
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
-AGAIN = "download or save the model again"
 
 
 @dataclass(frozen=True)
@@ -76,64 +74,23 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
     """
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file() and not single.is_file():
-        raise _nothing(folder)
-    if not index.is_file():
-        return stored_tensors(_inside(folder, single.name))
-    stated = _weight_map(index)
+    stated = weight_map(folder)
+    if stated is None:
+        return stored_tensors(inside(folder, SINGLE))
     found: dict[str, Stored] = {}
     for name in sorted(set(stated.values())):
-        tensors = stored_tensors(_inside(folder, name))
+        tensors = stored_tensors(inside(folder, name))
         if twice := found.keys() & tensors.keys():
             raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), remedy=AGAIN)
         found |= tensors
     if missing := stated.keys() - found.keys():
-        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(index), remedy=AGAIN)
+        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), remedy=AGAIN)
     return found
 
 
 def stored_in(folder: Path, name: str) -> dict[str, Stored]:
     """What one file of the folder holds. Raises UserError as `find_tensors` does."""
-    return stored_tensors(_inside(folder, name))
-
-
-def _nothing(folder: Path) -> UserError:
-    pickled = next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
-    if pickled is None:
-        return UserError("no model.safetensors is here", where=str(folder), remedy="give the folder of a saved model")
-    return UserError(
-        f"{pickled} is a pickle: opening it could run anything", where=str(folder),
-        remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
-    )  # fmt: skip
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    if index.stat().st_size > LARGEST_INDEX:
-        raise UserError("the index is larger than 256 MiB", where=str(index), remedy=AGAIN)
-    try:
-        stated = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError("the index holds no weight_map", where=str(index), remedy=AGAIN) from error
-    if not isinstance(stated, dict) or not all(isinstance(name, str) for name in stated.values()):
-        raise UserError("weight_map does not name a file for each tensor", where=str(index), remedy=AGAIN)
-    return stated
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """A plain file name; a link may only lead to a file of the same folder or of the hub's cache beside it."""
-    path = folder / name
-    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
-        problem = f"the index names {name[:80]!r}, which is not a file of this folder"
-        raise UserError(problem, where=str(folder), remedy="use a copy from a source that you trust")
-    if not path.is_file():
-        raise UserError(f"{name} is missing", where=str(folder), remedy="download the model again")
-    target, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"  # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
-    if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
-        remedy = "put the file itself there, if you trust it"
-        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), remedy=remedy)
-    return path
+    return stored_tensors(inside(folder, name))
 
 
 @final

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from bloomery import hub
 from bloomery.model.published import published_config
+from bloomery.model.weight_files import weight_files
 from bloomery.recipe.schema import Distil, Recipe
 
 
@@ -11,7 +12,7 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     """Model, tokenizer, teacher and text of a recipe lie on this disk afterwards. Raises UserError.
 
     Without `weights`, as a plan needs it, models come as config and tokenizer; those of our table, tokenizers of their
-    own and text not at all.
+    own and text not at all. With them, a model that lacks a file or has pickles is refused before any text is read.
     """
     if recipe.model.from_ is not None:
         _fetch_model(recipe.model.from_, weights=weights)
@@ -25,7 +26,9 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
 
 def _fetch_model(name: str, *, weights: bool) -> None:
     if weights or published_config(name) is None:
-        hub.fetch_model(name, weights=weights)
+        folder = hub.fetch_model(name, weights=weights)
+        if weights and (folder / "config.json").is_file():
+            weight_files(folder)
 
 
 def models_of(recipe: Recipe) -> list[str]:

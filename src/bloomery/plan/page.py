@@ -160,7 +160,7 @@ def model_line(plan: Plan) -> str:
     config = plan.model.config
     family = FAMILY_NAMES.get(config.family, config.family.capitalize())
     count = parameter_count(config)
-    size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+    size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
     origin = f" from {plan.model.source}" if plan.model.source else ""
     return f"{family} shape, {size} parameters, context {plan.data.sequence_length:,}{origin}"
 
