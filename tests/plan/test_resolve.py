@@ -46,7 +46,6 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
     [
         ({"objective": {"kind": "ppo"}}, "objective.kind=ppo"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor=2"),
-        ({"model": {"implementation": "foreign"}}, "model.implementation=foreign"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(section, key):

@@ -3,7 +3,7 @@
 B batch, T new tokens, S tokens that the new ones see, K key/value heads, E head width.
 """
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -56,11 +56,16 @@ class Cache:
     def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.layers = [LayerCache(capacity, config.window(layer)) for layer in range(config.num_layers)]
         self.capacity, self.length = capacity, 0
+        self.past: Any = None  # what transformers' layers keep in place of ours
 
     def cut(self, length: int) -> bool:
         """Forget all but the first `length` tokens; False where a window has already let some of these go."""
         if length < self.length and any(layer.rolls for layer in self.layers):
             return False
+        if self.past is not None and length == 0:
+            self.past = None
+        elif self.past is not None and length < self.length:
+            self.past.crop(length - self.length)  # negative: so many go
         for layer in self.layers:
             layer.length = min(layer.length, length)
         self.length = min(self.length, length)

@@ -26,6 +26,22 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """An architecture that transformers computes (`model.foreign`), and what plans, files and adapters ask of it.
+
+    `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of a layer as
+    `counting.matrices` gives them; `factor`: of the last hidden states, before the head.
+    """
+
+    stated: str  # its config.json
+    attention: str  # of transformers: sdpa or eager
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
+    matrices: tuple[tuple[str, int, int, bool], ...]
+    factor: float = 1.0
+    safe_because: str = ""  # why transformers itself loads the weights; empty: it does not
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """`family` (a key of `families.FAMILIES`) says which names a saved checkpoint uses; the decoder never reads it."""
 
@@ -68,6 +84,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    foreign: Foreign | None = None  # then the facts above are those that a plan needs, and the layers transformers'
 
     def window(self, layer: int) -> int | None:
         """How many keys, itself included, a query of this layer sees; None: all of them."""

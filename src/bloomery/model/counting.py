@@ -16,6 +16,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 @cache  # a plan asks for the same model thousands of times
 def _shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
+    if config.foreign is not None:
+        return tuple((name, shape) for name, _, shape in config.foreign.parameters)
     width = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     if config.positions == "learned":
@@ -51,6 +53,9 @@ def _norm(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Sha
 
 def matrices(config: ModelConfig) -> Iterator[tuple[str, int, int, bool]]:
     """The linear maps of one layer: name, outputs, inputs, whether it has a bias."""
+    if config.foreign is not None:
+        yield from config.foreign.matrices
+        return
     width, inner = config.hidden_size, config.intermediate_size
     yield "self_attn.q_proj", config.query_width, width, config.attention_bias
     yield "self_attn.k_proj", config.key_width, width, config.attention_bias

@@ -13,6 +13,7 @@ from bloomery.errors import UserError
 from bloomery.model.attention import Layout, attend, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.config import ModelConfig
+from bloomery.model.foreign import ForeignBackbone, output_of
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate
@@ -200,6 +201,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
         super().__init__()
         self.config = config
+        self.model: Backbone | ForeignBackbone
+        if config.foreign is not None:
+            self.model = ForeignBackbone(config, attention or plain_backend(config))
+            self.lm_head = output_of(self.model.whole)
+            self.tie()
+            return
         self.model = Backbone(config, attention or plain_backend(config))
         if config.head == "values":
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
@@ -208,7 +215,12 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes the head share the embedding's weight, if the config says so; repeat after replacing parameters."""
+        """Makes the head share the embedding's weight, if the config says so; repeat after replacing parameters.
+
+        What transformers' layers compute from the config alone is computed then, too.
+        """
+        if isinstance(self.model, ForeignBackbone):
+            self.model.restore()
         if self.config.tie_embeddings and self.config.head == "tokens":
             self.lm_head.weight = self.model.embed_tokens.weight
 

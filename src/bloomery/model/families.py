@@ -4,10 +4,11 @@ A family is one entry of `FAMILIES` here, one line of `names.FUSED` if its weigh
 parameter of the parity test. Defaults of absent keys are those of transformers' config classes.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig, checked
@@ -308,6 +309,8 @@ def _training(fields: Fields) -> dict[str, float]:
 
 def config_to_hf(config: ModelConfig) -> Facts:
     """A config.json for the config's family. Raises UserError when that family cannot hold these facts."""
+    if config.foreign is not None:
+        return cast(Facts, json.loads(config.foreign.stated))
     stated = _stated(config)
     again = config_from_hf(stated, where="model")
     lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]

@@ -68,14 +68,19 @@ class LabelScores:
     into_grad: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
-        assert set(dict(output.named_parameters())) == {"weight"}, "only the weight of the output layer is read"
+        known = {"weight"} if output.bias is None else {"weight", "bias"}
+        assert set(dict(output.named_parameters())) == known, "only weight and bias of the output layer are read"
         flat_ND, labels_N, weights_N = hidden_BTD.flatten(0, 1), self.labels_BT.flatten(), self.weights_BT.flatten()
-        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, self.into_grad)
+        weight_VD, into_grad = output.weight, self.into_grad
+        if output.bias is not None:  # one more input, which is always 1; the joined matrix is no parameter
+            flat_ND, into_grad = F.pad(flat_ND, (0, 1), value=1.0), False
+            weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
+        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad)
         if torch.compiler.is_compiling():  # shapes stay as they are
-            scores_N = label_scores(flat_ND, output.weight, labels_N, settings) * (weights_N != 0)
+            scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (weights_N != 0)
         else:
             learned = weights_N.nonzero().squeeze(1)
-            scores = label_scores(flat_ND[learned], output.weight, labels_N[learned], settings)
+            scores = label_scores(flat_ND[learned], weight_VD, labels_N[learned], settings)
             scores_N = scores.new_zeros(len(labels_N)).index_copy(0, learned, scores)
         return scores_N.view(self.labels_BT.shape)
 

@@ -56,6 +56,10 @@ STORAGE: Mapping[str, Storage] = MappingProxyType({
 
 def places(config: ModelConfig) -> dict[str, Place]:
     """By the name of our parameter, in the order of `parameter_shapes`."""
+    if config.foreign is not None:
+        return {
+            ours: Place(theirs, rows=shape[0], of=shape[0]) for ours, theirs, shape in config.foreign.parameters
+        }
     storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
     return {name: _place(name, shapes, storage) for name in shapes}
 

@@ -11,6 +11,7 @@ from bloomery.errors import UserError
 from bloomery.hub import cached_model, local_model
 from bloomery.model.config import ModelConfig, RopeScaling, checked
 from bloomery.model.families import config_from_hf, config_to_hf, fresh_config, known_family
+from bloomery.model.foreign_config import chosen, foreign_config
 from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
@@ -51,8 +52,11 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name].config
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The config of a folder in Hugging Face's layout. Raises UserError when there is none that makes sense."""
+def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
+    """The config of a folder in Hugging Face's layout. Raises UserError when there is none that makes sense.
+
+    `implementation`: whose layers compute it; auto: ours where we have them, else those of transformers.
+    """
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
         remedy = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
@@ -68,14 +72,16 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"config.json is not JSON: {reason}", where=str(path), remedy=_AGAIN) from error
     if not isinstance(stated, dict):
         raise UserError("config.json holds no object", where=str(path), remedy=_AGAIN)
+    if chosen(stated, implementation) == "foreign":
+        return foreign_config(stated, where=str(path))
     return config_from_hf(stated, where=str(path))
 
 
-def known_config(name: str) -> ModelConfig:
+def known_config(name: str, implementation: str = "auto") -> ModelConfig:
     """Of a folder or of a model that was fetched; of one that was not, from our table. Raises UserError."""
     folder = cached_model(name)
-    table = published_config(name) if folder is None else None
-    return table or read_config(folder or local_model(name))
+    table = published_config(name) if folder is None and implementation != "foreign" else None
+    return table or read_config(folder or local_model(name), implementation)
 
 
 def build_config(
@@ -97,6 +103,10 @@ def build_config(
         raise UserError("the recipe names no single model", where="model", remedy=remedy, code=2)
     if model.from_ is not None:
         return _pretrained(model, vocab_size)
+    if model.implementation == "foreign":
+        remedy = "set model.from to the folder of a model, or model.implementation=auto"
+        problem = "transformers' layers are trained from a model's weights, not from fresh ones"
+        raise UserError(problem, where="model.implementation", remedy=remedy, code=2)
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
     if "vocab_size" not in sizes and vocab_size is not None:
         sizes["vocab_size"] = vocab_size
@@ -129,7 +139,12 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
             remedy="take them out, or name a family instead of model.from",
             code=2,
         )
-    config = known_config(model.from_)
+    config = known_config(model.from_, model.implementation)
+    if config.foreign is not None and (vocab_size or 0) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}, and layers of transformers do "
+            "not grow here", where="tokenizer", remedy="set tokenizer.from=same and tokenizer.add_tokens=[]", code=2,
+        )  # fmt: skip
     grown = max(config.vocab_size, vocab_size or 0)  # `weights.read_model` gives new tokens rows of their own
     return replace(config, vocab_size=grown, **_dropout(model))
 

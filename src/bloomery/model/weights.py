@@ -18,6 +18,8 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
+from bloomery.model.foreign import load_safely
+from bloomery.model.foreign_check import TOLERANCE, check_head
 from bloomery.model.names import Place, places
 from bloomery.model.peft_methods import open_method
 from bloomery.model.presets import read_config
@@ -29,7 +31,9 @@ from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards
 
 SHARD_BYTES = 4 * 2**30
 # Buffers that old checkpoints carry although they follow from the config.
-COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+COMPUTED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+)  # fmt: skip
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -72,6 +76,8 @@ def load_decoder(
         note_base(decoder)
     if other:
         open_method(decoder, folder)
+    if config.foreign is not None:
+        check_head(decoder.eval(), TOLERANCE[next(decoder.parameters()).dtype])
     return decoder.eval()
 
 
@@ -171,6 +177,9 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> No
     `stored_parameters` does.
     """
     config = decoder.config
+    if config.foreign is not None and config.foreign.safe_because:
+        load_safely(decoder.model, decoder.lm_head, folder)  # type: ignore[arg-type]
+        return
     known = min(config.vocab_size, read_config(folder).vocab_size)
     stored = stored_parameters(folder, replace(config, vocab_size=known), headless=seed is not None)
     where = places(config)
@@ -232,7 +241,7 @@ def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, 
     if not expected & found.keys():
         found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
     surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
-    surplus -= {"lm_head.weight"} if config.tie_embeddings or config.head == "values" else set()
+    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
     if surplus and expected <= found.keys():
         raise UserError(
             f"{min(surplus)} has no place in a {config.family} model",

@@ -8,6 +8,7 @@ from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.model import attention_facts
 from bloomery.model.config import ModelConfig
+from bloomery.plan.foreign import foreign_attention
 from bloomery.recipe.schema import Peft, Recipe
 
 ASKED = "the recipe asks for it"
@@ -28,6 +29,8 @@ def choose_attention(
     packed = recipe.data.layout == "packed" or wants_of(recipe) in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
+    if config.foreign is not None:
+        return foreign_attention(asked, config.foreign, packed=packed)
 
     def unfit_for(backend: str) -> str | None:
         return attention_facts.supports(

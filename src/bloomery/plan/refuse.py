@@ -27,8 +27,6 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
     parallel = recipe.parallel
     if recipe.objective.kind in ("ppo", "grpo"):
         yield f"objective.kind={recipe.objective.kind}"
-    if recipe.model.implementation == "foreign":
-        yield "model.implementation=foreign"
     for key in ("replicate", "shard", "tensor", "context", "pipeline"):
         if getattr(parallel, key) not in (1, "auto"):
             yield f"parallel.{key}={getattr(parallel, key)}"

@@ -19,6 +19,7 @@ from bloomery.plan.arithmetic import arithmetic_choices
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
 from bloomery.plan.corpus import planned_vocabulary
 from bloomery.plan.fetched import place_of
+from bloomery.plan.foreign import foreign_choices, refuse_foreign_misfits
 from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import corrected, corrected_memory
@@ -75,6 +76,7 @@ def _resolution(
     refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
     config = model_config(recipe, corpus)
     refuse.refuse_misfits(recipe, config, corpus)
+    refuse_foreign_misfits(recipe, config, devices=gpus * nodes)
     return _Resolution(loaded, machine, profile, config, corpus, gpus, nodes)
 
 
@@ -208,7 +210,8 @@ class _Resolution:
 
     def lean(self, precision: str) -> tuple[Decision, ...]:
         gpu = self.profile.accelerator is not None
-        told = [*adapter_choices(self.recipe, self.config), *method_choices(self.recipe, self.config)]
+        told = [*foreign_choices(self.recipe, self.config), *adapter_choices(self.recipe, self.config)]
+        told += method_choices(self.recipe, self.config)
         told += aims.objective_choices(self.recipe, self.corpus)
         told += arithmetic_choices(self.recipe, self.config, precision=precision)
         told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
@@ -304,6 +307,8 @@ class _Resolution:
 
     def compiled(self, precision: str, attention: str, scale: lengths.Scale) -> Choice[bool]:
         length = self.recipe.train.length
+        if self.config.foreign is not None:
+            return Choice(False, "transformers' layers are not compiled here")
         if length.unit == "seconds":
             return choose_compile(self.recipe, self.profile, length.amount)
         parts = self.parts(self.occupancy(precision, attention, False), scale.tokens_per_step)

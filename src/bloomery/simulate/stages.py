@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bloomery.data.loader import Batch
 from bloomery.model.attention import layout_of
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Backbone, Decoder
 from bloomery.plan.mesh_memory import kinds_of_stages, stage_config
 from bloomery.plan.types import Plan
 from bloomery.simulate.answers import Answers
@@ -137,6 +137,7 @@ class _Stage:
 
     def _forward(self, batch: Batch) -> Edge:
         backbone = self.trainee.model.model
+        assert isinstance(backbone, Backbone), "transformers' layers are planned on one device"
         positions = backbone.positions(batch.tokens, batch.positions, None)
         x_BTD = backbone.embed(batch.tokens, positions) if self.place.first else self._stream().requires_grad_()
         layout = layout_of(batch.documents if backbone.backend != "sdpa" else None, backend=backbone.backend)

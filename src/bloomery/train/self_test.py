@@ -9,8 +9,9 @@ from torch import Tensor
 
 from bloomery.model.attention import attend, layout_of
 from bloomery.model.decoder import Attention, Decoder
+from bloomery.model.foreign_check import check_head, check_rows
 from bloomery.plan.types import Plan
-from bloomery.train.forward import precision_context
+from bloomery.train.forward import looking, precision_context
 from bloomery.train.run import Unsound
 
 TOKENS = 128
@@ -23,6 +24,9 @@ def check_attention(model: Decoder, plan: Plan) -> None:
 
     Raises Unsound when they differ by more than rounding explains, or are not finite.
     """
+    if plan.model.config.foreign is not None:
+        check_foreign(model, plan)
+        return
     if plan.model.attention == "math":
         return
     limit = TOLERANCE[plan.train.precision]
@@ -38,6 +42,14 @@ def check_attention(model: Decoder, plan: Plan) -> None:
                 where=f"the self-test before the first step, PyTorch {torch.__version__}",
                 remedy="`bloomery doctor --probe` checks this device; train.attention=blockwise needs no such kernel",
             )
+
+
+def check_foreign(model: Decoder, plan: Plan) -> None:
+    """Compares transformers' layers under our head with transformers' own forward. Raises UserError."""
+    limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
+    with looking(model), precision_context(plan.train.precision, plan.train.device):
+        check_head(model, limit)
+        check_rows(model, limit, packed=packed)
 
 
 def difference(plan: Plan, *, window: int | None, scale: float) -> float:

@@ -1,0 +1,64 @@
+"""A model of transformers' layers in a plan: that it is one, what it cannot have, which attention it takes."""
+
+from collections.abc import Iterator
+
+from bloomery.choice import Choice
+from bloomery.errors import UserError
+from bloomery.model.config import Foreign, ModelConfig
+from bloomery.recipe.schema import Recipe
+
+
+def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int) -> None:
+    """Raises UserError for what transformers' layers do not have here."""
+    if config.foreign is None:
+        return
+    objective, where = recipe.objective.kind, "model.implementation=foreign"
+    problem = remedy = None
+    if objective in ("reward", "distil"):
+        problem = f"the {objective} objective stands on Bloomery's own decoder, which lacks {config.family}"
+        where, remedy = f"objective.kind={objective}", "choose a model of the families in docs/models.md"
+    elif devices > 1:
+        problem = "transformers' layers train on one device here: no tensor, pipeline or context parallelism"
+        remedy = "leave out --gpus and --nodes"
+    elif recipe.model.dropout is not None:
+        problem = "transformers' layers take dropout from their own config.json"
+        where, remedy = "model.dropout", "take it out, or set the rates in the model's config.json"
+    elif recipe.train.compile is True:
+        problem = "transformers' layers are not compiled here"
+        where, remedy = "train.compile", "set train.compile=auto"
+    elif recipe.data.layout == "packed" and _window(config) < recipe.data.sequence_length:
+        problem = f"transformers' layers look at {_window(config):,} tokens, and a mask of documents would widen that"
+        where, remedy = "data.layout=packed", "set data.layout=padded, or a shorter data.sequence_length"
+    if problem is not None and remedy is not None:
+        raise UserError(problem, where=where, remedy=remedy, code=2)
+
+
+def _window(config: ModelConfig) -> float:
+    return min((window for window in config.sliding_window if window is not None), default=float("inf"))
+
+
+def foreign_attention(asked: str, foreign: Foreign, *, packed: bool) -> Choice[str]:
+    """The backend whose memory and time transformers' attention has. Raises UserError where another is asked for."""
+    own = "math" if foreign.attention == "eager" else "mask" if packed else "sdpa"
+    if asked not in ("auto", own):
+        problem = f"transformers' layers have attention of their own, and not {asked}"
+        raise UserError(problem, where="train.attention", remedy="set train.attention=auto", code=2)
+    because = {
+        "math": "this architecture writes its scores out in transformers",
+        "mask": "torch's own kernel with a mask of documents, as transformers calls it",
+        "sdpa": "torch's own kernel as transformers calls it: one document a row",
+    }[own]
+    return Choice(own, because)
+
+
+def foreign_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, whose layers compute the model, and how they are loaded."""
+    if config.foreign is None:
+        return
+    asked = f"our decoder lacks {config.family}"
+    if recipe.model.implementation == "foreign":
+        asked = "the recipe asks for it"
+    lacks = "no tensor, pipeline or context parallelism"
+    yield "model.implementation", Choice("transformers' layers", f"{asked}; {lacks}, adapters and our head as ever")
+    if because := config.foreign.safe_because:
+        yield "model.from", Choice("safe load", f"transformers reads the weights itself, as {because}")
