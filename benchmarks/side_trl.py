@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 LENGTH, SEED = 1024, 0
+RATES = {"sft": 1e-3, "dpo": 1e-4}
 RANK, ALPHA, TARGETS = 16, 32, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -59,12 +60,12 @@ def rows_of(file: Path) -> Dataset:
     return Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
 
 
-def settings(place: str, *, best: bool, micro_batch: int, sequences: int) -> dict[str, Any]:
+def settings(place: str, kind: str, *, best: bool, micro_batch: int, sequences: int) -> dict[str, Any]:
     """What both trainers are told. The learning rate is constant, so that a few steps learn something."""
     tuned = {"bf16": True, "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
     return {
         "output_dir": place, "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": 1e-3,
+        "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": RATES[kind],
         "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "max_steps": 100_000,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
         "dataloader_pin_memory": False, "seed": SEED, "max_length": LENGTH, **(tuned if best else {}),
@@ -83,7 +84,7 @@ def main() -> None:
         "callbacks": [paced],
     }
     with tempfile.TemporaryDirectory() as place:
-        said = settings(place, best=best, micro_batch=micro_batch, sequences=sequences)
+        said = settings(place, kind, best=best, micro_batch=micro_batch, sequences=sequences)
         said |= {"torch_compile": True} if way == "best-compiled" else {}
         if kind == "sft":
             said |= {"assistant_only_loss": True, "packing": best}
