@@ -1,5 +1,6 @@
 """PEFT's other methods inside our decoder: they learn, resume bitwise, and their files open in PEFT."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,8 @@ def test_peft_opens_what_a_method_saved_and_merged_is_the_same(prepared, base, t
     theirs = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     plain = theirs(tokens := torch.arange(60).view(2, 30)).logits
     theirs = PeftModel.from_pretrained(theirs, run.checkpoint(5)).eval()
-    ours = load_decoder(run.checkpoint(5))
+    with warnings.catch_warnings(action="error", category=RuntimeWarning):  # PEFT's own of AdaLoRA's own ranks
+        ours = load_decoder(run.checkpoint(5))
     with torch.no_grad():
         expected = theirs(tokens).logits
         assert float((expected - plain).abs().max()) > 1e-3, "the adapter changes something"

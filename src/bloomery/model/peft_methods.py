@@ -3,6 +3,7 @@
 PEFT computes them and its files keep them; what stands here is what training, saving and resuming ask of it.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -160,7 +161,9 @@ def open_method(model: Decoder, folder: Path) -> None:
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.task_type = None  # what belongs to a task is transformers' own model around the matrices
-        PeftModel.from_pretrained(model, str(folder), adapter_name=NAME, config=config)
+        with warnings.catch_warnings():  # of AdaLoRA's own ranks, whose keys PEFT's check of patterns does not know
+            warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+            PeftModel.from_pretrained(model, str(folder), adapter_name=NAME, config=config)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
         remedy = "name the base that it was trained on: BASE+ADAPTER"
