@@ -267,6 +267,12 @@ def test_a_column_that_is_not_there_is_named():
     assert "has no column 'good'; it has: text" in flaw.problem and "data.columns={chosen: NAME}" in flaw.remedy
 
 
+def test_a_mapping_for_other_data_is_told_from_a_name_that_is_missing():
+    row = {"instruction": "a", "output": "b"}
+    flaw = read_example(row, format="alpaca", columns={"output": "response"}, where="a.jsonl:1")
+    assert isinstance(flaw, Flaw) and "has no column 'response'" in flaw.problem and "data.columns={}" in flaw.remedy
+
+
 KEYS = ["messages", "conversations", "role", "content", "from", "value", "prompt", "completion", "chosen", "rejected",
         "label", "tools", "tool_calls", "function", "name", "arguments", "instruction", "output", "input", "history",
         "system", "type", "text", "weight", "thinking", "tool_call_id", "id"]  # fmt: skip

@@ -70,7 +70,8 @@ def _column(row: Row, role: str, columns: Mapping[str, str], where: str) -> tupl
     name = columns.get(role, role)
     if name not in row:
         present = ", ".join(str(key)[:40] for key in list(row)[:12]) or "nothing"
-        raise Wrong(where, f"has no column {name!r}; it has: {present}", f"name it: data.columns={{{role}: NAME}}")
+        remedy = "set data.columns={}: it maps other data" if role in row else f"name it: data.columns={{{role}: NAME}}"
+        raise Wrong(where, f"has no column {name!r}; it has: {present}", remedy)
     return row[name], f"{where}, {name}"
 
 
