@@ -70,7 +70,7 @@ class SentencePiece:
 
     def begins_with(self, token: int) -> bool:
         """Llama's tokenizers put the begin token before every text; where not, tokenizer_config.json says so."""
-        return token == self._processor.bos_id()
+        return bool(token == self._processor.bos_id())
 
     def special(self) -> list[str]:
         return [piece for piece, index in self._ids.items() if self._processor.is_control(index)]
