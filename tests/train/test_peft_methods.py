@@ -125,6 +125,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
         ({"method": "adalorra"}, "did you mean adalora"),
         ({"method": "prefix_tuning"}, "adapter.kind=lora"),
         ({"method": "lora"}, "adapter.kind=lora"),
+        ({"method": "trainable_tokens"}, "adapter.train_also"),
         ({"method": "adalora", "total_step": 3, "tinit": 5}, "AdaLoraConfig"),
     ],
 )
@@ -137,3 +138,25 @@ def test_what_peft_does_not_know_is_refused_with_a_remedy(said, words):
 def test_a_wall_time_length_has_no_steps_for_a_schedule_of_ranks():
     with pytest.raises(UserError, match="wall-time"):
         method_config(Peft(kind="peft", method="adalora"), CONFIG, steps=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves"), [("ia3", {"k_proj", "v_proj", "down_proj"}), ("ln_tuning", {"norm", "layernorm"})]
+)
+def test_a_method_that_is_not_about_queries_and_values_finds_its_own_modules(prepared, base, name, leaves):
+    model = build_state(method_plan(prepared, base, {"method": name})).trainee.model
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all(any(leaf in key for leaf in leaves) for key in trained)
+    assert all(any(leaf in key for key in trained) for leaf in leaves)
+    if name == "ia3":  # what the down projection reads is scaled, not what it gives
+        scaled = next(p for key, p in model.named_parameters() if "down_proj" in key and p.requires_grad)
+        assert scaled.numel() == CONFIG.intermediate_size
+
+
+def test_a_method_whose_library_is_missing_is_a_sentence(prepared, base, monkeypatch):
+    def missing(*_args, **_more):
+        raise ImportError("scikit-learn is required. Please install it with: pip install scikit-learn")
+
+    monkeypatch.setattr("peft.PeftModel.__init__", missing)
+    with pytest.raises(UserError, match="pip install scikit-learn"):
+        build_state(method_plan(prepared, base, {"method": "vera"}))

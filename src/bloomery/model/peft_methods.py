@@ -23,7 +23,12 @@ from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
 INSTALL = 'pip install "bloomery[peft]"'
-NATIVE = {"LORA": "set adapter.kind=lora, which is Bloomery's own"}
+NATIVE = {
+    "LORA": "set adapter.kind=lora, which is Bloomery's own",
+    "TRAINABLE_TOKENS": "set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]",
+}
+# What methods that are not about attention's matrices change; of the others PEFT's usual q_proj and v_proj.
+TARGETS: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
 # These change the input or the past of transformers' own forward, not the matrices of a model.
 PROMPTS = frozenset({
     "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING",
@@ -44,7 +49,7 @@ class PeftAdapter:
         torch.manual_seed(seed)
         try:
             self._wrapped = PeftModel(model, config, adapter_name=NAME)
-        except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
             raise UserError(
                 f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}", where="adapter",
                 remedy="bloomery recipes show everything names its keys; the method's own are PEFT's", code=2,
@@ -164,7 +169,7 @@ def open_method(model: Decoder, folder: Path) -> None:
         with warnings.catch_warnings():  # of AdaLoRA's own ranks, whose keys PEFT's check of patterns does not know
             warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
             PeftModel.from_pretrained(model, str(folder), adapter_name=NAME, config=config)
-    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+    except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
         problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
         remedy = "name the base that it was trained on: BASE+ADAPTER"
         raise UserError(problem, where=str(folder), remedy=remedy) from error
@@ -204,8 +209,11 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
             remedy = f"did you mean {near[0]}?" if near else f"its keys are PEFT's {kind.__name__}"
             raise UserError(f"{adapter.method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
     if "target_modules" in known:
-        said.setdefault("target_modules", ["q_proj", "v_proj"])
+        said.setdefault("target_modules", TARGETS.get(_named(adapter.method), ["q_proj", "v_proj"]))
         _refuse_stored_otherwise(config)
+    if "feedforward_modules" in known:  # IA3 scales what these read; PEFT knows them of transformers' models alone
+        targets = said["target_modules"]
+        said.setdefault("feedforward_modules", [name for name in targets if name.endswith("down_proj")])
     if "total_step" in known:  # AdaLoRA: its schedule ends with the run
         said.setdefault("total_step", steps)
         if not said["total_step"]:
@@ -227,7 +235,7 @@ def _kind(method: str) -> Any:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
     except ImportError as error:
         raise UserError("PEFT is not installed", where="adapter.kind=peft", remedy=INSTALL) from error
-    name = method.upper().replace("-", "_")
+    name = _named(method)
     tuners = {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - set(NATIVE)
     if name in NATIVE:
         raise UserError(f"{method} is not PEFT's here", where="adapter.method", remedy=NATIVE[name], code=2)
@@ -239,6 +247,10 @@ def _kind(method: str) -> Any:
         remedy = f"did you mean {near[0].lower()}?" if near else "PEFT has: " + ", ".join(sorted(tuners)).lower()
         raise UserError(f"PEFT has no method {method!r}", where="adapter.method", remedy=remedy, code=2)
     return next(kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == name)
+
+
+def _named(method: str) -> str:
+    return method.upper().replace("-", "_")
 
 
 def _refuse_stored_otherwise(config: ModelConfig) -> None:
