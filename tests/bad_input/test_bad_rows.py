@@ -26,6 +26,8 @@ CASES = {
     "another format than is said": ("sft", [TALK], ["data.format=alpaca"], ["has no column 'instruction'"]),
     "columns that mean nothing": ("sft", [{"question": "a", "answer": "b"}], [],
                                   ["question, answer", "data.columns={messages: NAME}"]),
+    "columns of other data": ("sft", [{"instruction": "a", "output": "b"}], ["data.columns={output: response}"],
+                              ["instruction, output", "data.columns={}"]),
     "answers beyond the rows": ("sft", [TALK] * 9, ["data.sequence_length=2"], ["anything to learn", "raise it"]),
     "no template": ("sft", [TALK], ["data.chat.template="], ["the tokenizer has no chat template", "chatml"]),
     "a template that fails": ("sft", [TALK] * 9, ["data.chat.template='{{ 1 / 0 }}'"], ["division by zero"]),

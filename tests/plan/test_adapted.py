@@ -31,6 +31,13 @@ def test_the_plan_says_how_much_is_trained():
     assert said.because.startswith("1,152 numbers are trained") and said.because.endswith("on 2 matrices")  # 2 x 9 x 64
 
 
+@pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])
+def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
+    plan = resolve(loaded(adapter={"kind": "lora", "rank": rank, "targets": ["q_proj", "down_proj"]}), machine())
+    found = [text for text in plan.contradictions if "adapter.rank is 65" in text and "no more than 64" in text]
+    assert len(found) == doubted
+
+
 def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     plain = recipe_from(tmp_path)
     (key, choice), = adapter_choices(plain, GROWN)

@@ -277,9 +277,13 @@ def _choose(kinds: dict[str, str], present: object, corpus: Corpus, where: str) 
         return "tokens", (usual_tokens or names["tokens"])[0]
     if len(names["text"]) == 1 and not corpus.tokens:
         return "text", names["text"][0]
-    meant = "text" if corpus.wants in ("text", "any") else "text or an answer"
-    raise _no_column("has no column that is plainly the " + ("tokens" if corpus.tokens else meant), present, where,
-                     {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.wants, "text"))  # fmt: skip
+    meant = "tokens" if corpus.tokens else "text" if corpus.wants in ("text", "any") else "text or an answer"
+    refused = _no_column(f"has no column that is plainly the {meant}", present, where,
+                         {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.wants, "text"))  # fmt: skip
+    if any(name not in present for name in corpus.columns.values()):  # type: ignore[operator]
+        remedy = "set data.columns={}: it maps other data"
+        raise UserError(refused.problem, where=refused.where, remedy=remedy)
+    raise refused
 
 
 def _no_column(problem: str, present: object, where: str, role: str = "text") -> UserError:

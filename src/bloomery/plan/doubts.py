@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.settings import idle_settings
+from bloomery.model.adapter_names import adaptation
+from bloomery.model.counting import parameter_shapes
 from bloomery.plan.claims import roughly, span
 from bloomery.plan.lean import idle_lean_settings
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Expect, Recipe
+from bloomery.recipe.schema import Expect, Lora, Recipe
 from bloomery.units import format_count
 
 
@@ -18,6 +20,7 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     yield from _claims(recipe.expect, plan)
     yield from _lengths(recipe, plan)
     yield from _rows(plan)
+    yield from _rank(recipe, plan)
     yield from _settings(recipe, profile)
     yield from _variables(profile, machine)
     device = profile.accelerator is not None
@@ -60,6 +63,17 @@ def _rows(plan: Plan) -> Iterator[str]:
         yield f"{corpus.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
     if corpus is not None and corpus.cut_short:
         yield f"{corpus.cut_short:,} conversations or pairs are longer than {length:,} tokens and lose their ends"
+
+
+def _rank(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """A product of two matrices has no higher rank than the matrix that it is added to can have."""
+    if not isinstance(recipe.adapter, Lora):
+        return
+    shapes, rank = parameter_shapes(plan.model.config), recipe.adapter.rank
+    sides = {name: min(shapes[f"{name}.weight"]) for name in adaptation(plan.model.config, recipe.adapter).pairs}
+    name = min(sides, key=lambda one: sides[one])
+    if rank > sides[name]:
+        yield f"adapter.rank is {rank:,}, and {name} can have no more than {sides[name]:,}: what is above only costs"
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
