@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from bloomery.choice import Choice
 from bloomery.errors import UserError
 from bloomery.model.config import Foreign, ModelConfig
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import Lora, Peft, Recipe
 
 
 def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int) -> None:
@@ -23,6 +23,12 @@ def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int)
     elif recipe.model.dropout is not None:
         problem = "transformers' layers take dropout from their own config.json"
         where, remedy = "model.dropout", "take it out, or set the rates in the model's config.json"
+    elif _head_of_two_names(recipe, config.foreign):
+        problem = "files and layers of this architecture name its head differently, and PEFT would not find it again"
+        where, remedy = "adapter.train_also", "take lm_head out"
+    elif isinstance(recipe.adapter, Peft) and any(ours != theirs for ours, theirs, _ in config.foreign.parameters):
+        problem = "PEFT's file would hold other names than those of this architecture in transformers"
+        where, remedy = "adapter.kind=peft", "set adapter.kind=lora, whose files PEFT reads"
     elif recipe.train.compile is True:
         problem = "transformers' layers are not compiled here"
         where, remedy = "train.compile", "set train.compile=auto"
@@ -31,6 +37,12 @@ def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int)
         where, remedy = "data.layout=packed", "set data.layout=padded, or a shorter data.sequence_length"
     if problem is not None and remedy is not None:
         raise UserError(problem, where=where, remedy=remedy, code=2)
+
+
+def _head_of_two_names(recipe: Recipe, foreign: Foreign) -> bool:
+    stored = next((theirs for ours, theirs, _ in foreign.parameters if ours == "lm_head.weight"), "lm_head.weight")
+    asked = isinstance(recipe.adapter, Lora) and any("lm_head" in name for name in recipe.adapter.train_also)
+    return asked and stored != "lm_head.weight"
 
 
 def _window(config: ModelConfig) -> float:

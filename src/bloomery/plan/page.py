@@ -25,6 +25,7 @@ from bloomery.shell import broken
 from bloomery.units import GIB, format_bytes, format_seconds, two_digits
 
 LEAN = (
+    "model.implementation",
     "objective.reference",
     "objective.teacher",
     "data.chat.train_on",
