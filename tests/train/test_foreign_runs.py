@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from foreign_models import SIZES, saved_model
 from peft import PeftModel
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import Run, assert_same_tensors
@@ -16,6 +15,7 @@ from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, Quantize
+from foreign_models import SIZES, saved_model
 
 TOKENS = torch.arange(60).view(2, 30)
 KINDS = ["gpt_neox", "phi", "opt"]
