@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bloomery.cli.common import literal
+from bloomery.errors import UserError
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -20,6 +21,9 @@ def simulated(plan: "Plan", machine: "Machine") -> "Beside":
     from bloomery.simulate import simulate
     from bloomery.simulate.page import Beside
 
+    if plan.model.config.foreign is not None:
+        problem = "transformers' layers are not simulated: they do not run on tensors without memory here"
+        raise UserError(problem, where="--simulate", remedy="leave out --simulate", code=2)
     with progress() as say:
         return Beside(plan, simulate(plan, machine, progress=say))
 
