@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from plan_help import SMALL, loaded, machine
 
+from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import UserError
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import build_config
 from bloomery.plan.adapted import adapter_choices, refuse_new_rows
 from bloomery.plan.resolve import resolve
-from bloomery.recipe.schema import Model, Recipe
+from bloomery.recipe.schema import Model, Recipe, Tokenizer, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
 GROWN = replace(CONFIG, vocab_size=CONFIG.vocab_size + 3)
@@ -53,6 +54,21 @@ def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     refuse_new_rows(method, CONFIG)
     with pytest.raises(UserError, match="3 tokens are new"):
         refuse_new_rows(method, GROWN)
+
+
+def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
+    """Qwen2.5 has 151,936 rows for 151,665 tokens: what is added takes rows that nobody ever trained."""
+    known = train_tokenizer(iter(["some text"]), TrainTokenizer(vocab_size=300, special_tokens=["<old>"]), tmp_path)
+    padded = replace(CONFIG, vocab_size=known.vocab_size + 100)
+    alone = recipe_from(tmp_path, kind="lora")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(padded)))
+    for tokens, new in ((["<old>"], 0), (["<old>", "<call>", "<call>"], 1)):
+        recipe = alone.model_copy(update={"tokenizer": Tokenizer(add_tokens=tokens)})
+        if not new:
+            refuse_new_rows(recipe, padded)
+            continue
+        with pytest.raises(UserError, match="1 token is new"):
+            refuse_new_rows(recipe, padded)
 
 
 def test_a_method_of_peft_trains_no_reward_model():

@@ -78,7 +78,7 @@ def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, ti
     config = build_config(schema.Model(**{"from": str(base)}), vocab_size=GROWN)
     also = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
     lora = schema.Lora(kind="lora", rank=4, train_also=also)
-    refuse_untrained_rows(config, lora, known=CONFIG.vocab_size)
+    refuse_untrained_rows(config, lora, new=config.vocab_size - CONFIG.vocab_size)
     plan = tiny_plan(prepared, config=config, model={"source": base}, train={"steps": 3})
     plan = plan.model_copy(update={"adapter": lora})
     run = Run(plan, tmp_path / "run")
@@ -96,7 +96,7 @@ def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, ti
 def test_rows_that_nothing_would_learn_are_refused():
     config = ModelConfig(**{**vars(tiny(False)), "vocab_size": GROWN})
     with pytest.raises(UserError, match="3 tokens are new") as refused:
-        refuse_untrained_rows(config, schema.Lora(kind="lora", train_also=["norm"]), known=CONFIG.vocab_size)
+        refuse_untrained_rows(config, schema.Lora(kind="lora", train_also=["norm"]), new=3)
     assert "adapter.train_also=[norm, embed_tokens, lm_head]" in refused.value.remedy
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
-from bloomery.hub import fetch_tokenizer
+from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
@@ -42,3 +44,16 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
         return TrainTokenizer.model_validate(spec["train"])
     name = spec["from"]
     return load_tokenizer(fetch_tokenizer(name)).with_tokens(spec.get("add_tokens", []))
+
+
+def new_tokens(recipe: Recipe) -> int:
+    """How many of `tokenizer.add_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
+    spec = tokenizer_spec(recipe)
+    if not spec.get("add_tokens") or "from" not in spec:
+        return 0
+    asked = list(dict.fromkeys(spec["add_tokens"]))
+    folder = cached_model(spec["from"])
+    if folder is None or (folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
+        return len(asked)
+    known = load_tokenizer(folder)
+    return sum(known.id_of(token) is None for token in asked)

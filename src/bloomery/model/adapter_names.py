@@ -70,14 +70,15 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     )  # fmt: skip
 
 
-def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, known: int) -> None:
-    """Raises UserError when the vocabulary outgrows the base's `known` tokens and their rows would never be learned."""
+def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> None:
+    """Raises UserError when the rows of `new` tokens would never be learned."""
     needed = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
     missing = [name for name in needed if name not in whole_modules(config, adapter.train_also)]
-    if config.vocab_size > known and missing:
+    if new and missing:
         leaves = ", ".join(dict.fromkeys([*adapter.train_also, *(name.rpartition(".")[2] for name in missing)]))
         raise UserError(
-            f"{config.vocab_size - known} tokens are new to the model, and an adapter alone would never learn them",
+            f"{new} token{'s are' if new > 1 else ' is'} new to the model, and an adapter alone would never learn"
+            f" {'them' if new > 1 else 'it'}",
             where="adapter.train_also", remedy=f"set adapter.train_also=[{leaves}]", code=2,
         )  # fmt: skip
 

@@ -3,24 +3,27 @@
 from collections.abc import Iterator
 
 from bloomery.choice import Choice
+from bloomery.data.tokenizer_source import new_tokens
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import adaptation, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import known_config
-from bloomery.recipe.schema import Lora, Peft, Recipe
+from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 from bloomery.units import format_count
 
 
 def refuse_new_rows(recipe: Recipe, config: ModelConfig) -> None:
     """Raises UserError where an adapter would leave new tokens untrained."""
-    if (known := known_tokens(recipe)) is None:
+    if isinstance(recipe.adapter, NoAdapter) or (known := known_tokens(recipe)) is None:
         return
+    # Where the vocabulary is padded (Qwen2.5), new tokens take rows that are there and were never learned.
+    new = max(config.vocab_size - known, new_tokens(recipe))
     if isinstance(recipe.adapter, Lora):
-        refuse_untrained_rows(config, recipe.adapter, known=known)
-    if isinstance(recipe.adapter, Peft) and config.vocab_size > known:
+        refuse_untrained_rows(config, recipe.adapter, new=new)
+    if isinstance(recipe.adapter, Peft) and new:
         raise UserError(
-            f"{config.vocab_size - known} tokens are new to the model, and a method of PEFT would never learn them",
+            f"{new} tokens are new to the model, and a method of PEFT would never learn them",
             where=f"adapter.method={recipe.adapter.method}",
             remedy="set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]", code=2,
         )  # fmt: skip
