@@ -1,0 +1,189 @@
+"""Full training, LoRA, DoRA, AdaLoRA and QLoRA on the same answers: `python benchmarks/methods.py [--work FOLDER]`.
+
+A short run of the first demo makes the base. Every method then takes the same steps over the same rows in the same
+order, each with the learning rate of its packaged recipe, and is examined on the same held-out answers. Writes
+results/methods.json; `scripts/methods_page.py` makes the pages and the figures of it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BASE_STEPS, STEPS = 300, 150
+ALL = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
+LORA = "{{kind: {kind}, rank: {rank}, alpha: {alpha}, targets: " + ALL + "}}"
+ADALORA = (
+    "{kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: TINIT, tfinal: TFINAL, deltaT: 5, lora_alpha: 32, "
+    "target_modules: " + ALL + "}"
+)
+METHODS = {  # the packaged recipe and what changes in it
+    "full": ("demo-chat-full", ()),
+    "LoRA r8": ("demo-chat-lora", ("adapter=" + LORA.format(kind="lora", rank=8, alpha=16),)),
+    "LoRA r16": ("demo-chat-lora", ("adapter=" + LORA.format(kind="lora", rank=16, alpha=32),)),
+    "DoRA r16": ("demo-chat-lora", ("adapter=" + LORA.format(kind="dora", rank=16, alpha=32),)),
+    "AdaLoRA r24 to 16": ("demo-chat-lora", ("adapter=" + ADALORA,)),
+    "QLoRA r16 (nf4)": (
+        "demo-chat-lora", ("adapter=" + LORA.format(kind="lora", rank=16, alpha=32), "quantize={base: nf4}"),
+    ),
+}  # fmt: skip
+CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}  # whose changes of weights are taken apart
+
+
+def train(recipe: str, folder: Path, *words: str) -> list[Any]:
+    """The events of one run, to its end."""
+    from bloomery.cli.demo import Trainer
+
+    with Trainer(folder) as trainer:
+        return list(trainer.run("train", recipe, *words, "--run-dir", str(folder)))
+
+
+def make_base(work: Path, steps: int) -> Path:
+    from bloomery.cli.demo_chat import exported
+
+    train("demo", work / "demo", f"train.length={steps} steps", "train.compile=false", "eval.prompts=[]")
+    return exported(work / "demo")
+
+
+def folder_of(name: str, work: Path) -> Path:
+    return work / "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def tuned(name: str, work: Path, base: Path, steps: int) -> None:
+    """One method's run, from its start to its end."""
+    recipe, words = METHODS[name]
+    folder = folder_of(name, work)
+    same = (
+        f"model.from={base}", f"data.prepared={work / 'answers'}", f"train.length={steps} steps",
+        "train.compile=false", "eval.tokens=10M", "eval.every=20%", "eval.prompts=[]", "monitor.every=1 steps",
+    )  # fmt: skip
+    own = [word.replace("TINIT", str(steps // 8)).replace("TFINAL", str(steps // 3)) for word in words]
+    shutil.rmtree(folder, ignore_errors=True)
+    train(recipe, folder, *same, *own)
+
+
+def figures(name: str, work: Path) -> dict[str, Any]:
+    """What a run told."""
+    from bloomery.cli.demo_chat import trained_parameters
+    from bloomery.monitor.events import EvalDone, StepDone, read_events
+    from bloomery.plan.store import read_plan
+    from bloomery.units import MIB
+
+    folder = folder_of(name, work)
+    events, plan = list(read_events(folder / "events.jsonl")), read_plan(folder / "plan.json")
+    taken = [event for event in events if isinstance(event, StepDone)]
+    exams = [event for event in events if isinstance(event, EvalDone)]
+    quick = sorted(step.step_seconds for step in taken)[len(taken) // 10]  # other programs disturb a run at times
+    learned = sum(step.learned_tokens or 0 for step in taken)
+    return {
+        "name": name, "folder": folder.name, "trained": trained_parameters(plan),
+        "learning_rate": plan.optimizer.learning_rate, "held_out": exams[-1].loss,
+        "curve": [[exam.step, exam.loss] for exam in exams],
+        "losses": [[step.step, step.loss] for step in taken],
+        "step_seconds": quick, "learned_per_second": learned / len(taken) / quick, "learned_tokens": learned,
+        "tokens": taken[-1].tokens,
+        "peak_mib": max(step.memory_gib for step in taken) * 1024, "planned_mib": plan.memory.total / MIB,
+        "planned_tensors_mib": plan.memory.allocated / MIB,
+    }  # fmt: skip
+
+
+def before(base: Path, work: Path) -> dict[str, Any]:
+    """The base on the same held-out answers."""
+    from bloomery.evaluate import evaluate, load_to_evaluate
+    from bloomery.model.counting import parameter_count
+
+    decoder, tokenizer = load_to_evaluate(base)
+    found = evaluate(decoder, tokenizer, work / "answers", bos=False)[0]
+    return {"loss": found.loss, "tokens": found.tokens, "parameters": parameter_count(decoder.config)}
+
+
+def spectra(base: Path, work: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Singular values of what each method added to the matrices of the middle layer, and to all, as shares."""
+    import torch
+
+    from bloomery.evaluate import load_to_evaluate
+    from bloomery.model.merge import merged_state
+
+    start = merged_state(load_to_evaluate(base)[0], torch.float32)
+    middle = load_to_evaluate(base)[0].config.num_layers // 2
+    found: dict[str, Any] = {}
+    for row in rows:
+        if row["name"] not in CHANGED:
+            continue
+        state = merged_state(load_to_evaluate(work / row["folder"], step="last")[0], torch.float32)
+        inside = [name for name in state if ".layers." in name and state[name].ndim == 2]
+        values = {name: torch.linalg.svdvals(state[name] - start[name]) for name in inside}
+        shown = {name.split(".")[-2]: each for name, each in values.items() if f".layers.{middle}." in name}
+        found[row["name"]] = {
+            "layer": middle,
+            "values": {name: [round(value, 5) for value in each.tolist()] for name, each in shown.items()},
+            "caught": {str(rank): caught(list(values.values()), rank) for rank in (1, 2, 4, 8, 16, 32, 64)},
+        }
+    return found
+
+
+def caught(spectra: list[Any], rank: int) -> float:
+    """The share of the squared size of all changes that the best matrices of this rank hold (Eckart and Young)."""
+    held = sum(float((each[:rank] ** 2).sum()) for each in spectra)
+    return held / sum(float((each**2).sum()) for each in spectra)
+
+
+def machine() -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    line = next((one for one in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in one), "")
+    return {
+        "cpu": line.partition(":")[2].strip(), "cores": os.cpu_count(), "python": platform.python_version(),
+        "torch": torch.__version__, "load": os.getloadavg()[0], "day": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [f"before training: {report['before']['loss']:.3f} nats a token of {report['before']['tokens']:,}"]
+    lines.append(f"{'method':<20}{'held out':>9}{'trained':>11}{'MiB':>8}{'planned':>9}{'learned/s':>11}{'x full':>8}")
+    for row in report["rows"]:
+        lines.append(
+            f"{row['name']:<20}{row['held_out']:>9.3f}{row['trained']:>11,}{row['peak_mib']:>8,.0f}"
+            f"{row['planned_mib']:>9,.0f}{row['learned_per_second']:>11,.0f}{row['times_full']:>8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="keeps runs here, and takes the base of an earlier call from here")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--base-steps", type=int, default=BASE_STEPS)
+    parser.add_argument("--again", action="store_true", help="figures of the runs that --work holds")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "methods.json")
+    asked = parser.parse_args()
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        work = (asked.work or Path(place)).absolute()
+        work.mkdir(parents=True, exist_ok=True)
+        os.chdir(work)
+        base = work / "demo" / "export" / "hf"
+        base = base if base.exists() else make_base(work, asked.base_steps)
+        print(f"base after {time.perf_counter() - begun:.0f} s", flush=True)
+        for name in METHODS if not asked.again else ():
+            tuned(name, work, base, asked.steps)
+            print(f"{name}: {figures(name, work)['held_out']:.3f}", flush=True)
+        rows = [figures(name, work) for name in METHODS]
+        rows = [row | {"times_full": rows[0]["step_seconds"] / row["step_seconds"]} for row in rows]
+        report = {
+            "machine": machine(), "base_steps": asked.base_steps, "steps": asked.steps, "before": before(base, work),
+            "rows": rows, "spectra": spectra(base, work, rows),
+        }  # fmt: skip
+    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{table(report)}\n{time.perf_counter() - begun:.0f} s; written to {asked.out}")
+
+
+if __name__ == "__main__":
+    main()
