@@ -16,6 +16,7 @@ from bloomery.data.documents import Document, Tally, open_corpora, open_corpus, 
 from bloomery.data.example_wire import from_wire, texts_of, to_wire
 from bloomery.data.examples import Example, Message
 from bloomery.data.files import other_splits, train_files
+from bloomery.data.split import content_key
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
 
@@ -247,3 +248,14 @@ def test_the_standard_library_prefers_answers():
         with pytest.raises(SyntaxError):
             ast.parse(rejected)
         assert sorted(chosen.splitlines()) == sorted(rejected.splitlines()), "neither length nor words tell them apart"
+
+
+def test_marked_answers_to_one_question_are_kept_for_the_same_split():
+    """Else the held-out loss of KTO would be told by questions that were trained on."""
+
+    def key(kind, prompt, answer, desirable=None):
+        example = Example("a:1", kind, prompt, (answer,), desirable=desirable)
+        return content_key(Document("a:1", to_wire(example), example=example))
+
+    assert key("kto", "why?", "so", True) == key("kto", "why?", "no", False) != key("kto", "how?", "so", True)
+    assert key("completion", "why?", "so") != key("completion", "why?", "no")

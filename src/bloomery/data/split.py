@@ -15,8 +15,12 @@ _SALT = b"exam"
 
 
 def content_key(document: Document) -> int:
-    """64 bits of the document's content."""
-    content = document.text.encode() if document.tokens is None else np.array(document.tokens, np.uint32).tobytes()
+    """64 bits of the content; of a marked answer those of its question, so that both answers to one stay together."""
+    example = document.example
+    if example is not None and example.kind == "kto" and example.prompt:
+        content = repr(example.prompt).encode()
+    else:
+        content = document.text.encode() if document.tokens is None else np.array(document.tokens, np.uint32).tobytes()
     return int.from_bytes(blake2b(content, digest_size=8, salt=_SALT).digest(), "big")
 
 
