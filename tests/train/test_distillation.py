@@ -16,6 +16,7 @@ from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distil
 from bloomery.train.losses import means
 from bloomery.train.objectives import build_objective, distillation
+from bloomery.train.objectives_distil import teachers_attention
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_model
 
@@ -141,3 +142,13 @@ def test_finite_differences():
     hidden = torch.randn(1, 32, 48, dtype=torch.float64, generator=numbers)
     states = torch.randn(1, 32, 32, dtype=torch.float64, generator=numbers).requires_grad_()
     assert torch.autograd.gradcheck(lambda states: head(states, student.lm_head, None), (states,))
+
+
+def test_a_teacher_gets_an_attention_that_computes_what_it_needs():
+    """The student's kernel knows neither its window nor its soft-cap."""
+    plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
+    assert teachers_attention(tiny_config(), plan, where="t") == "varlen"
+    assert teachers_attention(tiny_config(attention_softcap=30.0), plan, where="t") == "blockwise"
+    short = tiny_config(positions="learned", max_positions=16)
+    with pytest.raises(UserError, match="has learned 16 positions"):
+        teachers_attention(short, plan, where="t")

@@ -10,8 +10,11 @@ from bloomery.data.loader import Batch
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 from bloomery.hub import local_model
+from bloomery.model.attention_facts import supports
+from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.divergence import Divergence, Teacher
+from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil
@@ -26,7 +29,26 @@ def load_teacher(plan: Plan) -> Decoder:
     assert isinstance(plan.objective, Distil)
     folder = local_model(plan.objective.teacher)
     refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
-    return _loaded(folder, kept_as(plan.train.precision), plan.train.device, plan.model.attention)
+    attention = teachers_attention(read_config(folder), plan, where=str(folder))
+    return _loaded(folder, kept_as(plan.train.precision), plan.train.device, attention)
+
+
+def teachers_attention(config: ModelConfig, plan: Plan, *, where: str) -> str:
+    """The run's own backend where it computes what the teacher needs, else the one that can do everything.
+
+    Raises UserError when the rows are longer than the positions that the teacher has learned.
+    """
+    length = plan.data.sequence_length
+    if config.positions == "learned" and length > config.max_positions:
+        problem = f"the teacher has learned {config.max_positions:,} positions and rows have {length:,}"
+        remedy = f"set data.sequence_length={config.max_positions}, or choose another teacher"
+        raise UserError(problem, where=where, remedy=remedy)
+    windows = [window for window in map(config.window, range(config.num_layers)) if window is not None]
+    unfit = supports(
+        plan.model.attention, device_type=plan.train.device, packed=plan.data.layout == "packed",
+        window=any(window < length for window in windows), softcap=config.attention_softcap is not None, dropout=False,
+    )  # fmt: skip
+    return plan.model.attention if unfit is None else "blockwise"
 
 
 def kept_as(precision: str) -> torch.dtype:
