@@ -229,7 +229,12 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
     asked = []
     monkeypatch.setattr(hub, "cached_model", lambda name, *, weights=False: None)
     monkeypatch.setattr(hub, "_cached", lambda *_: None)
-    monkeypatch.setattr(hub, "download", lambda name, *, part="model", glob=None: asked.append((name, part, glob)))
+
+    def download(name, *, part="model", glob=None):
+        asked.append((name, part, glob))
+        return tmp_path
+
+    monkeypatch.setattr(hub, "download", download)
     fetched.fetch(recipe, weights=False)
     assert asked == [("org/model", "config", None), ("org/large", "config", None)]
     asked.clear()

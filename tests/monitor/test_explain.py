@@ -3,14 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from plans_for_tests import tiny_plan
 from runs_for_tests import step_done
 
 from bloomery.monitor.events import EvalDone, GpuSampled, Recovered, Resumed, RunStarted, Saved, Vitals, Warned
 from bloomery.monitor.explain import Diagnosis, Facts, why_not_learning, why_slow
 from bloomery.monitor.explain_seen import seen_of
-from bloomery.plan.explained import diagnosis_facts
-from bloomery.recipe.schema import Preference
 
 GPU = Facts(
     device="cuda",
@@ -282,10 +279,3 @@ def test_a_loss_that_is_not_of_text_may_stay_where_it_began():
     """Of pairs it begins at ln 2, and 0.67 may be all that there is to learn."""
     assert learning([6.9] * 120) != ()
     assert learning([6.9] * 120, replace(GPU, falls=False)) == ()
-
-
-def test_facts_of_pairs_are_not_those_of_text():
-    pairs = tiny_plan().model_copy(update={"objective": Preference(kind="dpo")})
-    told, text = diagnosis_facts(pairs, None), diagnosis_facts(tiny_plan(), None)
-    assert (told.vocab_size, told.fresh, told.falls) == (None, False, False)
-    assert (text.vocab_size, text.fresh, text.falls) == (97, True, True)

@@ -14,7 +14,10 @@ from faulty_runs import (
     through_the_loader,
     through_the_objective,
 )
-from plans_for_tests import tiny_config
+from plans_for_tests import tiny_config, tiny_plan
+
+from bloomery.plan.explained import diagnosis_facts
+from bloomery.recipe.schema import Preference
 
 LLAMA = tiny_config(vocab_size=300, family="llama", qk_norm="none")
 WAYS = {"loader": through_the_loader, "objective": through_the_objective}
@@ -82,3 +85,10 @@ def test_weights_that_the_optimizer_forgot(prepared, tmp_path, monkeypatch):
     deaf_optimizer(monkeypatch)
     (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
     assert "100% of the weights are frozen: they have gradients, but no update reaches them" in sentence
+
+
+def test_facts_of_pairs_are_not_those_of_text():
+    pairs = tiny_plan().model_copy(update={"objective": Preference(kind="dpo")})
+    told, text = diagnosis_facts(pairs, None), diagnosis_facts(tiny_plan(), None)
+    assert (told.vocab_size, told.fresh, told.falls) == (None, False, False)
+    assert (text.vocab_size, text.fresh, text.falls) == (97, True, True)
