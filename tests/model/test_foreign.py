@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_models import SIZES, saved_model
 from transformers import AutoModelForCausalLM
 
 from bloomery.errors import UserError
@@ -19,6 +18,7 @@ from bloomery.model.foreign_check import check_rows
 from bloomery.model.heads import LabelScores
 from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder, materialize, model_state, read_model, write_model
+from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})
 TOKENS = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
