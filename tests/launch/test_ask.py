@@ -125,6 +125,17 @@ def test_a_number_that_passed_to_another_process_is_not_signalled(tmp_path: Path
     assert sleeper.poll() is None
 
 
+@pytest.mark.parametrize(("since", "answer"), [(50.0, "stopped"), (150.0, None)])
+def test_a_run_that_is_about_to_leave_has_answered_before_it_is_asked(tmp_path: Path, sleeper, since, answer) -> None:
+    """What was told before its process took the run up is the end of another one."""
+    folder = write_lock(tmp_path, sleeper.pid, since=since)
+    with EventLog(folder.events) as log:
+        log(RunEnded(step=3, why="stopped", time=100.0))
+    ended = stop_run(runner_of(folder), on_event=lambda _: None)
+    sleeper.wait()
+    assert (ended and ended.why) == answer
+
+
 @pytest.mark.parametrize("lock", ["", '{"pid": 17, "sta', None])
 def test_without_a_holder_nothing_runs(tmp_path: Path, lock) -> None:
     if lock is not None:

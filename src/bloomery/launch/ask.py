@@ -1,7 +1,9 @@
 """Asking a run that another process works on to stop or to save, and waiting until it has. No torch."""
 
+import math
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from bloomery.launch.journal import last_step
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.run_folder import DEAD_SECONDS, RunFolder, alive, holder_of, silence
 from bloomery.launch.signals import SAVE_SIGNAL
-from bloomery.monitor.events import Event, Phase, Recovered, RunEnded, Saved, Warned, follow
+from bloomery.monitor.events import Event, Phase, Recovered, RunEnded, Saved, Warned, follow, read_events
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.train.sealed import NOT_SAVED, write_durably
 
@@ -101,7 +103,14 @@ def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded |
     for event in _heard(runner, partial(runner.send, signal.SIGTERM)):
         on_event(event)
         ended = event if isinstance(event, RunEnded) else ended
-    return ended
+    return ended or _said_before(runner)
+
+
+def _said_before(runner: Runner) -> RunEnded | None:
+    """A run that was about to leave when it was asked had already told how it ends."""
+    told = deque(read_events(runner.folder.events), maxlen=1)
+    mine = bool(told) and told[0].time >= runner.entry.get("since", math.inf)
+    return told[0] if mine and isinstance(told[0], RunEnded) else None
 
 
 def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:

@@ -154,6 +154,7 @@ def _acquire(folder: RunFolder, descriptor: int) -> None:
     if holder and (alive(holder) if holder["host"] == host_name() else silence(folder.lock) < DEAD_SECONDS):
         raise _in_use(folder, holder)
     who = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name(), "hears": can_hear()}
+    who["since"] = time.time()  # events of before are another process's
     text = json.dumps(who)
     with _explained(folder.path):
         os.ftruncate(descriptor, 0)
