@@ -105,7 +105,7 @@ BAD = {
     "a range beyond bounds": ("{% for a in range(10**9) %}{% endfor %}", "OverflowError"),
     "ten billion letters": ("{{ 'a' * 10**10 }}", "1 GiB"),
     "a text in the middle of nowhere": ("{{ messages[0].content.center(10**8) }}", "characters for one conversation"),
-    "a format of any width": ("{{ '%0999999999d' % 3 }}", "1 GiB"),
+    "a format of any width": ("{{ '%03000000000d' % 3 }}", "1 GiB"),
     "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
     "nested brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "reaches for what no template may"),
@@ -118,6 +118,7 @@ BAD = {
     "a change of the talk": ("{{ messages.append(1) }}", "reaches for what no template may"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
     "a name of nothing": ("{{ messages[0].nothing.at.all }}", "uses what is not there"),
+    "half a character": (r"{{ '\ud800' }}", r"half of a surrogate pair, \ud800"),
     "a number and a text": ("{{ 1 + messages[0].content }}", "TypeError"),
 }
 
@@ -147,6 +148,12 @@ def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_r
         first, second, third = renderer.encode_batch([TALK, BOOM, TALK])
     assert isinstance(second, Flaw) and "more than 0.2 seconds" in second.problem and second.where == "a.jsonl:4"
     assert first == third and not isinstance(first, Flaw)
+
+
+def test_a_template_that_refuses_in_half_characters_is_quoted():
+    with Renderer(chat_tokenizers.ours(), template=r"{{ raise_exception('no \ud800.') }}", train_on="all") as renderer:
+        (flaw,) = renderer.encode_batch([TALK])
+    assert isinstance(flaw, Flaw) and flaw.problem.endswith(r"it refuses the conversation: no \ud800")
 
 
 def test_a_template_that_kills_the_process_again_and_again_ends_the_run(monkeypatch):
