@@ -69,6 +69,10 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
             continue
         with pytest.raises(UserError, match="1 token is new"):
             refuse_new_rows(recipe, padded)
+        words = alone.model_dump(by_alias=True, include={"model"})
+        plan = resolve(loaded(model=words["model"], tokenizer={"add_tokens": tokens}), machine())
+        assert plan.model.new_ids == (known.vocab_size,), "the rows that begin anew are known to the run"
+        assert {d.key: d.value for d in plan.decisions}["model.vocab_size"] == "1 new token"
 
 
 def test_a_method_of_peft_trains_no_reward_model():

@@ -73,6 +73,18 @@ def test_new_rows_begin_as_the_mean_of_the_old_ones(prepared, tmp_path, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_the_base_never_trained_begin_as_the_mean_when_a_token_takes_them(prepared, tmp_path, tied):
+    """A vocabulary padded by 7 rows: two tokens take the fourth and third last, and what lies beyond stays as it is."""
+    base, first = saved_base(prepared, tmp_path / "base", tied=tied), CONFIG.vocab_size - 4
+    plan = tiny_plan(prepared, config=tiny(tied), model={"source": base, "new_ids": (first, first + 1)})
+    model, old = build_state(plan).trainee.model, fresh_decoder(tiny(tied), seed=3)
+    for mine, theirs in ((model.model.embed_tokens, old.model.embed_tokens), (model.lm_head, old.lm_head)):
+        assert_close(mine.weight[first : first + 2], theirs.weight[:first].mean(0).expand(2, -1))
+        kept = [*range(first), *range(first + 2, CONFIG.vocab_size)]
+        assert torch.equal(mine.weight[kept], theirs.weight[kept])
+
+
+@pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, tied):
     base = saved_base(prepared, tmp_path / "base", tied=tied)
     config = build_config(schema.Model(**{"from": str(base)}), vocab_size=GROWN)

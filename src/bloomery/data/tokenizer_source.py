@@ -48,12 +48,20 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
 
 def new_tokens(recipe: Recipe) -> int:
     """How many of `tokenizer.add_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
+    asked = set(recipe.tokenizer.add_tokens) if "from" in tokenizer_spec(recipe) else set()
+    return len(asked) if asked and _grown(recipe) is None else len(new_ids(recipe))
+
+
+def new_ids(recipe: Recipe) -> tuple[int, ...]:
+    """The ids of `tokenizer.add_tokens` that the named tokenizer lacks; none where it is not on this disk."""
+    known, asked = _grown(recipe), recipe.tokenizer.add_tokens
+    return () if known is None else tuple(range(known.vocab_size, known.with_tokens(asked).vocab_size))
+
+
+def _grown(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer that tokens are added to, where there are any and it is on this disk."""
     spec = tokenizer_spec(recipe)
-    if not spec.get("add_tokens") or "from" not in spec:
-        return 0
-    asked = list(dict.fromkeys(spec["add_tokens"]))
-    folder = cached_model(spec["from"])
+    folder = cached_model(spec["from"]) if spec.get("add_tokens") and "from" in spec else None
     if folder is None or (folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
-        return len(asked)
-    known = load_tokenizer(folder)
-    return sum(known.id_of(token) is None for token in asked)
+        return None
+    return load_tokenizer(folder)

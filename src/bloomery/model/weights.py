@@ -1,7 +1,7 @@
 """Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,11 +168,12 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 @torch.no_grad()
-def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> None:
+def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: Collection[int] = ()) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
-    Rows of the vocabulary that the folder lacks become the mean of the others: a new token's logit is then the mean of
-    theirs (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+    Rows of the vocabulary that the folder lacks, and those of `new` tokens, which a padded vocabulary has and nobody
+    trained, become the mean of the rows before them: a new token's logit is then the mean of theirs (Hewitt,
+    "Initializing New Word Embeddings for Pretrained Language Models", 2021).
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
@@ -194,10 +195,16 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None) -> No
             place = where[name]
             held = parameter.data[:known] if name in VOCABULARY else parameter.data
             reader.fill(held, stored[name], first=place.first, transposed=place.transposed)
-            if len(held) < len(parameter):
-                parameter.data[known:] = held.mean(0, dtype=torch.float32)
+            if name in VOCABULARY:
+                _fill_new_rows(parameter, known, new)
         for name, weight in quantised_weights(decoder):
             _read_quantised(weight, stored[name], where[name], reader, name)
+
+
+def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
+    rows = sorted({*new, *range(known, len(parameter))})
+    if rows:
+        parameter.data[rows] = parameter.data[: rows[0]].mean(0, dtype=torch.float32).to(parameter.dtype)
 
 
 def _read_quantised(weight: QuantisedWeight, stored: Stored, place: Place, reader: Reader, name: str) -> None:

@@ -39,9 +39,9 @@ def adapter_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, 
     if isinstance(recipe.adapter, Lora):
         yield "adapter.kind", Choice(f"{_kind(recipe.adapter)}, rank {recipe.adapter.rank}", _share(recipe, config))
     known = known_tokens(recipe)
-    if known is not None and config.vocab_size > known:
-        because = "rows of the embedding and the head begin as the mean of the others"
-        yield "model.vocab_size", Choice(f"{config.vocab_size - known:,} new tokens", because)
+    if known is not None and (new := max(config.vocab_size - known, new_tokens(recipe))):
+        told = f"{new:,} new token{'s' if new > 1 else ''}"
+        yield "model.vocab_size", Choice(told, "rows of the embedding and the head begin as the mean of the others")
 
 
 def _kind(adapter: Lora) -> str:

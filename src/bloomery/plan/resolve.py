@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from bloomery.choice import Choice
+from bloomery.data.tokenizer_source import new_ids
 from bloomery.hardware.calibration import Card, calibration, threads
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -141,6 +142,7 @@ class _Resolution:
                 source=None if recipe.model.from_ is None else place_of(recipe.model.from_),
                 attention=attention.value,
                 score_chunk=cut.score_chunk.value,
+                new_ids=new_ids(recipe) if recipe.model.from_ is not None else (),
             ),
             data=sections.data(recipe, self.profile, prepared),
             optimizer=sections.optimizer(recipe, self.profile, scale),

@@ -108,6 +108,7 @@ class ModelPlan(Part):
     source: Path | None  # a folder of pretrained weights; None: fresh weights
     attention: str  # a backend of model.attention
     score_chunk: int  # rows whose logits exist at once
+    new_ids: tuple[int, ...] = ()  # of added tokens: their rows begin as the mean of those before, whatever they held
 
 
 class DataPlan(Part):

@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from bloomery.data.loader import Cursor
 from bloomery.errors import UserError
-from bloomery.model.adapter_files import read_trained
-from bloomery.model.adapter_names import Adaptation, adaptation
-from bloomery.model.adapters import adapt_as, adapted, init_adapters, is_adapter, note_base, trained_state
+from bloomery.model.adapter_names import adaptation
+from bloomery.model.adapters import adapt, is_adapter
 from bloomery.model.base import Base, base_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.peft_methods import PeftAdapter, method_config
 from bloomery.model.quantize import quantise
-from bloomery.model.weights import init_weights, read_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import Parts, read_part, read_state
+from bloomery.train.kept import Injected, Kept, Pairs, Start, Whole
 from bloomery.train.optimizers import build_optimizer
 from bloomery.train.recover import NonFinite
 from bloomery.train.step import LossScale, Trainee
@@ -57,31 +56,20 @@ class Progress:
 class TrainState:
     """`trainee` is what a step changes, `cursor` the next row of data, `policy` judges steps that are not finite.
 
-    `base`: the model that an adapter adapts; None where every parameter is trained.
+    `kept` is how the model gets into checkpoints. `base`: the model that an adapter adapts; None where every parameter
+    is trained.
     """
 
     trainee: Trainee
     cursor: Cursor
     progress: Progress
     policy: NonFinite
+    kept: Kept
     base: Base | None = None
 
     def parts(self) -> Parts:
         """Tensors by part of a checkpoint; the live ones, not copies."""
-        model = self.trainee.model
-        adapter = any(adapted(model))
-        if (method := self.trainee.method) is not None:
-            return {
-                "adapter": method.file_tensors(),
-                "method": method.resume_tensors(),
-                "optimizer": self.trainee.optimizer.named_tensors(),
-                "rng": random_states(),
-            }
-        return {
-            "adapter" if adapter else "model": trained_state(model) if adapter else dict(model.named_parameters()),
-            "optimizer": self.trainee.optimizer.named_tensors(),
-            "rng": random_states(),
-        }
+        return {**self.kept.parts(), "optimizer": self.trainee.optimizer.named_tensors(), "rng": random_states()}
 
     def scalars(self) -> dict[str, Any]:
         """Everything else, for `state.json`."""
@@ -94,8 +82,7 @@ class TrainState:
             "policy": self.policy.state(),
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
-            "method": None if (method := self.trainee.method) is None else method.resume_scalars(),
-            "peft": None if method is None or self.base is None else method.file_settings(self.base.name),
+            **self.kept.scalars(),
         }
 
 
@@ -108,15 +95,16 @@ def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
     model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
-    method = _injected(model, plan)
+    method, base = _injected(model, plan), _base(plan)
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method)
-    source = plan.model.source
-    base = base_of(source) if source is not None and not isinstance(plan.adapter, NoAdapter) else None
-    state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), base)
-    if resume_from is not None and not isinstance(plan.adapter, NoAdapter):
-        _read_base(state, plan, resume_from)
+    kept = _kept(model, plan, method, base)
+    state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), kept, base)
+    if resume_from is not None:
+        if base is not None and (noted := read_state(resume_from).get("base")) is not None:
+            base.refuse_change(noted["digest"], where=str(resume_from))
+        kept.read_frozen()
     go_back(state, plan, resume_from, policy=True)
     return state
 
@@ -125,8 +113,8 @@ def empty_model(plan: Plan) -> Decoder:
     """The model that is trained, on the meta device: adapted, and in the dtypes that its weights are kept in."""
     with torch.device("meta"):
         model = Decoder(plan.model.config, attention=plan.model.attention)
-        if (settings := settings_of(plan)) is not None:
-            adapt_as(model, settings)
+        if isinstance(plan.adapter, Lora):
+            adapt(model, plan.adapter)
         if isinstance(plan.adapter, Peft):
             model.requires_grad_(False)  # PEFT adds to weights that are there, so its method comes when they are read
     if plan.quantize.base != "none":
@@ -135,18 +123,32 @@ def empty_model(plan: Plan) -> Decoder:
     return model
 
 
+def _start(plan: Plan) -> Start:
+    return Start(plan.model.source, plan.train.seed)
+
+
+def _base(plan: Plan) -> Base | None:
+    """The model that the plan's adapter adapts."""
+    source = plan.model.source
+    return None if source is None or isinstance(plan.adapter, NoAdapter) else base_of(source)
+
+
 def _injected(model: Decoder, plan: Plan) -> PeftAdapter | None:
     """The method of PEFT that the plan names, in a model whose base has been read for it."""
     if not isinstance(plan.adapter, Peft):
         return None
-    _begin(model, plan)
+    _start(plan).fill(model)
     config = method_config(plan.adapter, plan.model.config, steps=plan.train.steps)
     return PeftAdapter(model, config, seed=plan.train.seed)
 
 
-def settings_of(plan: Plan) -> Adaptation | None:
-    """What the plan's adapter means for its model; None where every parameter is trained."""
-    return adaptation(plan.model.config, plan.adapter) if isinstance(plan.adapter, Lora) else None
+def _kept(model: Decoder, plan: Plan, method: PeftAdapter | None, base: Base | None) -> Kept:
+    """What checkpoints of this plan hold of the model."""
+    if method is not None:
+        return Injected(method, base)
+    if isinstance(plan.adapter, Lora):
+        return Pairs(model, _start(plan), adaptation(plan.model.config, plan.adapter), base)
+    return Whole(model, _start(plan))
 
 
 def prepare_weights(model: Decoder, precision: str) -> None:
@@ -179,46 +181,17 @@ def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool 
     if policy:
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is not None:
-        _restore(state, plan, folder)
+        _restore(state, folder)
         return
     torch.manual_seed(plan.train.seed)
-    if state.trainee.method is not None:
-        state.trainee.method.begin_again()
-    else:
-        _begin(state.trainee.model, plan)
-        init_adapters(state.trainee.model, plan.train.seed)
+    state.kept.begin()
     state.trainee.optimizer.load({}, {})
     state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
 
 
-def _begin(model: Decoder, plan: Plan) -> None:
-    """The weights of the model that training starts from."""
-    if plan.model.source is not None:
-        read_model(model, plan.model.source, seed=plan.train.seed)
-    else:
-        init_weights(model, plan.train.seed)
-
-
-def _read_base(state: TrainState, plan: Plan, folder: Path) -> None:
-    """What an adapter's checkpoint does not hold. Raises UserError when it is no longer what the run began with."""
-    stored = read_state(folder).get("base")
-    if state.base is not None and stored is not None:
-        state.base.refuse_change(stored["digest"], where=str(folder))
-    if state.trainee.method is not None:
-        return
-    _begin(state.trainee.model, plan)
-    note_base(state.trainee.model)
-
-
-def _restore(state: TrainState, plan: Plan, folder: Path) -> None:
+def _restore(state: TrainState, folder: Path) -> None:
     stored = read_state(folder)
-    settings = settings_of(plan)
-    if state.trainee.method is not None:
-        state.trainee.method.load(read_part(folder, "method"), stored["method"])
-    elif settings is None:
-        read_model(state.trainee.model, folder)
-    else:
-        read_trained(state.trainee.model, settings, plan.model.config, folder)
+    state.kept.read(folder)
     state.trainee.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     set_random_states(read_part(folder, "rng"))
     if state.trainee.scale is not None and stored["loss_scale"] is not None:
