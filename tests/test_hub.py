@@ -196,6 +196,7 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
     assert hub.fetch_model(tmp_path) == tmp_path and hub.cached_model(str(tmp_path)) == tmp_path
     assert hub.data_place("some/where.jsonl").name == "where.jsonl"
     assert not hub.is_hub_id(str(tmp_path)) and hub.is_hub_id("Qwen/Qwen2.5-0.5B") and not hub.is_hub_id("a/../b")
+    assert hub.is_hub_id("a/b@refs/pr/1") and not hub.is_hub_id("a/b@/etc/x"), "a path would lead out of the cache"
 
 
 def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path):

@@ -144,8 +144,16 @@ def _limited(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _short(said: object) -> str:
-    """One line without its full stop."""
-    return " ".join(str(said).split())[:240].removesuffix(".")
+    """One line without its full stop, in characters that every terminal has a code for."""
+    return " ".join(str(said).split())[:240].removesuffix(".").encode(errors="backslashreplace").decode()
+
+
+def _refuse_half_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise Refused(f"it writes half of a surrogate pair, {half}, which is no character") from error
 
 
 def _reason(error: Exception) -> str:
@@ -176,7 +184,9 @@ def _answer(template: Template, job: Json) -> Json:
         signal.ITIMER_PROF, template.seconds
     )  # SIGPROF ends this process: no code here could catch it in time
     try:
-        return template.read(job)
+        answer = template.read(job)
+        _refuse_half_characters(answer["text"])
+        return answer
     except Refused as error:
         return {"error": str(error)}
     except Unclear as error:

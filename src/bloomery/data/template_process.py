@@ -33,7 +33,7 @@ def read_frame(stream: IO[bytes]) -> Any:
 
 
 def write_frame(stream: IO[bytes], value: Any) -> None:
-    content = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    content = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     stream.write(struct.pack("<I", len(content)) + content)
     stream.flush()
 

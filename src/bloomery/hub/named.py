@@ -10,7 +10,7 @@ from bloomery.errors import UserError
 
 Kind = Literal["model", "dataset"]
 Part = Literal["model", "config", "tokenizer", "dataset"]  # config: of a model whose weights will be wanted, too
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(@[\w./-]{1,200})?")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(@\w[\w./-]{0,199})?")
 
 
 @final
