@@ -11,7 +11,7 @@ KEYS = {
     ("--max-steps", "7"): "--max-steps -> train.length=7 steps",
     ("--train-epochs", "2"): "--train-epochs -> train.length=2 epochs",
     ("--model-name", "models/one"): "--model-name -> model.from=models/one",
-    ("--models-dir", "models", "--model-name", "one"): "--model-name -> model.from=models/one",
+    ("--models-dir", "models", "--model-name", "one"): "--models-dir, --model-name -> model.from=models/one",
     ("--dataset-proj", "texts"): "--dataset-proj -> data.path=texts",
     ("--dataset-config", "*.jsonl"): "--dataset-config -> data.glob=*.jsonl",
     ("--chat-template", "chatml"): "--chat-template -> data.chat.template=chatml",
@@ -34,10 +34,18 @@ def test_the_command_of_the_forgather_examples_is_taken_as_it_stands():
         "log_peak_memory": True, "safe_load": True, "gradient_checkpointing": True, "max_steps": None,
     }  # fmt: skip
     words = keys_of(flags)
-    assert words["--model-name"].endswith("/models/meta-llama--Llama-2-7b-hf")
+    assert words["--models-dir, --model-name"].endswith("/models/meta-llama--Llama-2-7b-hf")
     assert set(words.values()) >= {"data.chat.template=chatml.jinja", "train.activation_checkpointing=full"}
 
 
 def test_a_folder_of_models_names_no_model():
     with pytest.raises(UserError, match="which one"):
         keys_of({"models_dir": "models"})
+
+
+def test_words_for_a_launcher_are_refused_as_such():
+    told = CliRunner().invoke(
+        cli, ["train", "worldmodel-qwen2.5-lora-tiny", "--dry-run", "--", "--nproc-per-node", "2"]
+    )
+    assert isinstance(told.exception, UserError)
+    assert "--nproc-per-node behind -- is for a launcher" in told.exception.problem

@@ -32,6 +32,10 @@ def overrides_argument(function: F) -> F:
 def _overrides(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
     del parameter
     for word in value:
+        if word.startswith("-") and context.info_name == "train":  # a word behind `--`: others are flags
+            problem = f"{word} behind -- is for a launcher of several processes, and this version trains in one"
+            remedy = "leave out -- and what follows; `bloomery plan RECIPE --gpus 2` plans for several devices"
+            raise UserError(problem, where=f"`{context.command_path}`", remedy=remedy, code=2)
         if "=" not in word:
             remedy = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
             raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", remedy=remedy, code=2)

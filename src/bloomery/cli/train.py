@@ -95,9 +95,12 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
         "--log-peak-memory": "monitor.memory=true",
         "--safe-load": "model.implementation=auto",
     }
-    if folder is not None:
-        given["--model-name"] = (Path(str(folder)).expanduser() / str(name)).as_posix()
-    return {flag: words[flag].format(value) for flag, value in given.items()}
+    told = {flag: words[flag].format(value) for flag, value in given.items()}
+    if folder is None:
+        return told
+    told.pop("--model-name")
+    place = (Path(str(folder)).expanduser() / str(name)).as_posix()
+    return {"--models-dir, --model-name": words["--model-name"].format(place)} | told
 
 
 def conclude(run: "Run") -> int:
