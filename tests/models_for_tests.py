@@ -4,11 +4,13 @@ from pathlib import Path
 
 from bloomery.data.tokenizer import Tokenizer, train_tokenizer
 from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
 from bloomery.model.presets import build_config
 from bloomery.model.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
 from bloomery.train.checkpoint import Saver
+from bloomery.train.kept import Start, Whole
 
 TEXT = ["def f(x):\n    return x + 1\n", "für Größe, naïve café, 東京 🙂🙃 and so on\n"] * 20
 RECIPE = """
@@ -48,8 +50,12 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
                 tokens_per_second=64.0, samples_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.1,
             ))  # fmt: skip
             log(EvalDone(step=step, loss=4.0, perplexity=54.6, bits_per_byte=2.5, tokens=100, seconds=1.0))
-    saver = Saver(folder / "checkpoints", 5, False, tokenizer=folder / "tokenizer")
     for step in steps:
-        parts = {"model": model_state(fresh_decoder(config, seed=step))}
-        saver.save(step, parts, config, {"consumed": 0}, best=step == best)
+        save_model(folder / "checkpoints", step, fresh_decoder(config, seed=step), folder / "tokenizer", step == best)
     return folder
+
+
+def save_model(checkpoints: Path, step: int, model: Decoder, tokenizer: Path, best: bool = True) -> None:
+    """A checkpoint that holds the model alone."""
+    kept = Whole(model, Start(None, 0))
+    Saver(checkpoints, 5, False, writer=kept.writer, tokenizer=tokenizer).save(step, kept.parts(), {}, best=best)

@@ -7,12 +7,11 @@ import pytest
 
 from bloomery.data.prepare import prepare
 from bloomery.data.tokenizer import load_tokenizer
-from bloomery.model.weights import fresh_decoder, load_decoder, model_state
+from bloomery.model.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
 from bloomery.report.answers import Answered, compare_answers, draw_answers
 from bloomery.train.answers import answer, held_out_questions, shown
-from bloomery.train.checkpoint import Saver
-from models_for_tests import make_config, make_model
+from models_for_tests import make_config, make_model, save_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }}\n{% else %}{{ m.content }}{{ eos_token }}"
@@ -33,9 +32,7 @@ def made(tmp_path_factory):
              "data.sequence_length=64", f"data.chat.template={json.dumps(TEMPLATE)}"]  # fmt: skip
     prepare(load_recipe("go-coder-tiny", words), root / "prepared")
     tokenizer = load_tokenizer(base)
-    saver = Saver(root / "checkpoints", 5, False, tokenizer=base)
-    config = make_config(tokenizer)
-    saver.save(1, {"model": model_state(fresh_decoder(config, seed=7))}, config, {"consumed": 0}, best=True)
+    save_model(root / "checkpoints", 1, fresh_decoder(make_config(tokenizer), seed=7), base)
     plan = SimpleNamespace(
         model=SimpleNamespace(source=base), objective=SimpleNamespace(kind="sft"),
         data=SimpleNamespace(prepared=root / "prepared"),

@@ -16,14 +16,9 @@ import pytest
 import torch
 
 from bloomery.errors import UserError
-from bloomery.model.config import ModelConfig
 from bloomery.monitor.events import Saved, Warned
 from bloomery.train import checkpoint, sealed
 from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
-
-CONFIG = ModelConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16
-)
 
 
 def parts(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -38,7 +33,7 @@ def save(folder: Path, *steps: int, keep: int = 3, best: int | None = None, asyn
     events: list[object] = []
     saver = Saver(folder, keep, asynchronous, emit=events.append)
     for step in steps:
-        saver.save(step, parts(step), CONFIG, {"consumed": step * 8}, best=step == best)
+        saver.save(step, parts(step), {"consumed": step * 8}, best=step == best)
     saver.wait()
     return events
 
@@ -68,7 +63,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, asynchronous: bool) -> None:
 def test_asynchronous_save_takes_the_values_of_its_moment(tmp_path: Path) -> None:
     tensor = torch.zeros(1000, 1000)
     saver = Saver(tmp_path, 3, True)
-    saver.save(1, {"optimizer": {"a": tensor}}, CONFIG, {})
+    saver.save(1, {"optimizer": {"a": tensor}}, {})
     tensor.fill_(7.0)
     saver.wait()
     assert read_part(tmp_path / "step-00000001", "optimizer")["a"].sum() == 0
@@ -163,13 +158,13 @@ def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
 
 def test_state_must_be_finite(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        Saver(tmp_path, 3, False).save(1, parts(1), CONFIG, {"loss": float("nan")})
+        Saver(tmp_path, 3, False).save(1, parts(1), {"loss": float("nan")})
 
 
 def test_a_bug_in_the_writing_thread_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "seal", lambda folder: 1 / 0)
     saver = Saver(tmp_path, 3, True)
-    saver.save(1, parts(1), CONFIG, {})
+    saver.save(1, parts(1), {})
     with pytest.raises(ZeroDivisionError):
         saver.wait()
     assert list(tmp_path.iterdir()) == []
@@ -191,10 +186,10 @@ def file_size_limit(size: int = 8192) -> Iterator[None]:
 def test_a_full_disk_never_ends_the_run(tmp_path: Path) -> None:
     events: list[object] = []
     saver = Saver(tmp_path, 3, True, emit=events.append)
-    saver.save(1, parts(1), CONFIG, {})
+    saver.save(1, parts(1), {})
     saver.drain()
     with file_size_limit():
-        saver.save(2, parts(2), CONFIG, {})
+        saver.save(2, parts(2), {})
         saver.drain()
     assert [type(event) for event in events] == [Saved, Warned]
     assert "step 2 was not saved" in events[1].because
@@ -202,7 +197,7 @@ def test_a_full_disk_never_ends_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
     with pytest.raises(UserError, match="newest checkpoint is of step 1"):
         saver.wait()
-    saver.save(3, parts(3), CONFIG, {})
+    saver.save(3, parts(3), {})
     saver.wait()
     assert newest(tmp_path)[0] == tmp_path / "step-00000003"
 
@@ -245,12 +240,11 @@ import sys, torch
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from bloomery.model.config import ModelConfig
 from bloomery.train.checkpoint import Saver
 saver = Saver(Path(sys.argv[1]), 2, True)
 print("ready", flush=True)
 for step in range(1, 100000):
-    saver.save(step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, None, {"consumed": step})
+    saver.save(step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, {"consumed": step})
 """
 
 

@@ -24,8 +24,8 @@ def worked_on(plan):
     return state
 
 
-def saved(state, plan, folder):
-    Saver(folder, 3, False).save(6, state.parts(), plan.model.config, state.scalars())
+def saved(state, folder):
+    Saver(folder, 3, False, writer=state.kept.writer).save(6, state.parts(), state.scalars())
     return folder / "step-00000006"
 
 
@@ -33,7 +33,7 @@ def saved(state, plan, folder):
 def test_a_checkpoint_brings_everything_back(precision, tmp_path):
     plan = tiny_plan(train={"precision": precision}, optimizer={"kind": "muon"})
     state = worked_on(plan)
-    folder = saved(state, plan, tmp_path)
+    folder = saved(state, tmp_path)
     drawn = torch.rand(4)
     torch.manual_seed(77)
     again = build_state(plan, resume_from=folder)

@@ -59,8 +59,12 @@ def write_adapter(
 ) -> None:
     """`state`: what `adapters.trained_state` gives. `base`: a folder or an id on the Hub. The folder exists."""
     tensors = {PREFIX + name: tensor.cpu() for name, tensor in _stored(state, settings, config)}
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-    said = adapter_config(settings, config, base=base)
+    write_named(tensors, adapter_config(settings, config, base=base), folder)
+
+
+def write_named(tensors: Mapping[str, Tensor], said: Mapping[str, object], folder: Path) -> None:
+    """The two files of an adapter: tensors in PEFT's names, on the CPU, and its config."""
+    save_file(dict(tensors), folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 

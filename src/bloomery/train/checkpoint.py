@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bloomery.errors import UserError
-from bloomery.model.adapter_files import write_adapter
-from bloomery.model.adapter_names import Adaptation
-from bloomery.model.base import CONFIG, TENSORS
-from bloomery.model.config import ModelConfig
-from bloomery.model.weights import write_model
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import (
@@ -45,9 +40,11 @@ from bloomery.train.sealed import (
 )
 from bloomery.units import format_bytes
 
-__all__ = ["Parts", "Saver", "newest_valid", "read_part", "read_state"]
+__all__ = ["MODEL", "Parts", "Saver", "Write", "newest_valid", "read_part", "read_state"]
 
 Parts = Mapping[str, Mapping[str, Tensor]]
+Write = Callable[[Mapping[str, Tensor], Path], None]  # tensors on the CPU, into a folder that is there
+MODEL = "model"  # the part whose files are transformers' or PEFT's, not our own
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -60,18 +57,10 @@ SLACK = 2**20  # bytes that headers, JSON and the file system's own records take
 
 
 @dataclass(frozen=True)
-class AdapterOf:
-    """What a checkpoint of an adapter says beside its tensors: what it changes, and in which model."""
-
-    settings: Adaptation
-    base: str
-
-
-@dataclass(frozen=True)
 class _Staged:
     step: int
     parts: Parts
-    config: ModelConfig
+    write: Write | None
     state: dict[str, Any]
     best: bool
 
@@ -96,13 +85,16 @@ class Saver:
         keep: int,
         asynchronous: bool,
         *,
+        writer: Callable[[], Write] | None = None,
         tokenizer: Path | None = None,
-        adapter: AdapterOf | None = None,
         emit: Emit | None = None,
     ) -> None:
-        """`tokenizer`: a folder whose tokenizer checkpoints carry. Deletes what killed saves left in `folder`."""
+        """`writer` is asked at every save for what will write the part MODEL, as the model then is.
+
+        `tokenizer`: a folder whose tokenizer checkpoints carry. Deletes what killed saves left in `folder`.
+        """
         self.folder, self.keep, self.asynchronous, self.tokenizer = folder, keep, asynchronous, tokenizer
-        self.adapter = adapter
+        self._writer = writer
         self._emit = emit
         self._thread: threading.Thread | None = None
         self._events: list[Event] = []  # made by the writing thread, emitted by the caller's
@@ -111,16 +103,16 @@ class Saver:
         if folder.exists():
             clear_drafts(folder)
 
-    def save(self, step: int, parts: Parts, config: ModelConfig, state: dict[str, Any], *, best: bool = False) -> None:
-        """Checkpoint after `step`: `parts["model"]` or `parts["adapter"]` in our names, other parts as they are.
+    def save(self, step: int, parts: Parts, state: dict[str, Any], *, best: bool = False) -> None:
+        """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
 
-        `state` is written as JSON. `best` marks it as the one with the best evaluation. Waits for the save before it.
-        Raises ValueError when a number of `state` is not finite.
+        `best` marks it as the one with the best evaluation. Waits for the save before it. Raises ValueError when a
+        number of `state` is not finite.
         """
         self.drain()
         copied = self._staged(step, parts)
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
-        staged = _Staged(step, copied, config, state, best)
+        staged = _Staged(step, copied, None if self._writer is None else self._writer(), state, best)
         if not self.asynchronous:
             self._run(staged)
             self.poll()
@@ -226,14 +218,9 @@ class Saver:
         draft.mkdir()
         for name, tensors in staged.parts.items():
             with _system_errors():
-                if name == "model":
-                    write_model(tensors, staged.config, draft)
-                elif name == "adapter" and staged.state.get("peft"):
-                    save_file(dict(tensors), draft / TENSORS, metadata={"format": "pt"})
-                    (draft / CONFIG).write_text(json.dumps(staged.state["peft"], indent=2) + "\n", encoding="utf-8")
-                elif name == "adapter":
-                    assert self.adapter is not None
-                    write_adapter(tensors, self.adapter.settings, staged.config, draft, base=self.adapter.base)
+                if name == MODEL:
+                    assert staged.write is not None, "who saves a model says how it is written"
+                    staged.write(tensors, draft)
                 else:
                     save_file(dict(tensors), draft / f"{name}.safetensors")
         (draft / "state.json").write_text(json.dumps(staged.state, indent=1), encoding="utf-8")

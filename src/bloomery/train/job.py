@@ -14,14 +14,14 @@ from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
-from bloomery.train.checkpoint import AdapterOf, Saver
+from bloomery.train.checkpoint import Saver
 from bloomery.train.fresh_base import with_base
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
 from bloomery.train.reference import Watch, precompute, reference_file
 from bloomery.train.self_test import check_attention
-from bloomery.train.state import TrainState, build_state, go_back, settings_of
+from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.vitals import Checkup
 
 
@@ -121,10 +121,8 @@ def open_checkup(plan: Plan, state: TrainState) -> Checkup:
 
 
 def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> Saver:
-    settings = settings_of(plan)
-    adapter = None if settings is None or state.base is None else AdapterOf(settings, state.base.name)
     keep, asynchronous, tokenizer = plan.checkpoint.keep, plan.checkpoint.asynchronous, plan.data.prepared
-    return Saver(checkpoints, keep, asynchronous, tokenizer=tokenizer, adapter=adapter, emit=emit)
+    return Saver(checkpoints, keep, asynchronous, writer=state.kept.writer, tokenizer=tokenizer, emit=emit)
 
 
 def reference_files(

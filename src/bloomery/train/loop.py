@@ -241,7 +241,7 @@ def save(job: Job) -> None:
     job.saved_step, job.saving_due = job.step, False
     loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
     best = job.state.progress.note_save(loss)
-    job.saver.save(job.step, job.state.parts(), job.plan.model.config, job.state.scalars(), best=best)
+    job.saver.save(job.step, job.state.parts(), job.state.scalars(), best=best)
 
 
 def refuse_damaged_weights(job: Job) -> None:

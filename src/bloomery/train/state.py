@@ -124,7 +124,7 @@ def empty_model(plan: Plan) -> Decoder:
 
 
 def _start(plan: Plan) -> Start:
-    return Start(plan.model.source, plan.train.seed)
+    return Start(plan.model.source, plan.train.seed, plan.model.new_ids)
 
 
 def _base(plan: Plan) -> Base | None:
