@@ -181,8 +181,11 @@ def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable
     asked, answer = tokenizer.encode("the dog\n"), [*tokenizer.encode("jumps"), tokenizer.eos_id]
     start = [tokenizer.bos_id, *asked]
     nats = nats_by_hand(decoder, start + answer) - nats_by_hand(decoder, start)
-    for path in (pairs, kto):
-        result, _ = evaluate(decoder, tokenizer, path)
+    told = {pairs: "of 1 pair the chosen side is scored",
+            kto: "of marked answers the desirable ones are scored, 1 of them"}  # fmt: skip
+    for path, said in told.items():
+        result, notes = evaluate(decoder, tokenizer, path)
+        assert notes[0].startswith(f"{said}: {len(answer)} of ")
         assert result.tokens == len(answer) and math.isclose(result.loss, nats / len(answer), rel_tol=1e-5)
 
 

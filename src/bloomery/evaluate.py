@@ -13,8 +13,9 @@ from bloomery.data.documents import Corpus, Tally, open_corpus, read_documents, 
 from bloomery.data.example_rows import Wants
 from bloomery.data.examples import Example
 from bloomery.data.files import DATA, TABLES, suffix_of
+from bloomery.data.preparing_examples import KINDS
 from bloomery.data.render import Renderer
-from bloomery.data.shards import ANSWERS, open_split
+from bloomery.data.shards import ANSWERS, ShardKind, open_split
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.config import refuse_values
@@ -23,6 +24,7 @@ from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
 from bloomery.train.model_folder import find_model
 from bloomery.train.scoring import score_documents
+from bloomery.units import counted
 
 KINDS_OF_ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
@@ -41,12 +43,13 @@ class Evaluation:
 @dataclass(frozen=True)
 class Text:
     """One document as the model sees it. `bytes` belong to the tokens that are scored: those after the first, of them
-    only the `learned` ones where that is said (bool [len(tokens)]).
+    only the `learned` ones where that is said (bool [len(tokens)]), of examples of this `kind`.
     """
 
     tokens: list[int]
     bytes: int
     learned: np.ndarray | None = None
+    kind: ShardKind = "text"
 
     @property
     def scored(self) -> int:
@@ -124,16 +127,16 @@ def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: st
             if isinstance(content, Example):
                 if content.desirable is not False:
                     answer = renderer.encode(content)[0]
-                    yield _learned(answer.ids, np.array(answer.learned), sizes)
+                    yield _learned(answer.ids, np.array(answer.learned), sizes, KINDS[content.kind])
                 continue
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
             ids = ids if start and ids[:1] == start else start + ids
             yield Text(ids, _bytes(content, ids, sizes, whole=bool(start)))
 
 
-def _learned(ids: list[int], learned: np.ndarray, sizes: np.ndarray) -> Text:
+def _learned(ids: list[int], learned: np.ndarray, sizes: np.ndarray, kind: ShardKind) -> Text:
     scored = np.asarray(ids[1:], dtype=np.int64)[learned[1:]]
-    return Text(ids, int(sizes[scored].sum()), learned)
+    return Text(ids, int(sizes[scored].sum()), learned, kind)
 
 
 def _contents(data: Path) -> Iterator[str | tuple[int, ...] | Example]:
@@ -187,7 +190,7 @@ def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text
         if split.learned is not None:
             if split.marks is None or split.marks[index]:
                 flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])]
-                yield _learned(ids, flags.astype(bool), sizes)
+                yield _learned(ids, flags.astype(bool), sizes, split.kind)
             continue
         ids = ids[1:] if not bos and ids[:1] == [tokenizer.bos_id] else ids
         yield Text(ids, int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum()))
@@ -203,8 +206,17 @@ def notes(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int) -
     judged = [text for text in texts if text.learned is not None]
     if judged:
         scored, whole = sum(text.scored for text in judged), sum(len(text.tokens) for text in judged)
-        shares = f"{scored:,} of {whole:,} tokens"
-        found.append(f"of {len(judged):,} conversations what the assistant wrote is scored: {shares}")
+        found.append(f"{_what_is_scored(judged)}: {scored:,} of {whole:,} tokens")
     if bos and tokenizer.bos_id is None and len(judged) < len(texts):
         found.append("the tokenizer has no BOS: the first token of each text is not scored")
     return found
+
+
+def _what_is_scored(judged: list[Text]) -> str:
+    match judged[0].kind:
+        case "pairs":
+            return f"of {counted(len(judged), 'pairs')} the chosen side is scored"
+        case "kto":
+            return f"of marked answers the desirable ones are scored, {len(judged):,} of them"
+        case _:
+            return f"of {counted(len(judged), 'conversations')} what the assistant wrote is scored"

@@ -111,6 +111,11 @@ def _amount(value: float | Duration) -> float:
     return value.amount if isinstance(value, Duration) else value
 
 
+def counted(count: int, things: str) -> str:
+    """ "1 pair", "2 pairs"."""
+    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
+
+
 def format_count(value: float) -> str:
     """1.24e8 -> "124 M", 3.19e9 -> "3.19 B"; three digits that count."""
     for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):

@@ -355,6 +355,16 @@ def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe
     assert manifest.held_back == 3
 
 
+@pytest.mark.parametrize(("rows", "said"), [("", "no text in it"), ("\n[]\n", "1 row skipped, the first: held")])
+def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(5)))
+    (tmp_path / "held.jsonl").write_text(rows)
+    loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"), on_error="skip")
+    with pytest.raises(UserError, match=said) as caught:
+        prepare(loaded, tmp_path / "p")
+    assert "data.validation" in (caught.value.where or "") and "data.validation=1%" in (caught.value.remedy or "")
+
+
 def test_share_of_repeated_lines():
     assert repeated_lines(["a\n\n  b\nc\n"], ["x\na\n", "  b"]) == 2 / 3
     assert repeated_lines([], ["a"]) == 0.0

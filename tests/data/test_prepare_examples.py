@@ -117,6 +117,8 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
     known = {(example.prompt, example.answers[0]): example for example in examples(loaded)}
     tokenizer, seen = load_tokenizer(tmp_path / "p"), 0
     by_answer = {answer: example for (_, answer), example in known.items()}
+    others = {"train": set(), "validation": set()}
+    prompts = {"train": set(), "validation": set()}
     for name in ("train", "validation"):
         split = open_split(tmp_path / "p", name)
         for unit in range(0, len(split), 2):
@@ -129,8 +131,18 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
             assert prompt == same
             assert split.marks[unit] == split.marks[unit + 1] == known[prompt, own].desirable
             assert by_answer[other].prompt != prompt
+            others[name].add(by_answer[other].prompt)
+            prompts[name].add(prompt)
             seen += 1
     assert seen == 60
+    assert len(prompts["validation"]) > 1 and not prompts["train"] & prompts["validation"]
+    assert all(others[name] <= prompts[name] for name in others), "what is held out lends no answer to training"
+
+
+def test_a_split_of_one_prompt_borrows_its_twin(recipe, tmp_path):
+    rows = [{"prompt": word, "completion": f"b{n}", "label": True} for word in ("one", "two") for n in range(3)]
+    manifest = prepare(recipe("kto", rows=rows), tmp_path / "p")
+    assert (manifest.train.documents, manifest.validation.documents) == (6, 6)
 
 
 def test_one_prompt_alone_is_nothing_for_kto(recipe, tmp_path):

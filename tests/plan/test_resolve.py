@@ -95,6 +95,7 @@ def test_the_processor_repeats_to_the_last_bit():
     ("sections", "doubt"),
     [
         ({"optimizer": {"warmup": "500 steps"}}, "never reaches its peak"),
+        ({"train": {"length": "1 steps"}, "optimizer": {"warmup": "1 steps"}}, "warmup lasts 1 step and the run 1:"),
         ({"optimizer": {"warmup": "50%", "schedule": {"kind": "wsd", "decay": "80%"}}}, "more than the run's 100"),
         ({"train": {"precision": "float16"}}, "five to nine times slower"),
         ({"data": {"pin_memory": True}}, "does nothing on a CPU"),

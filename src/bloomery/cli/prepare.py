@@ -83,9 +83,9 @@ def _lines() -> "Report":
 
 
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    from bloomery.data.health import UNITS, counted
+    from bloomery.data.health import UNITS
     from bloomery.data.shards import ANSWERS
-    from bloomery.units import format_count
+    from bloomery.units import counted, format_count
 
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
@@ -123,8 +123,9 @@ def _aside(loaded: "LoadedRecipe") -> list[str]:
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     """What of it is learned, and how it fits into rows."""
-    from bloomery.data.health import UNITS, counted, fill_of
+    from bloomery.data.health import UNITS, fill_of
     from bloomery.data.shards import open_split
+    from bloomery.units import counted
 
     train, data = manifest.train, loaded.recipe.data
     share = (train.learned_tokens or 0) / max(1, train.tokens)
@@ -242,7 +243,8 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
 
 
 def _show_health(found: "Health") -> None:
-    from bloomery.data.health import UNITS, counted
+    from bloomery.data.health import UNITS
+    from bloomery.units import counted
 
     units = UNITS[found.kind]
     click.echo(

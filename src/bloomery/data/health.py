@@ -12,17 +12,13 @@ import numpy as np
 from bloomery.data.packing import Layout, Rows
 from bloomery.data.shards import ANSWERS, Manifest, ShardKind, Split
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.units import counted
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 _CHUNK = 2**20  # tokens looked at together
 UNITS: dict[ShardKind, str] = {
     "text": "documents", "chat": "conversations", "pairs": "pairs", "kto": "marked answers",
 }  # fmt: skip
-
-
-def counted(count: int, things: str) -> str:
-    """ "1 pair", "2 pairs"."""
-    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ shards that grow, sources.jsonl, manifest.json. Where the manifest is, all is th
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -262,14 +263,18 @@ class Work:
             batch, size, read = list[tuple[Name, Document]](), 0, 0
             passed = start.read if source == start.source else 0
             corpus = self._corpora[source]
-            twins = Twins(corpus, on_error=self._data.on_error) if self.kind == "kto" else None
+            split_of = partial(self._split_of, source, splitter=splitter)
+            twins = Twins(corpus, split_of, on_error=self._data.on_error) if self.kind == "kto" else None
             for document in read_documents(corpus, on_error=self._data.on_error, tally=self._tally):
                 read += 1
                 refuse_mixture(document, self.kind)
-                twin = twins.of(document) if twins else document
-                if source < start.source or read <= passed:
+                behind = source < start.source or read <= passed
+                if behind and twins is None:
                     continue
-                name = self._split_of(source, document, splitter)
+                name = split_of(document)
+                twin = twins.of(document, name) if twins is not None and name in SPLITS else document
+                if behind:
+                    continue
                 empty, held_back = empty + (name == "empty"), held_back + (name == "held")
                 if name in SPLITS:
                     batch.append((name, twin))

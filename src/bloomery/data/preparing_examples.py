@@ -1,5 +1,6 @@
 """What `prepare` does with examples and not with plain text: one kind of them, twins for KTO, flags beside tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
@@ -77,32 +78,41 @@ def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
 @final
 class Twins:
     """For KTO: each example with the answer of another one beside its own, from which its drift is estimated
-    (arXiv:2402.01306, section 4): the answer of the nearest example before it that has another prompt. Those that have
-    none take it from the first example of the source with another prompt than theirs.
+    (arXiv:2402.01306, section 4): the answer of the nearest example of its split before it that has another prompt.
+    Those that have none take it from the first example of the source with another prompt than theirs, of their own
+    split where that has two prompts.
 
     Raises UserError when all prompts of a source are one.
     """
 
-    def __init__(self, corpus: Corpus, *, on_error: str) -> None:
-        self._corpus, self._on_error = corpus, on_error
-        self._last: Example | None = None
-        self._other: Example | None = None  # the latest one whose prompt is not that of `_last`
+    def __init__(self, corpus: Corpus, split_of: Callable[[Document], str], *, on_error: str) -> None:
+        self._corpus, self._split_of, self._on_error = corpus, split_of, on_error
+        self._last: dict[str, Example] = {}  # of each split
+        self._other: dict[str, Example] = {}  # the latest one whose prompt is not that of `_last`
 
-    def of(self, document: Document) -> Document:
+    def of(self, document: Document, split: str) -> Document:
         """The document with both answers; its place in the order counts."""
         example = document.example
         assert example is not None
-        if self._last is not None and self._last.prompt != example.prompt:
-            self._other = self._last
-        self._last = example
-        other = self._other or self._first_other(example)
-        both = replace(example, answers=(example.answers[0], _as(other.answers[0], example)))
+        last, self._last[split] = self._last.get(split), example
+        if last is not None and last.prompt != example.prompt:
+            self._other[split] = last
+        if split not in self._other:
+            self._other[split] = self._first_other(example, split)
+        both = replace(example, answers=(example.answers[0], _as(self._other[split].answers[0], example)))
         return replace(document, example=both, text=to_wire(both))
 
-    def _first_other(self, example: Example) -> Example:
+    def _first_other(self, example: Example, split: str) -> Example:
+        elsewhere: Example | None = None
         for document in read_documents(self._corpus, on_error=self._on_error, tally=Tally()):
-            if document.example is not None and document.example.prompt != example.prompt:
-                return document.example
+            found = document.example
+            if found is None or found.prompt == example.prompt:
+                continue
+            if self._split_of(document) == split:
+                return found
+            elsewhere = elsewhere or found
+        if elsewhere is not None:
+            return elsewhere
         raise UserError(
             "every row has the same prompt, and kto compares an answer with answers to other prompts",
             where=self._corpus.path,

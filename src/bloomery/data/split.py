@@ -10,6 +10,7 @@ from bloomery.data.documents import Corpus, Document, Tally, open_corpus, read_d
 from bloomery.data.example_rows import Wants
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
+from bloomery.units import counted
 
 _SALT = b"exam"
 
@@ -71,8 +72,7 @@ def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") 
     """
     held = validation_corpus(data, wants)
     if held is not None:
-        documents = read_documents(held, on_error=data.on_error, tally=Tally())
-        return Splitter(0, frozenset(content_key(document) for document in documents))
+        return Splitter(0, _held_keys(held, on_error=data.on_error))
     threshold = round((validation_share(data) or 0.0) * 2**64)
     lowest, highest = 2**64, -1
     for corpus in corpora if threshold else ():
@@ -84,6 +84,18 @@ def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") 
     if lowest >= highest:
         return Splitter(0)
     return Splitter(min(max(threshold, lowest + 1), highest))
+
+
+def _held_keys(held: Corpus, *, on_error: str) -> frozenset[int]:
+    """Raises UserError when there is nothing in it: then nothing would tell learning from memorising."""
+    tally = Tally()
+    documents = read_documents(held, on_error=on_error, tally=tally)
+    keys = frozenset(content_key(document) for document in documents if document.text or document.tokens)
+    if not keys:
+        told = f": {counted(tally.skipped, 'rows')} skipped, the first: {tally.first_skipped}" if tally.skipped else ""
+        remedy = "name another file, or a share of the text: data.validation=1%; 0 keeps none for validation"
+        raise UserError(f"there is no text in it{told}", where=f"data.validation: {held.path}", remedy=remedy)
+    return keys
 
 
 def repeated_lines(held_out: Iterable[str], train: Iterable[str]) -> float:

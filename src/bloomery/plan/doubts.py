@@ -12,7 +12,7 @@ from bloomery.plan.lean import idle_lean_settings
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Expect, Lora, Recipe
-from bloomery.units import format_count
+from bloomery.units import counted, format_count
 
 
 def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
@@ -49,7 +49,8 @@ def _lengths(recipe: Recipe, plan: Plan) -> Iterator[str]:
             yield f"optimizer.warmup becomes {MEASURED_STEPS} steps: a wall-time run warms up while it times its first"
         return
     if warmup >= steps:
-        yield f"optimizer.warmup lasts {warmup:,} steps and the run {steps:,}: the learning rate never reaches its peak"
+        lasts = f"{counted(warmup, 'steps')} and the run {steps:,}"
+        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its peak"
     elif warmup + decay > steps:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps > steps:
