@@ -119,6 +119,33 @@ def test_weights(model, case):
     assert not (model.parent / "ran").exists()
 
 
+def pretrained(model, **sections):
+    """A recipe that trains on from the model's folder."""
+    words = {"model": {"from": "model"}, "data": {"path": "text", "sequence_length": 32},
+             "train": {"length": "2 steps", "tokens_per_step": 64}, **sections}  # fmt: skip
+    (model.parent / "pretrained.yaml").write_text(json.dumps(words))
+    (model.parent / "text").mkdir()
+    (model.parent / "text/some.txt").write_text("the cat sat on the mat. " * 50)
+    return "pretrained.yaml"
+
+
+@pytest.mark.parametrize("case", ["a pickle", "a link out of the folder", "an index of nothing"])
+@pytest.mark.parametrize("words", [("plan",), ("train", "--dry-run")], ids=" ".join)
+def test_a_plan_does_not_fit_whose_weights_training_would_refuse(model, case, words):
+    name = pretrained(model)
+    assert here(*words, name).code == 0
+    WEIGHTS[case](model)
+    assert_clear(here(*words, name), mentions=["model"])
+
+
+def test_a_shape_alone_is_planned_and_said_to_lack_weights(model):
+    name = pretrained(model)
+    (model / "model.safetensors").unlink()
+    told = here("plan", name)
+    assert told.code == 0 and "no weights lie in" in told.err
+    assert_clear(here("train", name), mentions=["model.safetensors"])
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_weights_that_are_not_finite(model, verb):
     (model.parent / "some.txt").write_text("the cat sat")

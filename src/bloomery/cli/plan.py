@@ -80,7 +80,7 @@ def show_plan(
     else:
         from bloomery.cli import cli
         from bloomery.plan.corpus import absent
-        from bloomery.plan.fetched import unfetched
+        from bloomery.plan.fetched import unfetched, weightless
         from bloomery.plan.page import page
 
         elsewhere = {"train"} if gpu is not None else set()  # nobody trains on a card that is not here
@@ -90,6 +90,8 @@ def show_plan(
         click.echo("\n".join(page(plan, machine, source=source, verbs=verbs, devices=words, simulated=told)))
         for model in unfetched(loaded.recipe):
             click.echo(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
+        for model in weightless(loaded.recipe):
+            click.echo(f"note: no weights lie in {model}: `bloomery train` would stop there", err=True)
         for place in absent(loaded.recipe) if gpu is None and plan.corpus is None else ():
             then = "train fetches it" if place.startswith("hub:") else "`bloomery train` would stop there"
             click.echo(f"note: nothing lies at data.path {place}: {then}", err=True)

@@ -17,6 +17,11 @@ def weight_files(folder: Path) -> list[Path]:
     return [inside(folder, name) for name in ([SINGLE] if stated is None else sorted(set(stated.values())))]
 
 
+def is_bare(folder: Path) -> bool:
+    """Whether nothing lies there that could be meant as weights: a shape, of which plans can be made."""
+    return not any((folder / name).is_file() for name in (SINGLE, INDEX)) and _pickled(folder) is None
+
+
 def weight_map(folder: Path) -> dict[str, str] | None:
     """The file of each tensor, as the index says; None of a model in one file. Raises UserError."""
     index = folder / INDEX
@@ -28,13 +33,16 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _nothing(folder: Path) -> UserError:
-    pickled = next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
-    if pickled is None:
+    if (pickled := _pickled(folder)) is None:
         return UserError("no model.safetensors is here", where=str(folder), remedy="give the folder of a saved model")
     return UserError(
         f"{pickled} is a pickle: opening it could run anything", where=str(folder),
         remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
     )  # fmt: skip
+
+
+def _pickled(folder: Path) -> str | None:
+    return next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
 
 
 def _stated(index: Path) -> dict[str, str]:

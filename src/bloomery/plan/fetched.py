@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bloomery import hub
 from bloomery.model.published import published_config
-from bloomery.model.weight_files import weight_files
+from bloomery.model.weight_files import is_bare, weight_files
 from bloomery.recipe.schema import Distil, Recipe
 
 
@@ -12,7 +12,8 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     """Model, tokenizer, teacher and text of a recipe lie on this disk afterwards. Raises UserError.
 
     Without `weights`, as a plan needs it, models come as config and tokenizer; those of our table, tokenizers of their
-    own and text not at all. With them, a model that lacks a file or has pickles is refused before any text is read.
+    own and text not at all. A model that lacks a file or has pickles is refused before any text is read; a plan takes
+    a local folder that holds a config alone.
     """
     if recipe.model.from_ is not None:
         _fetch_model(recipe.model.from_, weights=weights)
@@ -27,7 +28,8 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
 def _fetch_model(name: str, *, weights: bool) -> None:
     if weights or published_config(name) is None:
         folder = hub.fetch_model(name, weights=weights)
-        if weights and (folder / "config.json").is_file():
+        looked_at = weights or (not hub.is_hub_id(name) and not is_bare(folder))
+        if looked_at and (folder / "config.json").is_file():
             weight_files(folder)
 
 
@@ -40,6 +42,11 @@ def models_of(recipe: Recipe) -> list[str]:
 def unfetched(recipe: Recipe) -> list[str]:
     """Models that only our table knows so far."""
     return [name for name in models_of(recipe) if hub.cached_model(name) is None]
+
+
+def weightless(recipe: Recipe) -> list[str]:
+    """Local folders of a shape alone, from which a run cannot begin."""
+    return [name for name in models_of(recipe) if not hub.is_hub_id(name) and is_bare(hub.local_model(name))]
 
 
 def place_of(name: str) -> Path:
