@@ -34,6 +34,13 @@ def test_accumulation_in_backward_is_refused_with_the_edit_that_helps():
     resolve(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
 
 
+@pytest.mark.parametrize("asked", [{"kind": "adafactor"}, {"in_backward": True}, {"states": "int8"}, {"offload": True}])
+def test_an_optimizer_of_our_own_is_not_called_torchs_fused_one(asked):
+    own, torchs = resolve(loaded(optimizer=asked), machine()), resolve(loaded(), machine())
+    assert (own.optimizer.fused, torchs.optimizer.fused) == (False, True)
+    assert "Bloomery's Ada" in said(own)["optimizer.fused"]
+
+
 @pytest.mark.parametrize("asked", [{"states": "int8"}, {"in_backward": True}, {"paged": True}, {"offload": True}])
 def test_muon_takes_none_of_it(asked):
     with pytest.raises(UserError, match="does not go with Muon"):

@@ -61,7 +61,7 @@ def _states(optimizer: Optimizer) -> str:
 
 
 def _in_backward(recipe: Recipe) -> str:
-    freed = "each weight moves when its gradient stands, which is freed"
+    freed = "each weight moves when its gradient stands, which is freed: nothing is accumulated"
     if recipe.optimizer.kind == "adafactor":
         return f"{freed}; gradients are not clipped, Adafactor clips its updates"
     if recipe.train.clip is None:

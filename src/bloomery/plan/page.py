@@ -256,7 +256,7 @@ def _quiet(decided: Mapping[str, Decision]) -> list[tuple[str, str]]:
     """What is set without being asked about: the environment of the run, and how batches reach the device."""
     pinned, fused = decided["data.pin_memory"], decided["optimizer.fused"]
     loader = f"{'pinned' if pinned.value == 'yes' else 'not pinned'}: {pinned.because}"
-    rows = [("batches", loader), ("fused optimizer" if fused.value == "yes" else "plain optimizer", fused.because)]
+    rows = [("batches", loader), ("fused optimizer" if fused.value == "yes" else "own optimizer", fused.because)]
     environment = decided.get("environment")
     if environment is None:
         return rows

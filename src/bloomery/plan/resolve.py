@@ -231,7 +231,7 @@ class _Resolution:
             _decision("data.workers", sections.workers(self.recipe, self.profile)),
             _decision("data.pin_memory", sections.pin_memory(self.recipe, self.profile)),
             _decision("data.prefetch", sections.prefetch(self.recipe, self.profile)),
-            _decision("optimizer.fused", self.profile.fused_optimizer),
+            _decision("optimizer.fused", sections.fused(self.recipe, self.profile)),
             *([_decision("environment", Choice(words, environment.because))] if words else []),
         )
 

@@ -53,7 +53,7 @@ def optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> Optimiz
         betas=asked.betas,
         epsilon=asked.epsilon,
         weight_decay=asked.weight_decay,
-        fused=profile.fused_optimizer.value,
+        fused=fused(recipe, profile).value,
         schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
         floor=asked.floor,
         warmup_steps=lengths.warmup_steps(asked.warmup, scale, timed=timed),
@@ -108,6 +108,16 @@ def workers(recipe: Recipe, profile: Profile) -> Choice[str]:
     if asked == "auto":
         return Choice("by size", f"small texts are prepared in one process, large ones on every core; {reads}")
     return Choice(str(asked), f"{ASKED}: processes that prepare the text; {reads}")
+
+
+def fused(recipe: Recipe, profile: Profile) -> Choice[bool]:
+    """Whether torch's fused AdamW does the update: what saves memory is of our own, in backward or after it."""
+    asked = recipe.optimizer
+    lean = asked.in_backward or asked.paged or asked.offload or asked.stochastic_rounding or asked.states != "float32"
+    if asked.kind == "adafactor" or (lean and asked.kind == "adamw"):
+        name = "Adafactor" if asked.kind == "adafactor" else "AdamW"
+        return Choice(False, f"Bloomery's {name}, in float32 pieces of bounded size")
+    return profile.fused_optimizer
 
 
 def pin_memory(recipe: Recipe, profile: Profile) -> Choice[bool]:
