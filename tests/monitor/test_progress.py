@@ -9,21 +9,21 @@ from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.events import EvalDone, GpuSampled, Resumed, RunEnded, RunStarted, Saved, Warned
 from bloomery.monitor.live import picture
-from bloomery.monitor.progress import HEADER, PlainView, showing
+from bloomery.monitor.progress import HEADER, PlainView, header, showing
 from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
 
 
-def lines_of(events, every=10):
+def lines_of(events, every=10, **facts):
     lines = []
-    view = PlainView(RunFacts(every_steps=every), lines.append)
+    view = PlainView(RunFacts(every_steps=every, **facts), lines.append)
     for event in events:
         view.write(event)
     view.close()
     return lines
 
 
-def rows_of(lines):
-    return [line for line in lines[lines.index(HEADER) + 1 :] if line[:6].strip().isdigit() and " M" in line]
+def rows_of(lines, titles=HEADER):
+    return [line for line in lines[lines.index(titles) + 1 :] if line[:6].strip().isdigit() and " M" in line]
 
 
 def test_samples_of_devices_do_not_part_a_line_from_its_exam():
@@ -51,6 +51,25 @@ def test_the_last_line_has_room_for_its_curve():
     rows = rows_of(lines_of(made_up_run()))
     assert rows[4].endswith("the best, done in 28 s") and "saved" not in rows[4]
     assert [sum(letter in "▁▂▃▄▅▆▇█" for letter in row) for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_memory_has_a_column_and_leaves_the_curve_its_room():
+    titles = header(memory=True)
+    rows = rows_of(lines_of(made_up_run(), tells_memory=True), titles)
+    end = len(titles)
+    assert all(row[:end].endswith(" 0.58") and len(row) <= 100 for row in rows) and titles.endswith(" GiB")
+    assert rows[4].endswith("the best, done in 28 s")
+    assert [sum(letter in "▁▂▃▄▅▆▇█" for letter in row) for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_an_exam_of_pairs_keeps_its_distance_from_the_loss():
+    exam = EvalDone(step=1, loss=0.69, perplexity=None, bits_per_byte=None, tokens=9, seconds=1)
+    exam = replace(exam, metrics={"accuracy": 1.0})
+    started = RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", per="pair")
+    titles = header("pair")
+    (row,) = rows_of(lines_of([started, step_done(1, 0.69), exam], every=1), titles)
+    assert row[26 : len(titles)].split("  ")[0] == "" and "0.69, 100%  " in row
+    assert row.index("0.69, 100%") + 10 == titles.index("exam, right") + 11
 
 
 def test_a_save_that_ends_some_steps_later_is_told_below():

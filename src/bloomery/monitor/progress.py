@@ -38,7 +38,18 @@ _PHASE_WORDS = {
     "stopping": "a checkpoint is written after this step, then the run ends",
     "paused": "training waits",
 }
-HEADER = f"{'step':>6}{'tokens':>11}{'loss':>9}{'exam, bits/byte':>17}{'tokens/s':>11}{'left':>9}"
+_EXAM, _NARROW_EXAM = 17, 13  # columns of an exam; the narrow one makes room for a column of memory
+
+
+def header(per: str = "token", *, memory: bool = False) -> str:
+    """The titles of the columns. `per`: what the loss is about."""
+    wide, exam = (_NARROW_EXAM, "bits/byte") if memory else (_EXAM, "exam, bits/byte")
+    exam = {"token": exam, "pair": "exam, right"}.get(per, "exam")
+    titles = f"{'step':>6}{'tokens':>11}{'loss':>9}{exam:>{wide}}{'tokens/s':>11}{'left':>9}"
+    return titles + (f"{'GiB':>7}" if memory else "")
+
+
+HEADER = header()
 
 
 class View(Sink, Protocol):
@@ -74,6 +85,7 @@ class _Line:
     loss: float | None
     tokens_per_second: float | None
     seconds_left: float | None
+    memory: float | None
     exam: str = ""
     notes: list[str] = field(default_factory=list)
     after: list[Event] = field(default_factory=list)  # what happened at this step and is told below it
@@ -191,8 +203,8 @@ class PlainView:
             self._curve.append(fmean(losses))
         skipped = bool(steps) and steps[-1].loss is None
         loss = None if skipped or not self._curve else self._curve[-1]
-        notes = [f"{self._tally.peak_gib:.2f} GiB"] if self._facts.tells_memory and steps else []
-        return _Line(step, self._tally.tokens, loss, speed, self._tally.seconds_left, notes=notes)
+        memory = self._tally.peak_gib if self._facts.tells_memory and steps else None
+        return _Line(step, self._tally.tokens, loss, speed, self._tally.seconds_left, memory)
 
     def _flush(self) -> None:
         line, self._line = self._line, None
@@ -200,12 +212,15 @@ class PlainView:
             return
         if not self._headed:
             self._write("")
-            self._write(HEADER if self._tally.per == "token" else HEADER.replace("exam, bits/byte", "           exam"))
+            self._write(header(self._tally.per, memory=self._facts.tells_memory))
             self._headed = True
         loss = "skipped" if line.loss is None else f"{line.loss:.2f}"
         speed = "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
         left = "" if line.seconds_left is None else _whole_seconds(line.seconds_left)
-        row = f"{line.step:>6}{in_millions(line.tokens):>11}{loss:>9}{line.exam:>17}{speed:>11}{left:>9}"
+        wide = _NARROW_EXAM if self._facts.tells_memory else _EXAM
+        row = f"{line.step:>6}{in_millions(line.tokens):>11}{loss:>9}{line.exam:>{wide}}{speed:>11}{left:>9}"
+        if self._facts.tells_memory:
+            row += f"{'' if line.memory is None else f'{line.memory:.2f}':>7}"
         notes = ", ".join(line.notes)
         room = max(min(_BARS, WIDTH - len(row) - len(notes) - 5), 0)
         bars = sparkline(self._curve, room)
@@ -238,7 +253,7 @@ def _exam(event: EvalDone, per: str) -> str:
         return "not finite"
     if per != "token":
         right = event.metrics.get("accuracy")
-        return f"{event.loss:.2f}" + ("" if right is None else f", {right:.0%} right")
+        return f"{event.loss:.2f}" + ("" if right is None else f", {right:.0%}")
     return f"{event.bits_per_byte:.2f}" if event.bits_per_byte is not None else f"{event.loss:.2f} nats"
 
 
