@@ -44,7 +44,7 @@ _EXAM, _NARROW_EXAM = 17, 13  # columns of an exam; the narrow one makes room fo
 def header(per: str = "token", *, memory: bool = False) -> str:
     """The titles of the columns. `per`: what the loss is about."""
     wide, exam = (_NARROW_EXAM, "bits/byte") if memory else (_EXAM, "exam, bits/byte")
-    exam = {"token": exam, "pair": "exam, right"}.get(per, "exam")
+    exam = {"token": exam, "label": "exam"}.get(per, "exam, right")  # labels beside a teacher: none is right or wrong
     titles = f"{'step':>6}{'tokens':>11}{'loss':>9}{exam:>{wide}}{'tokens/s':>11}{'left':>9}"
     return titles + (f"{'GiB':>7}" if memory else "")
 
