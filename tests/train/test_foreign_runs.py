@@ -4,8 +4,7 @@ import pytest
 import torch
 from peft import PeftModel
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import Run, assert_same_tensors
-from safetensors.torch import load_file
+from runs_of_the_loop import Run, resumed_bitwise
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -40,28 +39,13 @@ def foreign_plan(prepared, base, *, adapter=None, base_in="none", **sections):
     return Plan.model_validate_json(plan.model_dump_json())  # as a run reads it
 
 
-def kept(run, step, parts):
-    found = [load_file(run.checkpoint(step) / f"{part}.safetensors") for part in (*parts, "optimizer", "rng")]
-    return {f"{i}/{name}": tensor for i, part in enumerate(found) for name, tensor in part.items()}
-
-
-def halves_equal_whole(plan, folder, part):
-    whole = Run(plan, folder / "whole")
-    first = Run(plan, folder / "halves", stop_after=3)
-    torch.manual_seed(99)
-    second = Run(plan, folder / "halves", resume_from=first.checkpoint(3))
-    assert first.losses() | second.losses() == whole.losses()
-    assert_same_tensors(kept(second, 5, [part]), kept(whole, 5, [part]))
-    return whole
-
-
 @pytest.mark.parametrize("train", [
     {"precision": "float32"}, {"precision": "bfloat16", "activation_checkpointing": "full"},
     {"precision": "bfloat16-pure"}, {"precision": "float16", "activation_checkpointing": "selective"},
 ], ids=lambda train: train["precision"])  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(prepared, bases, tmp_path, kind, train):
-    run = halves_equal_whole(foreign_plan(prepared, bases[kind], train={"steps": 5} | train), tmp_path, "model")
+    run = resumed_bitwise(foreign_plan(prepared, bases[kind], train={"steps": 5} | train), tmp_path)
     assert run.losses()[5] < run.losses()[1]
     theirs = AutoModelForCausalLM.from_pretrained(run.checkpoint(5)).eval().float()
     ours = load_decoder(run.checkpoint(5), dtype=torch.float32)
@@ -77,7 +61,7 @@ def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_pat
         adapter = {"train_also": ["embed_tokens"]}
     adapter = {"targets": TARGETS[kind]} | adapter
     plan = foreign_plan(prepared, bases[kind], adapter=adapter, base_in=base_in, train={"steps": 5})
-    run = halves_equal_whole(plan, tmp_path, "adapter_model")
+    run = resumed_bitwise(plan, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(bases[kind]).eval()
     before = plain(TOKENS).logits
     theirs = PeftModel.from_pretrained(plain, run.checkpoint(5)).eval()
@@ -106,5 +90,5 @@ def test_an_architecture_that_takes_no_mask_trains_in_padded_rows(prepared, base
     with pytest.raises(UserError, match="padded"):
         Run(foreign_plan(prepared, base, model={"attention": "math"}), tmp_path / "refused")
     sections = {"model": {"attention": "math"}, "data": {"layout": "padded"}, "train": {"steps": 5}}
-    run = halves_equal_whole(foreign_plan(prepared, base, **sections), tmp_path, "model")
+    run = resumed_bitwise(foreign_plan(prepared, base, **sections), tmp_path)
     assert run.losses()[5] < run.losses()[1]

@@ -7,8 +7,7 @@ import pytest
 import torch
 from peft import AdaLoraConfig, PeftModel, get_peft_model
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import CONFIG, Run, assert_same_tensors
-from safetensors.torch import load_file
+from runs_of_the_loop import CONFIG, Run, resumed_bitwise
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -46,21 +45,10 @@ def method_plan(prepared, base, said, **sections):
     return plan.model_copy(update={"adapter": Peft(kind="peft", **said)})
 
 
-def kept(run: Run, step: int) -> dict[str, torch.Tensor]:
-    folder = run.checkpoint(step)
-    parts = [load_file(folder / f"{part}.safetensors") for part in ("adapter_model", "method", "optimizer", "rng")]
-    return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_resumed_method_equals_the_undisturbed_one_bitwise(prepared, base, tmp_path, name):
     plan = method_plan(prepared, base, METHODS[name], train={"steps": 5})
-    whole = Run(plan, tmp_path / "whole")
-    first = Run(plan, tmp_path / "halves", stop_after=3)
-    torch.manual_seed(99)
-    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
-    assert first.losses() | second.losses() == whole.losses()
-    assert_same_tensors(kept(second, 5), kept(whole, 5))
+    resumed_bitwise(plan, tmp_path)
 
 
 @pytest.mark.parametrize("name", METHODS)

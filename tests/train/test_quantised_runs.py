@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import CONFIG, Run, assert_same_tensors
+from runs_of_the_loop import CONFIG, Run, resumed_bitwise
 from safetensors.torch import load_file
 
 from bloomery.model.counting import parameter_shapes
@@ -29,12 +29,6 @@ def plan_of(prepared, base, *, quantize=None, adapter=None, **sections):
     return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update=changed)
 
 
-def tensors(run: Run, step: int) -> dict[str, torch.Tensor]:
-    folder = run.checkpoint(step)
-    parts = [load_file(folder / f"{part}.safetensors") for part in ("adapter_model", "optimizer", "rng")]
-    return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
-
-
 @pytest.mark.parametrize(("quantize", "adapter", "train"), [
     ({"base": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
     ({"base": "nf4", "double": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
@@ -44,14 +38,9 @@ def tensors(run: Run, step: int) -> dict[str, torch.Tensor]:
 ], ids=["lora", "dora", "pissa", "whole", "checkpointed"])  # fmt: skip
 def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, quantize, adapter, train):
     plan = plan_of(prepared, base, quantize=quantize, adapter=adapter, train={"steps": 5} | train)
-    whole = Run(plan, tmp_path / "whole")
-    first = Run(plan, tmp_path / "halves", stop_after=3)
-    torch.manual_seed(99)
-    second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
-    assert first.losses() | second.losses() == whole.losses()
+    whole = resumed_bitwise(plan, tmp_path)
     assert whole.losses()[5] < whole.losses()[1]
-    assert_same_tensors(tensors(second, 5), tensors(whole, 5))
-    assert not (second.checkpoint(5) / "model.safetensors").exists()
+    assert not (whole.checkpoint(5) / "model.safetensors").exists()
 
 
 def test_losses_stay_near_those_of_a_float_base(prepared, base, tmp_path):

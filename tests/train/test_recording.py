@@ -64,7 +64,7 @@ def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
     seen = Run(traced(plan, 3, 3), tmp_path)
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
     assert text.startswith("step 3, between forward and backward of its first micro-batch")
-    weights = sum(tensor.nbytes for name, tensor in seen.tensors(6).items() if name.startswith("0/"))
+    weights = sum(tensor.nbytes for name, tensor in seen.tensors(6).items() if name.startswith("model/"))
     line = next(line for line in text.splitlines() if line.startswith("weights "))
     assert f"{weights / 1024:.1f} KiB" in line
     assert any(line.startswith("optimizer ") for line in text.splitlines())
