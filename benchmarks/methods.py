@@ -1,8 +1,9 @@
 """Full training, LoRA, DoRA, AdaLoRA and QLoRA on the same answers: `python benchmarks/methods.py [--work FOLDER]`.
 
 A short run of the first demo makes the base. Every method then takes the same steps over the same rows in the same
-order, each with the learning rate of its packaged recipe, and is examined on the same held-out answers. Writes
-results/methods.json; `scripts/methods_page.py` makes the pages and the figures of it.
+order, at doubled and halved learning rates until its best lies between two worse ones, and is examined on the same
+held-out answers. Then each runs once more at its best rate, one after the other, for speed and memory: that part wants
+a quiet machine. Writes results/methods.json; `scripts/methods_page.py` makes the pages and the figures of it.
 """
 
 import argparse
@@ -19,7 +20,7 @@ BASE_STEPS, STEPS = 300, 150
 ALL = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
 LORA = "{{kind: {kind}, rank: {rank}, alpha: {alpha}, targets: " + ALL + "}}"
 ADALORA = (
-    "{kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: TINIT, tfinal: TFINAL, deltaT: 5, lora_alpha: 32, "
+    "{kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: TINIT, tfinal: TFINAL, deltaT: 5, lora_alpha: 48, "
     "target_modules: " + ALL + "}"
 )
 METHODS = {  # the packaged recipe and what changes in it
@@ -54,27 +55,55 @@ def folder_of(name: str, work: Path) -> Path:
     return work / "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
-def tuned(name: str, work: Path, base: Path, steps: int) -> None:
-    """One method's run, from its start to its end."""
+def tuned(name: str, work: Path, base: Path, steps: int, rate: float) -> Path:
+    """One method's run at one learning rate, from its start to its end: its folder."""
     recipe, words = METHODS[name]
-    folder = folder_of(name, work)
+    folder = folder_of(f"{name} {rate:g}", work)
     same = (
         f"model.from={base}", f"data.prepared={work / 'answers'}", f"train.length={steps} steps",
-        "train.compile=false", "eval.tokens=10M", "eval.every=20%", "eval.prompts=[]", "monitor.every=1 steps",
+        f"optimizer.learning_rate={rate:g}", "train.compile=false", "eval.tokens=10M", "eval.every=20%",
+        "eval.prompts=[]", "monitor.every=1 steps",
     )  # fmt: skip
     own = [word.replace("TINIT", str(steps // 8)).replace("TFINAL", str(steps // 3)) for word in words]
     shutil.rmtree(folder, ignore_errors=True)
     train(recipe, folder, *same, *own)
+    return folder
 
 
-def figures(name: str, work: Path) -> dict[str, Any]:
+def searched(name: str, work: Path, base: Path, steps: int) -> dict[float, float]:
+    """Held-out losses by learning rate: from the recipe's, doubled or halved until both neighbours of the best are
+    known to be worse. Runs that `work` holds are not repeated.
+    """
+    from bloomery.recipe.load import load_recipe
+
+    tried: dict[float, float] = {}
+    rate = load_recipe(METHODS[name][0]).recipe.optimizer.learning_rate
+    while True:
+        folder = folder_of(f"{name} {rate:g}", work)
+        tried[rate] = figures(name, folder if whole(folder) else tuned(name, work, base, steps, rate))["held_out"]
+        print(f"{name} at {rate:g}: {tried[rate]:.3f}", flush=True)
+        best = min(tried, key=lambda each: tried[each])
+        unknown = [each for each in (2 * best, best / 2) if each not in tried]
+        if not unknown:
+            return tried
+        rate = unknown[0]
+
+
+def whole(folder: Path) -> bool:
+    """Whether a run ended there as it should."""
+    from bloomery.monitor.events import RunEnded, read_events
+
+    ended = [event for event in read_events(folder / "events.jsonl") if isinstance(event, RunEnded)]
+    return bool(ended) and ended[-1].why == "done"
+
+
+def figures(name: str, folder: Path) -> dict[str, Any]:
     """What a run told."""
     from bloomery.cli.demo_chat import trained_parameters
     from bloomery.monitor.events import EvalDone, StepDone, read_events
     from bloomery.plan.store import read_plan
     from bloomery.units import MIB
 
-    folder = folder_of(name, work)
     events, plan = list(read_events(folder / "events.jsonl")), read_plan(folder / "plan.json")
     taken = [event for event in events if isinstance(event, StepDone)]
     exams = [event for event in events if isinstance(event, EvalDone)]
@@ -147,10 +176,11 @@ def machine() -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     lines = [f"before training: {report['before']['loss']:.3f} nats a token of {report['before']['tokens']:,}"]
-    lines.append(f"{'method':<20}{'held out':>9}{'trained':>11}{'MiB':>8}{'planned':>9}{'learned/s':>11}{'x full':>8}")
+    head = f"{'method':<20}{'rate':>9}{'held out':>9}{'trained':>11}"
+    lines.append(head + f"{'MiB':>8}{'planned':>9}{'learned/s':>11}{'x full':>8}")
     for row in report["rows"]:
         lines.append(
-            f"{row['name']:<20}{row['held_out']:>9.3f}{row['trained']:>11,}{row['peak_mib']:>8,.0f}"
+            f"{row['name']:<20}{row['learning_rate']:>9.2g}{row['held_out']:>9.3f}{row['trained']:>11,}{row['peak_mib']:>8,.0f}"
             f"{row['planned_mib']:>9,.0f}{row['learned_per_second']:>11,.0f}{row['times_full']:>8.2f}"
         )
     return "\n".join(lines)
@@ -158,10 +188,9 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="keeps runs here, and takes the base of an earlier call from here")
+    parser.add_argument("--work", type=Path, help="keeps runs here; base and search of an earlier call are taken")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--base-steps", type=int, default=BASE_STEPS)
-    parser.add_argument("--again", action="store_true", help="figures of the runs that --work holds")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "methods.json")
     asked = parser.parse_args()
     begun = time.perf_counter()
@@ -172,10 +201,11 @@ def main() -> None:
         base = work / "demo" / "export" / "hf"
         base = base if base.exists() else make_base(work, asked.base_steps)
         print(f"base after {time.perf_counter() - begun:.0f} s", flush=True)
-        for name in METHODS if not asked.again else ():
-            tuned(name, work, base, asked.steps)
-            print(f"{name}: {figures(name, work)['held_out']:.3f}", flush=True)
-        rows = [figures(name, work) for name in METHODS]
+        rates = {name: searched(name, work, base, asked.steps) for name in METHODS}
+        rows = []
+        for name, tried in rates.items():
+            folder = tuned(name, work, base, asked.steps, min(tried, key=lambda rate: tried[rate]))
+            rows.append(figures(name, folder) | {"tried": sorted(tried.items())})
         rows = [row | {"times_full": rows[0]["step_seconds"] / row["step_seconds"]} for row in rows]
         report = {
             "machine": machine(), "base_steps": asked.base_steps, "steps": asked.steps, "before": before(base, work),

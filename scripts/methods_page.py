@@ -44,7 +44,7 @@ SEVEN = {  # the settings of each method for Llama 2 7B: a packaged recipe and w
     "DoRA r16": (BASE, (f"adapter={{kind: dora, rank: 16, alpha: 32, {ALL}}}",)),
     "AdaLoRA r24 to 16": (
         BASE,
-        ("adapter={kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: 100, tfinal: 100, lora_alpha: 32, "
+        ("adapter={kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: 100, tfinal: 100, lora_alpha: 48, "
          "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}", "train.length=1000 steps"),
     ),
     "QLoRA r16 (nf4)": (BASE, (f"adapter={{kind: lora, rank: 16, alpha: 32, {ALL}}}", "quantize={base: nf4}")),
