@@ -290,6 +290,16 @@ def test_held_out_text_is_whole_and_broken_characters_share_a_stretch(tmp_path):
     assert next(one for one in told if one.text == "日").nats == 3
 
 
+def test_what_is_only_read_has_no_price(tmp_path):
+    tokenizer = train_tokenizer(iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path)
+    tokens = tokenizer.encode("plain text")
+    learned = [index >= len(tokens) - 2 for index in range(len(tokens))]
+    told = stretches(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer, learned)
+    assert [one.nats for one in told] == [1.0 if flag else None for flag in learned]
+    page = draw(HeldOut(told, told, 1))
+    assert "1.00 nats each on average" in page and page.count('class="read"') == 1 + 2 * learned.count(False)
+
+
 def test_heat_grows_with_the_price():
     assert [level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [0, 0, 1, 2, 3, 4, 5, 6]
     page = draw(HeldOut([Priced("<a>", 9.0)], [Priced("<a>", 0.1)], 7))

@@ -54,7 +54,7 @@ def test_questions_end_where_the_first_answer_begins(made):
 def test_both_models_answer_the_same_questions(made):
     plan, checkpoints, tokenizer = made
     told = compare_answers(plan, checkpoints, 1)
-    assert len(told) == 4 and all(one.question.startswith("Q return") and "def f" in one.reference for one in told)
+    assert len(told) == 4 and all(one.question.startswith("return") and "def f" in one.reference for one in told)
     questions = held_out_questions(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
     said = answer(load_decoder(plan.model.source), tokenizer, first, max_tokens=160)

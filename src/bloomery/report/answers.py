@@ -18,6 +18,7 @@ _MOST_PARAMETERS = 1_500_000_000  # as of the held-out text
 _QUESTIONS = 4
 _LOOKED_AT = 64  # questions of which the shortest are taken
 _MAX_TOKENS = 160
+_MARK = "QUESTION"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answ
         after = _answers(checkpoint, chosen, tokenizer)
     except UserError:  # the section above says what is wrong with the text or the model
         return []
-    asked = [(_text(tokenizer, q.prompt), _text(tokenizer, q.reference)) for q in chosen]
+    around = _around(tokenizer)
+    asked = [(_bare(_text(tokenizer, q.prompt), *around), _text(tokenizer, q.reference)) for q in chosen]
     return [Answered(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
 
 
@@ -62,6 +64,25 @@ def _answers(folder: Path, questions: "list[Question]", tokenizer: Tokenizer) ->
     decoder = load_decoder(folder, dtype=torch.float32)
     said = [answer(decoder, tokenizer, question, max_tokens=_MAX_TOKENS) for question in questions]
     return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
+
+
+def _around(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What the chat template writes before a question and behind it, as it is shown; nothing where there is none."""
+    from bloomery.data.examples import Message
+    from bloomery.data.render import Renderer
+
+    try:
+        with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+            written = _text(tokenizer, renderer.prompt([Message("user", _MARK)]))
+    except UserError:  # prompts of plain text need no template
+        return "", ""
+    before, found, after = written.partition(_MARK)
+    return (before.strip(), after.strip()) if found else ("", "")
+
+
+def _bare(question: str, before: str, after: str) -> str:
+    """The question alone; one behind another system message or turns keeps these."""
+    return question.removesuffix(after).removeprefix(before).strip()
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -46,15 +46,15 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | 
         return "there is no checkpoint"
     try:
         tokenizer = load_tokenizer(plan.data.prepared)
-        tokens = _document(plan.data.prepared, tokenizer)
+        tokens, learned = _document(plan.data.prepared, tokenizer)
     except UserError as error:
         return f"the held-out text cannot be read: {error.where} {error.problem}"
     if len(tokens) < 2:
         return "the validation split is empty"
-    return _price(plan, checkpoint, tokens, tokenizer)
+    return _price(plan, checkpoint, tokens, learned, tokenizer)
 
 
-def _price(plan: Plan, checkpoint: Path, tokens: list[int], tokenizer: Tokenizer) -> HeldOut:
+def _price(plan: Plan, checkpoint: Path, tokens: list[int], learned: list[bool], tokenizer: Tokenizer) -> HeldOut:
     import torch
 
     from bloomery.model.weights import fresh_decoder, load_decoder
@@ -68,28 +68,38 @@ def _price(plan: Plan, checkpoint: Path, tokens: list[int], tokenizer: Tokenizer
     del before  # only one model at a time
     last = next(score_documents(load_decoder(checkpoint, dtype=torch.float32), [tokens]))
     step = int(checkpoint.name.rpartition("-")[2])
-    return HeldOut(stretches(tokens, first, tokenizer), stretches(tokens, last, tokenizer), step)
+    before_after = (stretches(tokens, nats, tokenizer, learned) for nats in (first, last))
+    return HeldOut(*before_after, step)
 
 
-def _document(prepared: Path, tokenizer: Tokenizer) -> list[int]:
-    """The beginning of the first document that is long enough and holds no secret: a token could hide in two pieces."""
+def _document(prepared: Path, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """The beginning of the first document that is long enough and holds no secret (a token could hide in two pieces),
+    and which of its tokens are learned.
+    """
     split = open_split(prepared, "validation")
-    found: list[int] = []
+    found: tuple[list[int], list[bool]] = ([], [])
     for index in range(min(len(split), 200)):
         tokens: list[int] = split.document(index)[:_TOKENS].tolist()
+        learned = [True] * len(tokens)
+        if split.learned is not None:
+            start = int(split.bounds[index])
+            learned = split.learned[start : start + len(tokens)].astype(bool).tolist()
         text = tokenizer.decode(tokens)
-        if len(tokens) > len(found) and scrub(text) == text:
-            found = tokens
-        if len(found) >= _ENOUGH:
+        if len(tokens) > len(found[0]) and any(learned[1:]) and scrub(text) == text:
+            found = tokens, learned
+        if len(found[0]) >= _ENOUGH:
             break
     return found
 
 
-def stretches(tokens: list[int], nats: np.ndarray, tokenizer: Tokenizer) -> list[Priced]:
+def stretches(
+    tokens: list[int], nats: np.ndarray, tokenizer: Tokenizer, learned: list[bool] | None = None
+) -> list[Priced]:
     """Text token by token, without the BOS; tokens that only together make a character share a stretch.
 
-    `nats`: float [len(tokens) - 1], of every token but the first.
+    `nats`: float [len(tokens) - 1], of every token but the first; those that are not learned are read and not priced.
     """
+    flags = np.array(learned[1:] if learned else [True] * len(nats))
     found: list[Priced] = []
     start = 1 if tokens[0] == tokenizer.bos_id else 0
     shown = tokenizer.decode(tokens[:start])
@@ -97,7 +107,8 @@ def stretches(tokens: list[int], nats: np.ndarray, tokenizer: Tokenizer) -> list
         text = tokenizer.decode(tokens[:end])
         if text.endswith("�") and end < len(tokens):
             continue
-        prices = nats[max(start - 1, 0) : end - 1]
+        here = slice(max(start - 1, 0), end - 1)
+        prices = nats[here][flags[here]]
         found.append(Priced(text[len(shown) :], float(prices.sum()) if len(prices) else None))
         start, shown = end, text
     return [one for one in found if one.text]
@@ -113,14 +124,17 @@ def draw(told: HeldOut) -> Html:
     names = [f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES)]
     keys = [el("span", name, class_=f"n{index}") for index, name in enumerate(names)]
     before, after = _column("before training", told.before), _column(f"after step {told.step:,}", told.after)
-    return join(el("p", "nats a token: ", *keys, class_="legend"), el("div", before, after, class_="two"))
+    read = [el("span", "only read", class_="read")] if any(one.nats is None for one in told.after[1:]) else []
+    return join(el("p", "nats a token: ", *keys, *read, class_="legend"), el("div", before, after, class_="two"))
 
 
 def _column(title: str, text: list[Priced]) -> Html:
     scored = [one.nats for one in text if one.nats is not None]
     mean = f"{sum(scored) / len(scored):.2f} nats each on average" if scored else ""
     parts = [
-        el("span", one.text, class_=f"n{level(one.nats)}", title=None if one.nats is None else f"{one.nats:.2f} nats")
+        el("span", one.text, class_="read")
+        if one.nats is None
+        else el("span", one.text, class_=f"n{level(one.nats)}", title=f"{one.nats:.2f} nats")
         for one in text
     ]
     caption = el("figcaption", el("b", title), el("span", mean, class_="unit"))

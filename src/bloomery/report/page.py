@@ -141,13 +141,14 @@ def plan_and_run(record: Record) -> Html | None:
     plan, tally = record.plan, record.tally
     if plan is None:
         return None
-    parts = [(name, size / GIB) for name, size in sorted(plan.memory.parts.items(), key=lambda part: -part[1])]
-    rows = [*parts, ("planned in all", plan.memory.total / GIB)]
+    unit, name = (GIB, "GiB") if plan.memory.total >= GIB else (GIB / 1024, "MiB")
+    parts = sorted(((each, size / unit) for each, size in plan.memory.parts.items()), key=lambda part: -part[1])
+    rows = [*parts, ("planned in all", plan.memory.total / unit)]
     if tally.peak_gib:
-        rows.append(("measured", tally.peak_gib))
-    low, high, limit = (size / GIB for size in (plan.memory.low, plan.memory.high, plan.memory.limit))
-    said = f"Range {low:.2f} to {high:.2f} GiB, limit {limit:.2f} GiB."
-    memory = bar_chart(Bars("Memory of one device", rows, "GiB", said, own="measured"))
+        rows.append(("measured", tally.peak_gib * GIB / unit))
+    low, high, limit = (format_bytes(size) for size in (plan.memory.low, plan.memory.high, plan.memory.limit))
+    said = f"Range {low} to {high}, limit {limit}."
+    memory = bar_chart(Bars("Memory of one device", rows, name, said, own="measured"))
     compared = [_compared(title, planned, ran) for title, planned, ran in _pairs(record) if planned and ran]
     figures = table(["", "plan", "run", "difference"], compared) if compared else None
     return join(memory, figures)
@@ -277,7 +278,7 @@ def choices(record: Record) -> Html | None:
     rows: list[list[str | Html]] = [
         [el("code", decision.key), decision.value, el("small", decision.because)] for decision in record.plan.decisions
     ]
-    return table(["key", "value", "because"], rows)
+    return table(["key", "value", "because"], rows, class_="why")
 
 
 def recipe(record: Record) -> Html | None:
