@@ -8,8 +8,6 @@ borders, start from the same weights and take the same optimizer. See README.md 
 
 import argparse
 import json
-import os
-import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -19,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from side_bloomery import RECIPE, planned
 from stdlib_pieces import described, write_pieces
-from turns import Side, compare, machine, quicker, started
+from turns import Side, compare, judged, machine, started, table, told
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "pretrain_cpu.json"
@@ -78,32 +76,11 @@ def write_first_weights(folder: Path, extra: list[str]) -> None:
     write_model(dict(model.named_parameters()), plan.model.config, folder / "init")
 
 
-def table(sides: list[Side]) -> str:
-    """One line a side."""
-    lines = [f"{'':<34}{'real tok/s':>11}{'s/step':>8}{'live MiB':>10}{'RSS MiB':>9}  losses"]
-    for side in sides:
-        found = side.result
-        losses = " ".join(f"{loss:.3f}" for loss in found["losses"])
-        lines.append(
-            f"{NAMES[side.name]:<34}{side.speed:>11,.0f}{statistics.median(found['seconds']):>8.2f}"
-            f"{found['live_bytes'] / 2**20:>10,.0f}{found['resident_bytes'] / 2**20:>9,.0f}  {losses}"
-        )
-    return "\n".join(lines)
-
-
-def judged(sides: list[Side]) -> list[dict]:
-    """Each bar beside what was measured against the fastest Trainer; speeds are compared round by round."""
+def verdicts_of(sides: list[Side]) -> list[dict]:
+    """Each bar beside what was measured against the fastest Trainer."""
     ours = {side.name: side for side in sides}
     theirs = max((side for side in sides if side.name in TRAINERS), key=lambda side: side.speed)
-    verdicts = []
-    for name, figure, bar in BARS:
-        if name not in ours:
-            continue
-        side, memory = ours[name], figure == "memory"
-        ratio = side.watched["live_bytes"] / theirs.watched["live_bytes"] if memory else quicker(side, theirs)
-        met = ratio <= bar if memory else ratio >= bar
-        verdicts.append({"ours": name, "theirs": theirs.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met})
-    return verdicts
+    return [judged(ours[name], theirs, figure, bar) for name, figure, bar in BARS if name in ours]
 
 
 def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float], asked: argparse.Namespace) -> dict:
@@ -115,14 +92,10 @@ def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float
             for name, command in commands.items()
         ]
         compare(sides, asked.steps)
-    verdicts = judged(sides)
-    print(table(sides))
+    verdicts = verdicts_of(sides)
+    print(table(sides, NAMES, counted="real"))
     for verdict in verdicts:
-        sign, said = ("<=" if verdict["figure"] == "memory" else ">="), "met" if verdict["met"] else "NOT MET"
-        print(
-            f"  {NAMES[verdict['ours']]} / {NAMES[verdict['theirs']]}:"
-            f" {verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {said})"
-        )
+        print(told(verdict, NAMES))
     without_folders = {name: [Path(program).name, *rest] for name, (program, _, *rest) in commands.items()}
     return {"sides": {side.name: side.result for side in sides}, "bars": verdicts, "commands": without_folders}
 
@@ -160,8 +133,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     asked = parse()
-    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}.items():
-        os.environ.setdefault(name, value)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         asked.work = (asked.work or Path(place)).absolute()

@@ -8,8 +8,6 @@ chat template, start from the same weights and train the same LoRA. See README.m
 
 import argparse
 import json
-import os
-import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -18,7 +16,7 @@ from pathlib import Path
 from side_bloomery import RECIPE
 from side_trl import ALPHA, LENGTH, RANK, RATES, TARGETS
 from stdlib_answers import SPECIAL, TEMPLATE, write_rows
-from turns import Side, compare, machine, quicker, started
+from turns import Side, compare, judged, machine, started, table, told
 
 HERE = Path(__file__).parent
 ROWS = {"sft": 8, "dpo": 16}  # of our step: rows of 1,024 positions
@@ -70,10 +68,7 @@ monitor: {{to: []}}
 
 
 def commands(objective: str, work: Path) -> dict[str, list[str]]:
-    """Each side's program and words. `best` has two forms, of which the quicker counts.
-
-    `best-compiled` is not among them: torch.compile took four minutes over two steps of ever new shapes.
-    """
+    """Each side's program and words. `best` has two forms, of which the quicker counts."""
     theirs, ours, folder = str(HERE / "side_trl.py"), str(HERE / "side_bloomery.py"), str(work)
     rows = str(ROWS[objective])
     return {
@@ -84,31 +79,12 @@ def commands(objective: str, work: Path) -> dict[str, list[str]]:
     }
 
 
-def judged(sides: list[Side]) -> list[dict]:
+def verdicts_of(sides: list[Side]) -> list[dict]:
     """Each bar beside what was measured; `best` is the quickest of its forms, in speed and in memory."""
-    ours = next(side for side in sides if side.name == "bloomery")
-    theirs = {"defaults": next(side for side in sides if side.name == "defaults")}
-    theirs["best"] = max((side for side in sides if side.name.startswith("best")), key=lambda side: side.speed)
-    verdicts = []
-    for name, figure, bar in BARS:
-        other, memory = theirs[name], figure == "memory"
-        ratio = ours.watched["live_bytes"] / other.watched["live_bytes"] if memory else quicker(ours, other)
-        met = ratio <= bar if memory else ratio >= bar
-        verdicts.append({"theirs": other.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met})
-    return verdicts
-
-
-def table(sides: list[Side]) -> str:
-    lines = [f"{'':<18}{'learned tok/s':>14}{'s/step':>8}{'learned':>9}{'live MiB':>10}{'RSS MiB':>9}  losses"]
-    for side in sides:
-        found = side.result
-        losses = " ".join(f"{loss:.3f}" for loss in found["losses"])
-        lines.append(
-            f"{side.name:<18}{side.speed:>14,.0f}{statistics.median(found['seconds']):>8.2f}"
-            f"{statistics.median(found['learned']):>9,.0f}{found['live_bytes'] / 2**20:>10,.0f}"
-            f"{found['resident_bytes'] / 2**20:>9,.0f}  {losses}"
-        )
-    return "\n".join(lines)
+    by_name = {side.name: side for side in sides}
+    best = max((side for side in sides if side.name.startswith("best")), key=lambda side: side.speed)
+    theirs = {"best": best, "defaults": by_name["defaults"]}
+    return [judged(by_name["bloomery"], theirs[name], figure, bar) for name, figure, bar in BARS]
 
 
 def parse() -> argparse.Namespace:
@@ -123,8 +99,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     asked = parse()
-    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}.items():
-        os.environ.setdefault(name, value)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         work = (asked.work or Path(place)).absolute()
@@ -136,16 +110,11 @@ def main() -> None:
         }
         sides = [stack.enter_context(started(name, words, work)) for name, words in chosen.items()]
         compare(sides, asked.steps)
-        print(table(sides))
+        print(table(sides, counted="learned"))
         if asked.only:
             return
-        verdicts = judged(sides)
-        for verdict in verdicts:
-            sign, said = ("<=" if verdict["figure"] == "memory" else ">="), "met" if verdict["met"] else "NOT MET"
-            print(
-                f"  bloomery / {verdict['theirs']}: {verdict['figure']} {verdict['ratio']:.2f}"
-                f" ({sign} {verdict['bar']}: {said})"
-            )
+        verdicts = verdicts_of(sides)
+        print(*map(told, verdicts), sep="\n")
         results = {side.name: side.result for side in sides}
     report = {
         "machine": machine(), "made": made, "length": LENGTH, "rank": RANK, "targets": TARGETS, "sides": results,

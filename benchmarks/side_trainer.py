@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paced import Ended, Pace
+from paced_trainer import Paced, train
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -16,7 +16,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -57,21 +56,6 @@ class PackedRows(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Paced(TrainerCallback):
-    def __init__(self) -> None:
-        self.pace = Pace()
-
-    def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
-        self.pace.begin()
-
-    def on_step_end(self, *_args: object, **_kwargs: object) -> None:
-        self.pace.stop()
-
-    def on_log(self, *_args: object, logs: dict[str, float], **_kwargs: object) -> None:
-        if "loss" in logs:
-            self.pace.tell(float(logs["loss"]))
-
-
 def arguments(folder: str, extra: dict, *, micro_batch: int, rows: int) -> TrainingArguments:
     """The guide's, but for a learning rate that is constant, so that a few steps learn something."""
     return TrainingArguments(
@@ -84,7 +68,6 @@ def arguments(folder: str, extra: dict, *, micro_batch: int, rows: int) -> Train
 
 def main() -> None:
     folder, kind, dropout, micro_batch, rows = Path(sys.argv[1]), *sys.argv[2:6]
-    paced = Paced()
     tokenizer = AutoTokenizer.from_pretrained(folder / "prepared")
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float(dropout))
     model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa", **rates)
@@ -96,12 +79,9 @@ def main() -> None:
             args=arguments(place, {} if guide else BEST, micro_batch=int(micro_batch), rows=int(rows)),
             train_dataset=padded if guide else packed,
             data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False) if guide else default_data_collator,
-            callbacks=[paced],
+            callbacks=[Paced()],
         )
-        try:
-            trainer.train()
-        except Ended:
-            print("ended as asked", file=sys.stderr)
+        train(trainer)
 
 
 if __name__ == "__main__":

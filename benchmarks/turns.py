@@ -6,11 +6,14 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
+THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}  # unless the environment says others
 WARM = 2  # steps that are not measured: both sides compile in the first, the Trainer once more in the second
 
 
@@ -39,12 +42,13 @@ class Side:
             raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}; see {self.name}.log")
         return json.loads(answer)
 
+    def counted(self) -> list[float]:
+        """Tokens that count, by round."""
+        return [step["learned"] if self.positions is None else self.positions * self.real_share for step in self.steps]
+
     def rates(self) -> list[float]:
         """Tokens that count a second, by round."""
-        return [
-            (step["learned"] if self.positions is None else self.positions * self.real_share) / step["seconds"]
-            for step in self.steps
-        ]
+        return [tokens / step["seconds"] for tokens, step in zip(self.counted(), self.steps, strict=True)]
 
     @property
     def speed(self) -> float:
@@ -71,7 +75,7 @@ def started(name: str, command: Sequence[str], folder: Path, *, positions: int |
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=THREADS | os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
         try:
             yield Side(name, process, real_share, positions)
@@ -97,6 +101,35 @@ def quicker(one: Side, other: Side) -> float:
     return statistics.median(a / b for a, b in zip(one.rates(), other.rates(), strict=True))
 
 
+def table(sides: Sequence[Side], names: Mapping[str, str] = MappingProxyType({}), *, counted: str) -> str:
+    """A line a side. `names`: what sides are called; `counted`: which of the tokens count."""
+    width = 2 + max(len(names.get(side.name, side.name)) for side in sides)
+    lines = [f"{'':<{width}}{counted + ' tok/s':>14}{'s/step':>8}{'tokens':>9}{'live MiB':>10}{'RSS MiB':>9}  losses"]
+    for side in sides:
+        found = side.result
+        losses = " ".join(f"{loss:.3f}" for loss in found["losses"])
+        lines.append(
+            f"{names.get(side.name, side.name):<{width}}{side.speed:>14,.0f}{statistics.median(found['seconds']):>8.2f}"
+            f"{statistics.median(side.counted()):>9,.0f}{found['live_bytes'] / 2**20:>10,.0f}"
+            f"{found['resident_bytes'] / 2**20:>9,.0f}  {losses}"
+        )
+    return "\n".join(lines)
+
+
+def judged(ours: Side, theirs: Side, figure: Literal["speed", "memory"], bar: float) -> dict:
+    """A bar beside what was measured: memory must not exceed it, speed, compared round by round, must reach it."""
+    memory = figure == "memory"
+    ratio = ours.watched["live_bytes"] / theirs.watched["live_bytes"] if memory else quicker(ours, theirs)
+    met = ratio <= bar if memory else ratio >= bar
+    return {"ours": ours.name, "theirs": theirs.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met}
+
+
+def told(verdict: dict, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    ours, theirs = (names.get(verdict[side], verdict[side]) for side in ("ours", "theirs"))
+    sign, outcome = ("<=" if verdict["figure"] == "memory" else ">="), "met" if verdict["met"] else "NOT MET"
+    return f"  {ours} / {theirs}: {verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {outcome})"
+
+
 def machine() -> dict:
     """The processor, and the versions that decide about speed."""
     import peft
@@ -106,7 +139,8 @@ def machine() -> dict:
 
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     return {
-        "cpu": model.partition(":")[2].strip(), "cores": os.cpu_count(), "threads": os.environ["OMP_NUM_THREADS"],
-        "load": os.getloadavg()[0], "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "peft": peft.__version__, "trl": trl.__version__,
+        "cpu": model.partition(":")[2].strip(), "cores": os.cpu_count(),
+        "threads": (THREADS | os.environ)["OMP_NUM_THREADS"], "load": os.getloadavg()[0],
+        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "peft": peft.__version__, "trl": trl.__version__,
     }  # fmt: skip

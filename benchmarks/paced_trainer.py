@@ -1,0 +1,33 @@
+"""transformers' Trainer, and every trainer made of it, taking its steps as `paced` says."""
+
+import sys
+from collections.abc import Callable
+
+from paced import Ended, Pace
+from transformers import Trainer, TrainerCallback
+
+
+class Paced(TrainerCallback):
+    """`learned`: how many labels the step before learned from, for who counts them."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.learned: Callable[[], int | None] = lambda: None
+
+    def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
+        self.pace.begin()
+
+    def on_step_end(self, *_args: object, **_kwargs: object) -> None:
+        self.pace.stop()
+
+    def on_log(self, *_args: object, logs: dict[str, float], **_kwargs: object) -> None:
+        if "loss" in logs:
+            self.pace.tell(float(logs["loss"]), self.learned())
+
+
+def train(trainer: Trainer) -> None:
+    """Until no more steps are asked for."""
+    try:
+        trainer.train()
+    except Ended:
+        print("ended as asked", file=sys.stderr)
