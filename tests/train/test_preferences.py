@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plans_for_tests import tiny_plan
+from plans_for_tests import tiny_config, tiny_plan
 from torch.testing import assert_close
 
 from bloomery.data.loader import Batch
@@ -163,6 +163,22 @@ def test_accumulation_takes_the_step_of_one_large_batch(asked):
     assert one.metrics.get("kl", 1.0) > 0
     assert set(one.metrics) >= {"accuracy", "chosen_reward", "rejected_reward"}
     assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
+    who, objective, _ = trainee(Kto(kind="kto"), config=tiny_config(residual_dropout=rate))
+    whole = batch_of_pairs(5)
+    cut = [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]
+
+    def drift(batches: list[Batch]) -> float:
+        first = objective.before(who.model, batches)[0]
+        return means(compute_loss(who.model, first, objective, precision="float32").metrics)["kl"]
+
+    assert drift([whole]) == pytest.approx(drift(cut), rel=1e-5)
+    assert drift([whole]) > 0
+    repeated = objective.before(who.model, [whole])[0].baseline is not None
+    assert repeated == (rate > 0)  # a forward that drops nothing tells it itself
 
 
 @pytest.mark.parametrize("asked", KINDS)

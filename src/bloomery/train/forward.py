@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bloomery.data.loader import Batch
 from bloomery.model.decoder import Decoder
@@ -36,6 +36,14 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tens
             head=head,
         )
     return output
+
+
+def drops(model: Decoder) -> bool:
+    """Whether a forward draws what it drops: of a model that is trained with dropout, its own or an adapter's."""
+    config = model.config
+    rates: list[object] = [config.embedding_dropout, config.residual_dropout, config.attention_dropout]
+    rates += [each.p if isinstance(each, nn.Dropout) else getattr(each, "dropout", 0) for each in model.modules()]
+    return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from bloomery.model.heads import Head, LabelScores, Values
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil, Kto, OrPo, Preference, SimPo
-from bloomery.train.forward import forward, looking, to_device
+from bloomery.train.forward import drops, forward, looking, to_device
 from bloomery.train.losses import (
     LossParts,
     Pairs,
@@ -137,8 +137,9 @@ def rewarding() -> Objective:
 def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None) -> Objective:
     """Of single answers, the desirable ones are made likelier and the others less likely.
 
-    What both are measured from is estimated over the whole step, so that it does not matter how the step is cut: of a
-    single micro-batch by its own forward, of several by one more forward of each before the first.
+    What both are measured from is estimated over the whole step and without dropout, so that it does not matter how
+    the step is cut: of a single micro-batch by its own forward where that drops nothing, else by one more forward of
+    each before the first.
     """
 
     def drift(scores_BT: Tensor, batch: Batch) -> Tensor:
@@ -147,7 +148,7 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
-        if len(batches) == 1:
+        if len(batches) == 1 and not drops(model):
             return batches
         device = next(model.parameters()).device
         with looking(model):
