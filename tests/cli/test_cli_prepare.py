@@ -49,6 +49,15 @@ def test_prepare_sums_up_and_checks(workshop):
     assert "making tokens" not in typed("prepare", "small.yaml")  # done already
 
 
+def test_each_of_several_sources_is_told_with_its_weight(workshop):
+    sources = "data: {sources: [{path: text, glob: '1?.txt', weight: 2}, {path: text/3.txt}], sequence_length: 32}"
+    (workshop / "mixed.yaml").write_text(RECIPE.split("data:")[0] + sources)
+    output = typed("prepare", "mixed.yaml")
+    first, second = output.partition("sources    ")[2].splitlines()[:2]
+    assert first.startswith("text: 9 documents, ") and first.endswith(" tokens, 2 times an epoch")
+    assert second.strip().startswith("text/3.txt: 1 document") and "times" not in second
+
+
 def test_preview_shows_documents_tokens_and_what_is_cut(workshop):
     output = typed("prepare", "small.yaml", "--preview", "3")
     assert output.count("tokens ·") == 3

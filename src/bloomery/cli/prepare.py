@@ -97,6 +97,7 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     )
     if manifest.formats:
         click.echo(f"format     {', '.join(manifest.formats)}")
+    _tell_sources(manifest, loaded)
     aside = _aside(loaded)
     if aside:
         click.echo(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
@@ -108,6 +109,21 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
         _tell_rows(manifest, loaded, folder)
     tell_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
     click.echo(f"folder     {folder}")
+
+
+def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
+    """What each of several sources gives to an epoch."""
+    from bloomery.data.health import UNITS
+    from bloomery.data.shards import ANSWERS
+    from bloomery.units import counted, format_count
+
+    title, sources = "sources", loaded.recipe.data.sources
+    for source, part in zip(sources, manifest.train.parts, strict=False):  # those of validation follow
+        what = counted(part.documents // ANSWERS[manifest.kind], UNITS[manifest.kind])
+        often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
+        place = source.path.removeprefix(f"{Path.cwd()}/")
+        click.echo(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
+        title = ""
 
 
 def _aside(loaded: "LoadedRecipe") -> list[str]:
