@@ -1,6 +1,7 @@
 """Transformers' layers under our head: its own forward, its own files and our own decoder are the oracles."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,17 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(said: dict[str, object]
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match=match):
         read_config(tmp_path)
+
+
+def test_transformers_prints_no_config_before_our_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    said = {"model_type": "mamba", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="layer_types"):
+        read_config(tmp_path)
+    assert not caplog.records
 
 
 def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.families import FAMILIES
+from bloomery.model.families import architecture_of
 from bloomery.monitor.events import EvalDone, RunStarted, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
@@ -74,15 +74,11 @@ def _metadata(base: str | None) -> str:
     return f"---\nlibrary_name: {library}\n{of}pipeline_tag: text-generation\ntags:\n- bloomery\n---\n"
 
 
-def _architecture(config: ModelConfig) -> str:
-    return config.family if config.foreign is not None else FAMILIES[config.family].architecture
-
-
 def _facts(config: ModelConfig, base: str | None) -> Iterator[str]:
     size = format_count(parameter_count(config))
     if base is not None:
         yield f"An adapter for {_name(base)}. The model with it:"
-    yield f"A language model of {size} parameters: {_architecture(config)}, {config.num_layers} layers"
+    yield f"A language model of {size} parameters: {architecture_of(config)}, {config.num_layers} layers"
     yield f"of width {config.hidden_size}, {config.vocab_size:,} tokens, a context of {config.max_positions:,} tokens."
     yield "Made with Bloomery.\n"
 

@@ -37,6 +37,7 @@ class Foreign:
     attention: str  # of transformers: sdpa or eager
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     matrices: tuple[tuple[str, int, int, bool], ...]
+    architecture: str = ""  # the name of its class in transformers
     factor: float = 1.0
     safe_because: str = ""  # why transformers itself loads the weights; empty: it does not
 
@@ -59,7 +60,7 @@ class ModelConfig:
     norm_bias: bool = True  # layer norms only
     norm_placement: Literal["before", "after", "both"] = "before"
     qk_norm: Literal["none", "head", "full"] = "none"
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Activation = "silu"
     gated_mlp: bool = True
     attention_bias: bool = False
     output_bias: bool = False

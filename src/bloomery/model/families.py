@@ -29,7 +29,7 @@ GPT2_KEYS = MappingProxyType({
 })  # fmt: skip
 GEMMA_FACTS: Facts = {"norm": "rms_unit_offset", "scale_embeddings": True}
 BIASES = {"attention_bias": "attention_bias", "output_bias": "attention_bias"}
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_pytorch": "gelu", "relu": "relu",
 }  # fmt: skip
@@ -343,6 +343,13 @@ def _stated(config: ModelConfig) -> Facts:
     if config.head == "values":
         stated |= _classifier(config.family)
     return stated | family.write(config)
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The name of its class in transformers."""
+    if config.foreign is not None:
+        return config.foreign.architecture or config.family
+    return FAMILIES[config.family].architecture
 
 
 def known_family(name: str) -> Family:

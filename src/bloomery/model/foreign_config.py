@@ -1,7 +1,9 @@
 """What config.json of an architecture that our decoder lacks means for it, asked of transformers. No torch."""
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -50,6 +52,24 @@ def foreign_config(said: Mapping[str, Any], *, where: str) -> ModelConfig:
 
 @lru_cache(maxsize=4)
 def _asked(stated: str, where: str) -> ModelConfig:
+    with _hushed():
+        return _probed(stated, where)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Transformers prints a whole config before the error that is told in a sentence here."""
+    from transformers.utils.logging import get_verbosity, set_verbosity
+
+    level = get_verbosity()
+    set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        set_verbosity(level)
+
+
+def _probed(stated: str, where: str) -> ModelConfig:
     from bloomery.model.foreign import Unlike, blank_model, computed_buffers, foreign_facts
 
     fields = _fields(json.loads(stated), where)
@@ -77,7 +97,10 @@ def _asked(stated: str, where: str) -> ModelConfig:
         activation=ACTIVATIONS.get(str(activation), "gelu"),  # type: ignore[arg-type]
         tie_embeddings=tied, final_softcap=fields.optional_number("final_logit_softcapping"), attention_dropout=rate,
         sliding_window=_windows(fields, sizes["num_layers"]),
-        foreign=Foreign(stated=stated, attention=attention, factor=factor, safe_because=because, **facts),
+        foreign=Foreign(
+            stated=stated, architecture=type(whole).__name__, attention=attention, factor=factor, safe_because=because,
+            **facts,
+        ),
     )  # fmt: skip
     return checked(config, where=where)
 

@@ -57,6 +57,14 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
 
     `implementation`: whose layers compute it; auto: ours where we have them, else those of transformers.
     """
+    said, where = stated_config(folder), str(folder / "config.json")
+    if chosen(said, implementation) == "foreign":
+        return foreign_config(said, where=where)
+    return config_from_hf(said, where=where)
+
+
+def stated_config(folder: Path) -> dict[str, Any]:
+    """The object in a folder's config.json, unjudged. Raises UserError."""
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
         remedy = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
@@ -72,9 +80,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
         raise UserError(f"config.json is not JSON: {reason}", where=str(path), remedy=_AGAIN) from error
     if not isinstance(stated, dict):
         raise UserError("config.json holds no object", where=str(path), remedy=_AGAIN)
-    if chosen(stated, implementation) == "foreign":
-        return foreign_config(stated, where=str(path))
-    return config_from_hf(stated, where=str(path))
+    return stated
 
 
 def known_config(name: str, implementation: str = "auto") -> ModelConfig:

@@ -8,6 +8,7 @@ from bloomery.hardware.settings import idle_settings
 from bloomery.model.adapter_names import adaptation
 from bloomery.model.counting import parameter_shapes
 from bloomery.plan.claims import roughly, span
+from bloomery.plan.foreign import unrun_programs
 from bloomery.plan.lean import idle_lean_settings
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
@@ -17,6 +18,7 @@ from bloomery.units import counted, format_count
 
 def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
     """One sentence each."""
+    yield from unrun_programs(recipe, plan.model.config)
     yield from _claims(recipe.expect, plan)
     yield from _lengths(recipe, plan)
     yield from _rows(plan)

@@ -1,10 +1,14 @@
 """A model of transformers' layers in a plan: that it is one, what it cannot have, which attention it takes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from bloomery.choice import Choice
 from bloomery.errors import UserError
+from bloomery.hub import cached_model
 from bloomery.model.config import Foreign, ModelConfig
+from bloomery.model.families import architecture_of
+from bloomery.model.presets import stated_config
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 
@@ -61,6 +65,20 @@ def foreign_attention(asked: str, foreign: Foreign, *, packed: bool) -> Choice[s
         "sdpa": "torch's own kernel as transformers calls it: one document a row",
     }[own]
     return Choice(own, because)
+
+
+def unrun_programs(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    """What a model brings that is never run, and what it is taken for instead: the two may differ."""
+    folder = None if recipe.model.from_ is None else cached_model(recipe.model.from_)
+    if folder is None:
+        return
+    said, taken = stated_config(folder), architecture_of(config)
+    kind, name = said.get("model_type"), str(recipe.model.from_)
+    name = folder.name if Path(name).exists() else name
+    if said.get("auto_map"):
+        yield f"{name} names a program of its own (auto_map), which is never run: taken as {taken}"
+    elif isinstance(kind, str) and config.foreign is None and kind != config.family:
+        yield f"{name} is of a kind that nobody here knows ({kind[:60]}): taken as {taken}, as architectures says"
 
 
 def foreign_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:

@@ -7,6 +7,7 @@ from bloomery.hardware.assume import fitting_builds
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.counting import parameter_count
+from bloomery.model.families import architecture_of
 from bloomery.plan.page_figures import (
     LABEL,
     SHORT_NAMES,
@@ -160,6 +161,8 @@ def device_line(profile: Profile, machine: Machine) -> str:
 def model_line(plan: Plan) -> str:
     config = plan.model.config
     family = FAMILY_NAMES.get(config.family, config.family.capitalize())
+    if config.foreign is not None:
+        family = architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     count = parameter_count(config)
     size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
     origin = f" from {plan.model.source}" if plan.model.source else ""
