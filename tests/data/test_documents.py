@@ -247,6 +247,14 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
     assert missing.value.remedy == f"did you mean data.path={tmp_path}?"
 
 
+def test_a_common_ending_makes_no_two_names_alike(tmp_path):
+    (tmp_path / "trunc.jsonl").touch()
+    for name, meant in (("nosuch.jsonl", "mend data.path"), ("trnuc.json", "trunc.jsonl")):
+        with pytest.raises(UserError) as missing:
+            texts(tmp_path / name)
+        assert meant in missing.value.remedy
+
+
 def test_stdlib_is_code_without_tables_and_tests():
     corpus = open_corpora(Data(builtin="stdlib-code"))[0]
     names = [file.name for file in corpus.files]

@@ -279,3 +279,6 @@ def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="there is no recipe") as caught:
             load_recipe(name)
         assert caught.value.remedy == f"did you mean {meant}?"
+    with pytest.raises(UserError) as caught:
+        load_recipe(tmp_path / "nosuch.yaml")
+    assert "bad.yaml" not in caught.value.remedy, "a common folder makes no two names alike"

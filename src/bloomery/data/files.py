@@ -70,9 +70,10 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
 
 def _near(root: Path) -> str:
     """What to do about a path that does not exist: the name beside it that was probably meant."""
-    beside = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
-    near = difflib.get_close_matches(root.name, beside, n=1)
-    return f"did you mean data.path={shlex.quote(str(root.with_name(near[0])))}?" if near else "mend data.path"
+    beside = list(root.parent.iterdir()) if root.parent.is_dir() else []
+    names = {path.stem: path for path in sorted(beside, key=lambda path: (path.suffix == root.suffix, path.name))}
+    near = difflib.get_close_matches(root.stem, names, n=1)  # that both end in .jsonl makes no two names alike
+    return f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "mend data.path"
 
 
 def _walk(root: Path, glob: str | None) -> Iterator[str]:

@@ -131,9 +131,9 @@ def _find(source: str | Path, folder: Path | None = None) -> _Found:
         return _Found(path.stem, path.absolute(), False)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a recipe", where=str(path), remedy="name the YAML file in it", code=2)
-    beside = [path.with_name(file.name) for file in path.parent.glob("*.y*ml")] if path.suffix else []
-    near = get_close_matches(str(path), map(str, beside), n=1, cutoff=0.5)
-    near = near or get_close_matches(Path(text).stem, known, n=1, cutoff=0.5)
+    beside = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
+    near = [beside[stem] for stem in get_close_matches(path.stem, beside, n=1, cutoff=0.5)]
+    near = near or get_close_matches(path.stem, known, n=1, cutoff=0.5)
     remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
     raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), remedy=remedy, code=2)
 
