@@ -35,8 +35,8 @@ def parameters(dtype: torch.dtype) -> nn.ParameterList:
     return nn.ParameterList(found)
 
 
-def torchs(kind: type[torch.optim.Optimizer], dtype: torch.dtype, **settings: object) -> Callable[[], object]:
-    return kind(parameters(dtype), lr=1e-4, **settings).step  # type: ignore[arg-type]
+def torchs(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, **settings: object) -> Callable[[], object]:
+    return kind(parameters(dtype), lr=1e-4, **settings).step
 
 
 def ours(dtype: torch.dtype, **settings: object) -> Callable[[], None]:

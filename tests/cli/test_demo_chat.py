@@ -1,6 +1,7 @@
 """`bloomery demo chat` on a tiny base: both ways of training, the comparison, the reports"""
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -71,4 +72,4 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     assert "rank 16 beside frozen weights" in told.stderr and "every weight:" in told.stderr
     assert max(map(len, told.stderr.splitlines())) <= 100
     for report in result["reports"]:
-        assert "Held-out questions, before training and after" in open(report).read()  # noqa: SIM115, PTH123
+        assert "Held-out questions, before training and after" in Path(report).read_text()

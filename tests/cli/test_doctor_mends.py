@@ -112,7 +112,7 @@ def test_no_leaves_everything_as_it_was(tmp_path, monkeypatch):
 def test_without_a_terminal_the_command_is_said_instead(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".bashrc").write_text("\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\n")
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115, PTH123
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115, PTH123 (as long as the test)
     with pytest.raises(UserError, match="nobody is there to ask") as caught:
         mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: True)
     command = caught.value.remedy.partition("or type: ")[2]

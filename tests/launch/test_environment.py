@@ -31,7 +31,7 @@ def given(machine: Machine, tmp_path: Path, **train) -> tuple[dict[str, str], li
     told: list[str] = []
     book = SimpleNamespace(emit=lambda event: told.append(event.because), line=lambda text: None)
     flow = SimpleNamespace(folder=RunFolder(tmp_path), book=book)
-    return _environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]
+    return _environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]  # what it uses of a flow
 
 
 def with_setting(machine: Machine, monkeypatch, name: str, value: str) -> Machine:

@@ -68,7 +68,7 @@ def kernel(kind: str, where: str, dtype: str) -> str:
 
     called: list[str] = []
 
-    class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Listening(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             del types
             called.append(str(func))
@@ -77,7 +77,7 @@ def kernel(kind: str, where: str, dtype: str) -> str:
     if kind not in ("sdpa", "mask"):
         return kind
     tensors = [torch.randn(1, 8, TOKENS, 64).to(where, getattr(torch, dtype)) for _ in range(3)]
-    with Listening():  # type: ignore[no-untyped-call]
+    with Listening():  # type: ignore[no-untyped-call]  # torch's own
         _attend(tensors, kind, documents=_documents(1, TOKENS, where, packed=kind != "sdpa"))
     words = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
     return next((words[word] for word in words if any(f"{word}_attention" in name for name in called)), "math")

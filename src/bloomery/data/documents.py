@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -262,10 +262,10 @@ def _mask_column(role: str, types: dict[str, str], corpus: Corpus, tally: Tally)
     return found
 
 
-def _choose(kinds: dict[str, str], present: object, corpus: Corpus, where: str) -> tuple[str, str]:
+def _choose(kinds: dict[str, str], present: Collection[str], corpus: Corpus, where: str) -> tuple[str, str]:
     """Role and name of the column that is learned: what the recipe says, else a usual name, else the only text."""
     for role, column in ((role, name) for role, name in corpus.columns.items() if role in ("text", "tokens")):
-        if column not in present:  # type: ignore[operator]
+        if column not in present:
             raise _no_column(f"has no column {column!r}", present, where)
         return role, column
     names = {role: [name for name, kind in kinds.items() if kind == role] for role in ("text", "tokens")}
@@ -280,14 +280,14 @@ def _choose(kinds: dict[str, str], present: object, corpus: Corpus, where: str) 
     meant = "tokens" if corpus.tokens else "text" if corpus.wants in ("text", "any") else "text or an answer"
     refused = _no_column(f"has no column that is plainly the {meant}", present, where,
                          {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.wants, "text"))  # fmt: skip
-    if any(name not in present for name in corpus.columns.values()):  # type: ignore[operator]
+    if any(name not in present for name in corpus.columns.values()):
         remedy = "set data.columns={}: it maps other data"
         raise UserError(refused.problem, where=refused.where, remedy=remedy)
     raise refused
 
 
-def _no_column(problem: str, present: object, where: str, role: str = "text") -> UserError:
-    names = ", ".join(str(name) for name in list(present)[:12])  # type: ignore[call-overload]
+def _no_column(problem: str, present: Collection[str], where: str, role: str = "text") -> UserError:
+    names = ", ".join(list(present)[:12])
     return UserError(f"{problem}; it has: {names}", where=where, remedy=f"name it: data.columns={{{role}: NAME}}")
 
 

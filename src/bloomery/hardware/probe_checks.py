@@ -17,7 +17,7 @@ REPEATS, TIMING_SECONDS = 5, 1.0
 
 
 def backward(result: "Tensor", gradient: "Tensor") -> None:
-    result.backward(gradient)  # type: ignore[no-untyped-call]
+    result.backward(gradient)
 
 
 def judged(error: float, dtype: str, **fields: Any) -> Found:

@@ -160,7 +160,7 @@ def _one_child(
     begins(wanted[0].name)
     with Child(module, job | {"names": [spec.name for spec in wanted]}, environment=changed) as child:
         for spec in wanted:
-            told = _answer(child, spec.seconds + waking, lambda name=spec.name: begins(name))  # type: ignore[misc]
+            told = _answer(child, spec.seconds + waking, lambda name=spec.name: begins(name))  # type: ignore[misc]  # mypy infers no lambda with defaults
             if isinstance(told, dict):
                 found.append(Probe.model_validate(told))
             elif told == "silent":

@@ -5,6 +5,7 @@ from typing import Literal
 
 from bloomery.errors import UserError
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from bloomery.errors import UserError
-from bloomery.model.config import ModelConfig, checked
+from bloomery.model.config import Activation, ModelConfig, checked
 from bloomery.model.fields import LARGEST, Fields
 from bloomery.model.rope_fields import rope_facts, rope_keys
 

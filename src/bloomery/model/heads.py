@@ -106,7 +106,7 @@ def label_scores(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, setting
         spare = -num_rows % settings.chunk
         hidden_ND, labels_N = F.pad(hidden_ND, (0, 0, 0, spare)), F.pad(labels_N, (0, spare))
     inputs = hidden_ND.to(compute), weight_VD, labels_N, settings
-    scores_N: Tensor = _LabelScores.apply(*inputs)  # type: ignore[no-untyped-call]
+    scores_N: Tensor = _LabelScores.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's `apply`
     return scores_N[:num_rows]
 
 

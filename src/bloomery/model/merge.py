@@ -21,8 +21,8 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         if is_adapter(name):
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        adapted = isinstance(module, LoraLinear) and name.endswith(".weight")
-        state[name] = (module.merged_weight() if adapted else parameter.detach()).to(dtype)  # type: ignore[operator]
+        whole = module.merged_weight() if isinstance(module, LoraLinear) and name.endswith(".weight") else parameter
+        state[name] = whole.detach().to(dtype)
     return state
 
 

@@ -44,7 +44,7 @@ class _LeanRms(torch.autograd.Function):
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        normed: Tensor = _LeanRms.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]
+        normed: Tensor = _LeanRms.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
         return normed
     if x.dtype == gain.dtype:
         return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)

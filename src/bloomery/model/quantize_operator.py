@@ -75,7 +75,7 @@ def ready(reader: str) -> str:
     """The same, its operators known to torch. Raises UserError when bitsandbytes is gone since the plan was made."""
     if reader == "bitsandbytes":
         try:
-            import bitsandbytes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+            import bitsandbytes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # its operators
         except ImportError as error:
             raise UserError(
                 "the plan reads the 4-bit weights with bitsandbytes, which is not here any more",

@@ -131,5 +131,5 @@ def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x_BTHE: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:
     """Turns the first 2R numbers of every head, in float32 at least, and answers as `dtype`; the rest stays."""
-    turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin, dtype)  # type: ignore[no-untyped-call]
+    turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
     return turned

@@ -99,7 +99,7 @@ class _Stage:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.buffer = device, torch.empty(0, dtype=torch.uint8)
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def memory(self, size: int) -> Tensor:
         """So many bytes, once the last copy out of them is over."""

@@ -18,7 +18,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
-from bloomery.model.foreign import load_safely
+from bloomery.model.foreign import ForeignBackbone, load_safely
 from bloomery.model.foreign_check import TOLERANCE, check_head
 from bloomery.model.names import Place, places
 from bloomery.model.peft_methods import open_method
@@ -178,8 +178,8 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
     `stored_parameters` does.
     """
     config = decoder.config
-    if config.foreign is not None and config.foreign.safe_because:
-        load_safely(decoder.model, decoder.lm_head, folder)  # type: ignore[arg-type]
+    if isinstance(decoder.model, ForeignBackbone) and decoder.model.foreign.safe_because:
+        load_safely(decoder.model, decoder.lm_head, folder)
         return
     known = min(config.vocab_size, read_config(folder).vocab_size)
     stored = stored_parameters(folder, replace(config, vocab_size=known), headless=seed is not None)

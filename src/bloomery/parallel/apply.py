@@ -54,7 +54,7 @@ def _recomputed(forward: _Forward, contexts: dict[str, Any], *args: Any, **kwarg
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_keep_products)
 
 
 def _keep_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:

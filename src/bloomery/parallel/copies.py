@@ -35,7 +35,7 @@ class Lane:
     def after_work(self, device: torch.device, copy: Callable[[], object]) -> torch.cuda.Event:
         """Runs `copy` on the lane; the event is its end. What it writes to must be made before, on the work's stream:
         the allocator then knows when that is free again."""
-        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             copy()

@@ -68,8 +68,8 @@ def _price(plan: Plan, checkpoint: Path, tokens: list[int], learned: list[bool],
     del before  # only one model at a time
     last = next(score_documents(load_decoder(checkpoint, dtype=torch.float32), [tokens]))
     step = int(checkpoint.name.rpartition("-")[2])
-    before_after = (stretches(tokens, nats, tokenizer, learned) for nats in (first, last))
-    return HeldOut(*before_after, step)
+    told = [stretches(tokens, nats, tokenizer, learned) for nats in (first, last)]
+    return HeldOut(told[0], told[1], step)
 
 
 def _document(prepared: Path, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:

@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 Operator = Callable[..., Any]
 
 
-class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Answers(TorchDispatchMode):
     """Answers what only numbers could tell, and shows memory that operators take for themselves.
 
     A step asks its tensors two things: whether loss and norm are finite (they are), and which labels are learned (all).
@@ -27,7 +27,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, gpu: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         tiles = _Tiles(gpu=gpu)
         self._answers: dict[Operator, Operator] = {
             _aten._local_scalar_dense.default: lambda _x: 1.0,

@@ -80,7 +80,7 @@ class _Graphs:
         return self._traced[turns](parameters, tables, _tensors(layout), x_BTD)
 
     def _trace(self, layout: Layout, *, turns: bool) -> Callable[..., Tensor]:
-        from functorch.compile import (  # type: ignore[import-untyped]
+        from functorch.compile import (  # type: ignore[import-untyped]  # part of torch
             aot_function,
             min_cut_rematerialization_partition,
         )
@@ -104,7 +104,7 @@ class _Graphs:
         def run(inputs: list[Tensor]) -> Any:
             return _Fused(graph, self._unseen).boxed_run(inputs)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run._boxed_call = True  # type: ignore[attr-defined]  # read by aot_function
         return run
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 _resize = torch.UntypedStorage.resize_
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracker(TorchDispatchMode):
     """Bytes by kind at the moment when most are alive: `peak`.
 
     Storages are counted once, however many tensors look at them. What is first seen while autograd runs backward is
@@ -27,7 +27,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._gradients: Callable[[], Iterable[Tensor]] = tuple
         self._kinds: dict[int, tuple[str, int]] = {}  # by a storage's identity, for as long as it lives
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -111,11 +111,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> "Tracker":
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: self.resized(s, n))
         self._patch.start()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's own
         self._patch.stop()
 
 

@@ -43,7 +43,9 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, gate: Gate | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(  # type: ignore[override]  # torch's takes a closure that computes the loss
+        self, closure: None = None, *, gate: Gate | None = None  # noqa: ARG002
+    ) -> None:
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None]
             for parameter in ready:

@@ -30,7 +30,7 @@ class InBackward:
         self._open: Tensor | None = None
         self._seen: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # norm, and whether its gate was open
         for parameter in self._rules:
-            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._ready)
 
     def begin(self, *, factor: float, clip: float | None) -> None:
         """Before a backward whose gradients are `factor` times too large; each is cut to a norm of `clip`."""

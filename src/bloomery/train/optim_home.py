@@ -38,7 +38,7 @@ class Beside:
     def place(self, fresh: Tensor) -> Tensor:
         return fresh
 
-    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:  # noqa: ARG002
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:  # noqa: ARG002 (a Home's)
         for piece in pieces:
             yield [[gathered(parts) for parts in moment] for moment in piece]
 

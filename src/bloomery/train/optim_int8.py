@@ -96,7 +96,7 @@ class EightBit:
         fourth = shares.mul_(shares.abs()).mul_(square) if self.signed else square.square_()
         return fourth.mul_(scales[:, None]).view(-1)
 
-    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:  # noqa: ARG002
+    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:  # noqa: ARG002 (a Moment's)
         blocks = exact.view(-1, BLOCK)
         scales = (blocks.abs() if self.signed else blocks).amax(1)
         shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]

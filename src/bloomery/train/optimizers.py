@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 (torch's, unused)
         for group in self.param_groups:
             for run in stacks(p for p in group["params"] if p.grad is not None):
                 self._step(run, group["lr"], group["momentum"], group["weight_decay"])
@@ -136,7 +136,7 @@ class Optimizer:
 
     def _set_rate(self, share: float) -> None:
         for group in self._groups():
-            group["lr"] = group["peak"] * share  # type: ignore[operator]
+            group["lr"] = group["peak"] * share  # type: ignore[operator]  # a group holds anything
 
     def zero_grad(self) -> None:
         """Drops every gradient, and what a backward that was cut short has left."""

@@ -20,7 +20,7 @@ def set_up_process(plan: Plan) -> None:
     torch.set_num_threads(plan.train.threads)
     torch.use_deterministic_algorithms(plan.train.deterministic)
     # Filling fresh memory with NaN finds reads of uninitialised values at the price of one pass over every tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not annotated
     if plan.train.device == "cuda":
         # A driver that runs out of memory can hang the machine (ROCm); PyTorch's own limit raises an error instead.
         whole = torch.cuda.get_device_properties(0).total_memory

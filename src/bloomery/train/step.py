@@ -99,11 +99,11 @@ def train_step(
             assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
             inside = total.new_tensor(update_in_backward(trainee, scaled, factor=factor, clip=plan.clip, share=share))
         else:
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
     if trainee.method is not None and (penalty := trainee.method.penalty()) is not None:
-        (penalty * factor).backward()  # type: ignore[no-untyped-call]  # once a step, beside the reported loss
+        (penalty * factor).backward()  # once a step, beside the reported loss
     gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
     means = [some[0] / some[1] for some in sums.values()]
     loss, norm, *told = torch.stack([total / count, norm_of(gradients, factor, inside), *means]).tolist()
@@ -134,7 +134,7 @@ def update_in_backward(trainee: Trainee, scaled: Tensor, *, factor: float, clip:
     trainee.updating = True
     with nullcontext() if trainee.checkup is None else trainee.checkup.watching(gradients=False):
         trainee.optimizer.begin_step(share, factor=factor, clip=clip)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()
         norm = trainee.optimizer.finish_step()
     trainee.updating = False
     return norm
