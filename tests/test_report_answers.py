@@ -22,22 +22,25 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A base, a checkpoint of another seed, and prepared conversations of two turns."""
-    root = tmp_path_factory.mktemp("answers")
+    return conversations(tmp_path_factory.mktemp("answers"), TEMPLATE)
+
+
+def conversations(root, template, *more):
     base = make_model(root / "base")
     rows = [{"messages": [{"role": role, "content": f"{text} {n}"} for role, text in
                           (("user", "return"), ("assistant", "def f"), ("user", "more"), ("assistant", "x"))]}
             for n in range(60)]  # fmt: skip
     (root / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["objective.kind=sft", f"data.path={root}/talk.jsonl", "data.validation=20%", f"tokenizer.from={base}",
-             "data.sequence_length=64", f"data.chat.template={json.dumps(TEMPLATE)}"]  # fmt: skip
+             "data.sequence_length=64", f"data.chat.template={json.dumps(template)}", *more]  # fmt: skip
     prepare(load_recipe("go-coder-tiny", words), root / "prepared")
-    tokenizer = load_tokenizer(base)
-    save_model(root / "checkpoints", 1, fresh_decoder(make_config(tokenizer), seed=7), base)
+    config = make_config(load_tokenizer(root / "prepared"))
+    save_model(root / "checkpoints", 1, fresh_decoder(config, seed=7), root / "prepared")
     plan = SimpleNamespace(
-        model=SimpleNamespace(source=base), objective=SimpleNamespace(kind="sft"),
+        model=SimpleNamespace(source=base, config=config), objective=SimpleNamespace(kind="sft"),
         data=SimpleNamespace(prepared=root / "prepared"),
     )  # fmt: skip
-    return plan, root / "checkpoints", tokenizer
+    return plan, root / "checkpoints", load_tokenizer(base)
 
 
 def test_questions_end_where_the_first_answer_begins(made):
@@ -62,10 +65,15 @@ def test_both_models_answer_the_same_questions(made):
     assert any(one.before != one.after for one in told)
 
 
+def test_a_base_is_asked_in_tokens_that_the_run_has_added(tmp_path):
+    plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"), 'tokenizer.add_tokens=["<q>"]')
+    assert [one.question[:6] for one in compare_answers(plan, checkpoints, 1)] == ["return"] * 4
+
+
 def test_pretraining_and_runs_without_a_checkpoint_have_none(made, tmp_path):
     plan, checkpoints, _ = made
     assert compare_answers(plan, tmp_path, 1) == []
-    fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None)})
+    fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None, config=None)})
     assert compare_answers(fresh, checkpoints, 1) == []
 
 

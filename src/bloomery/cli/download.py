@@ -18,6 +18,10 @@ def command(name: str, dataset: bool, to: Path | None) -> None:
     """
     from bloomery.hub import download
 
+    if to is None and Path(name).is_dir():  # a folder that exists is never taken for an id, here as in recipes
+        click.echo(f"{name} is a folder here: recipes take it as it is, and nothing is fetched", err=True)
+        click.echo(name)
+        return
     try:
         folder = download(name, part="dataset" if dataset else "model", to=to)
     except KeyboardInterrupt:

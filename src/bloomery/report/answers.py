@@ -45,8 +45,9 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answ
         tokenizer = load_tokenizer(plan.data.prepared)
         questions = held_out_questions(plan.data.prepared, _LOOKED_AT)
         chosen = sorted(questions, key=lambda question: len(question.prompt))[:_QUESTIONS]
-        before = _answers(plan.model.source, chosen, tokenizer)
-        after = _answers(checkpoint, chosen, tokenizer)
+        size = plan.model.config.vocab_size  # a base may lack tokens that the run has added
+        before = _answers(plan.model.source, chosen, tokenizer, size)
+        after = _answers(checkpoint, chosen, tokenizer, size)
     except UserError:  # the section above says what is wrong with the text or the model
         return []
     around = _around(tokenizer)
@@ -54,14 +55,14 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answ
     return [Answered(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
 
 
-def _answers(folder: Path, questions: "list[Question]", tokenizer: Tokenizer) -> list[str]:
+def _answers(folder: Path, questions: "list[Question]", tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """One model at a time is in memory."""
     import torch
 
     from bloomery.model.weights import load_decoder
     from bloomery.train.answers import answer
 
-    decoder = load_decoder(folder, dtype=torch.float32)
+    decoder = load_decoder(folder, dtype=torch.float32, vocab_size=vocab_size)
     said = [answer(decoder, tokenizer, question, max_tokens=_MAX_TOKENS) for question in questions]
     return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
 
