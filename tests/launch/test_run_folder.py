@@ -69,13 +69,32 @@ def test_names_hold_recipe_date_and_time_and_are_never_taken_twice(tmp_path: Pat
 
 
 def test_a_folder_that_holds_a_run_is_refused_naming_resume(tmp_path: Path, loaded) -> None:
-    with new_run(loaded, tmp_path / "run"):
-        pass
+    with new_run(loaded, tmp_path / "run") as (folder, _):
+        folder.plan.write_text("{}")
     before = (tmp_path / "run/recipe.yaml").read_text()
     with pytest.raises(UserError, match="already holds a run") as caught, new_run(loaded, tmp_path / "run"):
         pass
     assert "bloomery resume" in caught.value.remedy
     assert (tmp_path / "run/recipe.yaml").read_text() == before
+
+
+def test_a_run_that_ended_before_its_plan_is_taken_over(tmp_path: Path, loaded) -> None:
+    with new_run(loaded, tmp_path / "run") as (folder, _):
+        for name in ("events.jsonl", "log.txt", "metrics.json", "machine.json"):
+            (folder.path / name).write_text("of the failed one")
+        with pytest.raises(UserError, match="in use"), new_run(loaded, folder.path):
+            pass
+    with new_run(loaded, tmp_path / "run") as (folder, _):
+        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml"]
+
+
+@pytest.mark.parametrize("kept", [["recipe.yaml"], ["lock", "recipe.yaml", "notes.txt"], ["lock", "checkpoints"]])
+def test_what_may_be_somebody_s_is_not_taken_over(tmp_path: Path, loaded, kept) -> None:
+    for name in kept:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(UserError, match="overwritten"), new_run(loaded, tmp_path / "run"):
+        pass
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(kept)
 
 
 def test_a_folder_with_other_things_is_refused_and_left_alone(tmp_path: Path, loaded) -> None:

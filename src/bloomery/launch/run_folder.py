@@ -22,6 +22,7 @@ from bloomery.train.sealed import write_durably
 BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
 DEAD_SECONDS = 120.0  # a lock of another host that has been silent for so long is taken over
 PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
+_BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")  # what a run has written by then
 
 
 @final
@@ -82,7 +83,8 @@ def propose_folder(recipe_name: str) -> Path:
 def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, int]]:
     """Makes the folder with its lock and its recipe; yields it and the lock's descriptor, held inside the block.
 
-    Raises UserError when the folder holds a run or anything else, is in use, or cannot be made.
+    A run that ended before it had a plan is taken over. Raises UserError when the folder holds another run or anything
+    else, is in use, or cannot be made.
     """
     folder = RunFolder(path.expanduser().absolute())
     with _explained(folder.path):
@@ -91,11 +93,14 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, int]]
     with locked(folder) as descriptor:
         with _explained(folder.path):
             _refuse_occupied(folder)  # somebody else may have been as quick
+            _clear(folder)
             write_durably(folder.recipe, dump_recipe(loaded))
         yield folder, descriptor
 
 
 def _refuse_occupied(folder: RunFolder) -> None:
+    if _unplanned(folder):
+        return
     if folder.recipe.exists():
         raise UserError(
             "this folder already holds a run, and nothing of it is overwritten",
@@ -108,6 +113,17 @@ def _refuse_occupied(folder: RunFolder) -> None:
             where=str(folder.path),
             remedy="name a folder that does not exist yet with --run-dir",
         )
+
+
+def _unplanned(folder: RunFolder) -> bool:
+    """Whether a run ended here before it had a plan: nothing was computed yet, and nothing else lies here."""
+    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+    return folder.lock.name in names and names <= {folder.lock.name, folder.recipe.name, *_BEFORE_A_PLAN}
+
+
+def _clear(folder: RunFolder) -> None:
+    for name in _BEFORE_A_PLAN:
+        (folder.path / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -153,8 +169,8 @@ def _acquire(folder: RunFolder, descriptor: int) -> None:
     holder = holder_of(folder.lock)
     if holder and (alive(holder) if holder["host"] == host_name() else silence(folder.lock) < DEAD_SECONDS):
         raise _in_use(folder, holder)
-    who = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name(), "hears": can_hear()}
-    who["since"] = time.time()  # events of before are another process's
+    who: dict[str, Any] = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
+    who |= {"hears": can_hear(), "since": time.time()}  # events of before are another process's
     text = json.dumps(who)
     with _explained(folder.path):
         os.ftruncate(descriptor, 0)
