@@ -7,9 +7,10 @@ from click.testing import CliRunner
 
 from bloomery.cli import chat as verb
 from bloomery.cli import cli
-from bloomery.cli.chat_session import Form, Session, chat_form
+from bloomery.cli.chat_session import Session
 from bloomery.cli.common import harmless
 from bloomery.cli.drawing import SETTINGS, setting
+from bloomery.data.chat_form import Form, chat_form
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError

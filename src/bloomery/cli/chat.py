@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -43,7 +45,8 @@ def command(model: str, system: str | None, template: str | None, step: str, **d
     from bloomery.hardware.adopt import adopt
 
     adopt()  # before torch is imported
-    from bloomery.cli.chat_session import Session, chat_form
+    from bloomery.cli.chat_session import Session
+    from bloomery.data.chat_form import chat_form
     from bloomery.generate import load_model
     from bloomery.model.sampling import Sampling
 
@@ -63,6 +66,8 @@ class Terminal:
         self.session = session
         self.person = sys.stdin.isatty()
         self.prompt = "> " if self.person and sys.stdout.isatty() else ""
+        if self.prompt and find_spec("readline"):
+            import_module("readline")  # `input` then edits its line, and knows those before
         self.commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: click.echo(HELP), "reset": self._reset, "system": self._system, "set": self._set,
             "save": self._save,
@@ -108,8 +113,6 @@ class Terminal:
         if not self.prompt:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
-        import readline  # noqa: F401 (editing and the lines before, in `input`)
-
         click.echo("" if prompt != self.prompt else "\n", nl=False)
         try:
             return input(prompt)

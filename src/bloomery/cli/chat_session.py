@@ -1,22 +1,20 @@
 """A conversation with a model: what was said, what of it still fits into the model, and how it is put to it"""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from bloomery.data.examples import Example, Message
+from bloomery.data.examples import Message
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
-    from bloomery.data.render import Renderer
+    from bloomery.data.chat_form import Form
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
 
-Put = Callable[[Sequence[Message]], list[int]]  # turns as tokens, up to where the answer begins
 SHARE = 4  # an answer gets max_tokens, but makes a chat forget no more than a quarter of the context for that
 
 
@@ -39,20 +37,21 @@ class Session:
 
     @property
     def turns(self) -> list[Message]:
-        return [*([Message("system", self.system)] if self.system else []), *self.said]
+        return [*self._opening(), *self.said]
+
+    def _opening(self) -> list[Message]:
+        return [Message("system", self.system)] if self.system else []
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer in pieces; an answer that is broken off stays as far as it came. Raises UserError, and then
-        nothing was said.
+        """The answer in pieces; an answer that is broken off stays as far as it came.
+
+        Raises UserError, and then nothing was said.
         """
         from bloomery.generate import continued
 
-        self.said.append(Message("user", text))
-        try:
-            ids = self._fitting()
-        except BaseException:
-            self.said.pop()
-            raise
+        question = Message("user", text)
+        ids = self._fitting([*self.said, question])
+        self.said.append(question)
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)  # the same words may draw anew
         self._answers += 1
         pieces: list[str] = []
@@ -63,14 +62,14 @@ class Session:
         finally:
             self.said.append(Message("assistant", "".join(pieces)))
 
-    def _fitting(self) -> list[int]:
+    def _fitting(self, said: list[Message]) -> list[int]:
         """The ids of what still fits, with room for an answer: the oldest turns go first, up to the next question."""
         context = self.decoder.config.max_positions
         room = max(1, min(self.sampling.max_tokens, context // SHARE))
-        system = self.turns[: len(self.turns) - len(self.said)]
-        starts = [at for at, message in enumerate(self.said) if message.role == "user"]
+        system = self._opening()
+        starts = [at for at, message in enumerate(said) if message.role == "user"]
         for start in [at for at in starts if at >= self.forgotten] or starts[-1:]:
-            ids = self.form.put([*system, *self.said[start:]])
+            ids = self.form.put([*system, *said[start:]])
             if len(ids) + room <= context or (start == starts[-1] and len(ids) < context):
                 self.forgotten = start
                 return ids
@@ -92,55 +91,3 @@ class Session:
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
             raise UserError(problem, where=str(path), remedy="name another file") from error
-
-
-@final
-@dataclass(frozen=True)
-class Form:
-    """How turns are put to a model, which tokens and texts end an answer, and a line about it."""
-
-    put: Put
-    ends: tuple[int, ...]
-    stops: tuple[str, ...]
-    told: str
-
-
-@contextmanager
-def chat_form(tokenizer: "Tokenizer", template: str | None) -> Iterator[Form]:
-    """By the template that is asked for or the tokenizer's own; without one the model only goes on with a text.
-
-    Raises UserError.
-    """
-    from bloomery.data.render import Renderer
-    from bloomery.data.templates import own_templates
-
-    if template is None and not own_templates(tokenizer.config):
-        told = "no chat template: it goes on with what you write. A form of conversation is --template chatml"
-        yield Form(continuation(tokenizer), (), (), told)
-        return
-    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
-        ends = _ends(renderer, tokenizer)
-        stops = () if ends else tuple(renderer.missing_tokens())
-        yield Form(lambda turns: renderer.prompt(turns), ends, stops, renderer.template.origin)
-
-
-def _ends(renderer: "Renderer", tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """The control token that the template puts after an answer, where there is one."""
-    turns = (Message("user", "a"), Message("assistant", "b"))
-    (whole,) = renderer.encode(Example("the template", "chat", (), (turns,)))
-    control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-    answer = [token for token, learned in zip(whole.ids, whole.learned, strict=True) if learned]
-    return tuple(token for token in dict.fromkeys(answer) if token in control)
-
-
-def continuation(tokenizer: "Tokenizer") -> Put:
-    """All that was written is one text, which the model goes on with."""
-
-    def put(turns: Sequence[Message]) -> list[int]:
-        text = ""
-        for turn in turns:
-            begins = turn.role == "user" and text and not text.endswith("\n")
-            text += ("\n" if begins else "") + turn.content
-        return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
-
-    return put

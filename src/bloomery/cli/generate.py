@@ -93,7 +93,7 @@ def _written(
     if not chat:
         yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
         return
-    from bloomery.cli.chat_session import chat_form
+    from bloomery.data.chat_form import chat_form
     from bloomery.data.examples import Message
     from bloomery.data.templates import own_templates
 

@@ -89,7 +89,8 @@ def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
         case EvalDone() if len(seen.of(EvalDone)) == 1:
             say("evaluation", f"on {event.tokens:,} tokens", event.seconds)
         case Sampled() if len(seen.of(Sampled)) == len(seen.plan.eval.prompts):
-            say("sampling", f"{len(seen.plan.eval.prompts)} of the recipe's prompts continued", seen.sample_seconds)
+            done = "answered" if event.answers else "continued"
+            say("sampling", f"{len(seen.plan.eval.prompts)} of the recipe's prompts {done}", seen.sample_seconds)
         case Saved():
             say("save", f"{format_bytes(event.bytes)}, every file hashed and flushed to the disk", event.seconds)
         case _:

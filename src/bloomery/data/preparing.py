@@ -108,7 +108,7 @@ class Work:
         self._journal = self._open_journal()
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
         self._tally = Tally()
-        self.kind = shard_kind(self._corpora, on_error=self._data.on_error)
+        self.kind, self._turns = shard_kind(self._corpora, on_error=self._data.on_error)
         self._bytes = sum(entry.bytes for entry in self._seen)
 
     def begin(self) -> tuple[Splitter, Tokenizer]:
@@ -361,6 +361,7 @@ class Work:
             held_back=self._last.held_back,
             kind=self.kind,
             formats=tuple(sorted(self._tally.formats)),
+            turns=self._turns,
         )
         write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         (self._folder / JOURNAL).unlink()

@@ -30,13 +30,17 @@ def kind_of(document: Document) -> ShardKind:
     return KINDS[document.example.kind]
 
 
-def shard_kind(corpora: list[Corpus], *, on_error: str) -> ShardKind:
-    """The one kind of all sources, by their first documents. Raises UserError when they differ."""
+def shard_kind(corpora: list[Corpus], *, on_error: str) -> tuple[ShardKind, bool]:
+    """The one kind of all sources, by their first documents, and whether they hold turns. Raises UserError when kinds
+    differ.
+    """
     firsts = [next(read_documents(corpus, on_error=on_error, tally=Tally()), None) for corpus in corpora]
     found = [document for document in firsts if document is not None]
     for document in found:
         refuse_mixture(document, kind_of(found[0]))
-    return kind_of(found[0]) if found else "text"
+    examples = [document.example for document in found if document.example is not None]
+    turns = any(not isinstance(example.answers[0], str) for example in examples)
+    return kind_of(found[0]) if found else "text", turns
 
 
 def refuse_mixture(document: Document, kind: ShardKind) -> None:

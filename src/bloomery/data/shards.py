@@ -95,6 +95,7 @@ class Manifest(Record):
     held_back: int = 0  # train documents left out because the validation source holds them too
     kind: ShardKind = "text"
     formats: tuple[str, ...] = ()  # of structured text: what its rows were read as
+    turns: bool = False  # a chat template wrote it, from turns; else it is text as it stands
 
     def split(self, name: Name) -> SplitRecord:
         return self.train if name == "train" else self.validation

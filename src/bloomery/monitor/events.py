@@ -97,8 +97,16 @@ class EvalDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
+    """`answers`: the text answers the prompt, put as a question; else it goes on with it."""
+
     prompt: str
     text: str
+    answers: bool = False
+
+    @property
+    def whole(self) -> str:
+        """Both as people read them."""
+        return f"{self.prompt}\n{self.text}" if self.answers else self.prompt + self.text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,8 @@ class LiveView:
         with self._lock:
             self._tally.add(event)
             if isinstance(event, Sampled):
-                self._sample = (event.prompt, "\n".join(event.text[:_SAMPLE].splitlines()[:_SAMPLE_LINES]))
+                text = "\n".join(event.text[:_SAMPLE].splitlines()[:_SAMPLE_LINES])
+                self._sample = (event.prompt, "\n" * event.answers + text)
             told = _told(event)
             if told is not None:
                 self._feed = [*self._feed, told][-_FEED:]

@@ -147,7 +147,7 @@ class PlainView:
             case Phase():
                 self._say_phase(event)
             case Sampled():
-                self._verbatim("sample", event.prompt + event.text)
+                self._verbatim("sample", event.whole)
             case Warned():
                 self._titled("warning", event.because)
             case Recovered():

@@ -228,7 +228,7 @@ def _samples(seen: Seen, room: int) -> list[str]:
     found: list[str] = []
     told = [*seen.samples] if room >= _SAMPLES * 3 else [*seen.samples][-1:]
     for sample in told:
-        text = (sample.prompt + sample.text).expandtabs(4).splitlines()
+        text = sample.whole.expandtabs(4).splitlines()
         found += [
             f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
             for at, line in enumerate(text[: max(room // len(told), 1)])

@@ -245,7 +245,7 @@ def samples(record: Record) -> Html | None:
 
 
 def _texts(record: Record, step: int) -> list[Html]:
-    return [el("pre", el("b", s.prompt), s.text) for s in record.samples if s.step == step]
+    return [el("pre", el("b", s.prompt), s.whole.removeprefix(s.prompt)) for s in record.samples if s.step == step]
 
 
 def _held_out(told: HeldOut | str) -> Html:

@@ -1,14 +1,21 @@
-"""Held-out questions of prepared conversations, and what a model answers: for reports and for the demo"""
+"""What a model writes and answers: to the prompts of a recipe, and to held-out questions of prepared conversations"""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from bloomery.data.shards import ANSWERS, Split, open_split
+from bloomery.data.chat_form import chat_form, continuation
+from bloomery.data.examples import Message
+from bloomery.data.shards import ANSWERS, Split, open_split, read_manifest
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.plan.types import Plan
+from bloomery.train.forward import looking, precision_context
 
 CHARACTERS_SHOWN = 2000
 DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)  # the likeliest tokens go round in circles in small models
@@ -70,3 +77,48 @@ def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Ids as text without the tokens that stand for none, and without those of a padded vocabulary."""
     sizes = tokenizer.token_bytes()
     return tokenizer.decode([token for token in ids if token < len(sizes) and sizes[token]]).strip()[:CHARACTERS_SHOWN]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """`eval.prompts` with their ids, what ends the text after each, and whether that text answers them."""
+
+    asked: tuple[tuple[str, list[int]], ...]
+    ends: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    answers: bool = False
+
+
+def open_prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
+    """Of a run that learns answers to turns they are questions, put as its own chat template puts them; of others the
+    beginning of a text. Raises UserError for one that the template refuses.
+    """
+    prompts = plan.eval.prompts
+    if not prompts or plan.objective.kind == "pretrain" or not read_manifest(plan.data.prepared).turns:
+        put = continuation(tokenizer)
+        return Prompts(tuple((prompt, put([Message("user", prompt)])) for prompt in prompts))
+    try:
+        with chat_form(tokenizer, None) as form:
+            asked = tuple((prompt, form.put([Message("user", prompt)])) for prompt in prompts)
+            return Prompts(asked, form.ends, form.stops, answers=True)
+    except UserError as error:
+        remedy = "set eval.prompts to questions that the template takes, or to []"
+        raise UserError(error.problem, where=f"eval.prompts, {error.where}", remedy=remedy) from error
+
+
+def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(prompt, text) for each prompt, drawn from a generator of its own, the same at every step."""
+    ends = {*prompts.ends, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,))}
+    sampling = Sampling(
+        max_tokens=plan.eval.max_tokens,
+        temperature=plan.eval.temperature,
+        top_p=plan.eval.top_p,
+        seed=plan.train.seed,
+        stop_ids=tuple(sorted(ends)),
+    )
+    # Every length of a growing text would be compiled anew.
+    eager = torch.compiler.set_stance("force_eager")
+    with looking(model), precision_context(plan.train.precision, plan.train.device), eager:
+        for prompt, ids in prompts.asked:
+            text = tokenizer.decode(list(sample_tokens(model, ids, sampling)))
+            yield prompt, text[: min((text.find(stop) for stop in prompts.stops if stop in text), default=len(text))]

@@ -1,21 +1,18 @@
-"""Looking at a model in the middle of training, without leaving a trace: loss on the validation split, and samples."""
+"""Looking at a model in the middle of training, without leaving a trace: the loss on the validation split."""
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bloomery.data.loader import Batch, Loader
-from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import Sampling, sample_tokens
 from bloomery.monitor.events import EvalDone
-from bloomery.plan.types import EvalPlan, Plan
-from bloomery.train.forward import looking, precision_context, to_device
+from bloomery.plan.types import EvalPlan
+from bloomery.train.forward import looking, to_device
 from bloomery.train.losses import added, means
 from bloomery.train.objectives import Objective
 from bloomery.train.step import compute_loss
@@ -98,21 +95,3 @@ def evaluate(
 def scored_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
     """Bytes of the labels whose weight is not 0."""
     return int(token_bytes[batch.labels[batch.weights > 0].numpy()].sum())
-
-
-def samples(model: Decoder, tokenizer: Tokenizer, *, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(prompt, text) for each prompt of the plan, drawn from a generator of its own, the same at every step."""
-    sampling = Sampling(
-        max_tokens=plan.eval.max_tokens,
-        temperature=plan.eval.temperature,
-        top_p=plan.eval.top_p,
-        seed=plan.train.seed,
-        stop_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
-    )
-    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    # Every length of a growing text would be compiled anew.
-    eager = torch.compiler.set_stance("force_eager")
-    with looking(model), precision_context(plan.train.precision, plan.train.device), eager:
-        for prompt in plan.eval.prompts:
-            ids = list(sample_tokens(model, start + tokenizer.encode(prompt), sampling))
-            yield prompt, tokenizer.decode(ids)

@@ -14,6 +14,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
+from bloomery.train.answers import Prompts, open_prompts
 from bloomery.train.checkpoint import Saver
 from bloomery.train.fresh_base import with_base
 from bloomery.train.objectives import Objective, build_objective
@@ -37,6 +38,7 @@ class Job:
     loader: Loader
     validation: Loader | None
     tokenizer: Tokenizer
+    prompts: Prompts
     saver: Saver
     checkup: Checkup
     recorder: Recorder
@@ -66,6 +68,8 @@ def open_job(
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
+    tokenizer = load_tokenizer(prepared)
+    prompts = open_prompts(plan, tokenizer)
     references = reference_files(plan, run_dir, splits, state, emit, resume_from, stop)
     loaders = {split: open_loader(plan, split, references.get(split)) for split in splits}
     job = Job(
@@ -76,7 +80,8 @@ def open_job(
         objective=build_objective(plan),
         loader=loaders["train"],
         validation=loaders.get("validation"),
-        tokenizer=load_tokenizer(prepared),
+        tokenizer=tokenizer,
+        prompts=prompts,
         saver=open_saver(plan, checkpoints, state, emit),
         checkup=open_checkup(plan, state),
         recorder=Recorder(run_dir, state.trainee, emit),

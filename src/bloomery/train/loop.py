@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,8 +17,9 @@ from bloomery.monitor.events import Emit, Phase, Recovered, Sampled, StepDone, W
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
+from bloomery.train.answers import samples
 from bloomery.train.checkpoint import newest_valid
-from bloomery.train.evaluation import Evaluation, evaluate, samples
+from bloomery.train.evaluation import Evaluation, evaluate
 from bloomery.train.job import Job, open_job, read_ahead
 from bloomery.train.length import Costs, fitted, typical_step
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
@@ -203,8 +205,8 @@ def look(job: Job) -> None:
         job.emit(found.event(job.step))
 
     def draw() -> None:
-        for prompt, text in samples(job.state.trainee.model, job.tokenizer, plan=job.plan):
-            job.emit(Sampled(step=job.step, prompt=prompt, text=text))
+        for prompt, text in samples(job.state.trainee.model, job.tokenizer, job.prompts, plan=job.plan):
+            job.emit(Sampled(step=job.step, prompt=prompt, text=text, answers=job.prompts.answers))
 
     if isinstance(drawn := attempt(draw, job.state), Full):
         job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
@@ -296,9 +298,9 @@ def measure_costs(job: Job) -> Costs:
 
 def sampling_seconds(job: Job, *, tokens: int) -> float:
     """Of so many tokens after the first prompt; the first call warms caches and is not counted."""
-    few = job.plan.eval.model_copy(update={"prompts": job.plan.eval.prompts[:1], "max_tokens": tokens})
-    plan = job.plan.model_copy(update={"eval": few})
-    list(samples(job.state.trainee.model, job.tokenizer, plan=plan))
+    plan = job.plan.model_copy(update={"eval": job.plan.eval.model_copy(update={"max_tokens": tokens})})
+    draw = partial(samples, job.state.trainee.model, job.tokenizer, replace(job.prompts, asked=job.prompts.asked[:1]))
+    list(draw(plan=plan))
     begun = time.perf_counter()
-    list(samples(job.state.trainee.model, job.tokenizer, plan=plan))
+    list(draw(plan=plan))
     return time.perf_counter() - begun

@@ -1,0 +1,108 @@
+"""What a recipe's prompts are to a model: questions where it learns answers, else the beginning of a text."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+
+from bloomery.data.prepare import prepare
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import UserError
+from bloomery.generate import generate
+from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.model.weights import fresh_decoder
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Pretrain, Recipe, Sft
+from bloomery.train.answers import open_prompts, samples
+from bloomery.train.loop import run
+
+ASKED = "what is iron?"
+TALKS = [{"messages": [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"{n} it is."}]}
+         for n in range(30)]  # fmt: skip
+COMPLETIONS = [{"prompt": f"what is {n}?", "completion": f" {n} it is."} for n in range(30)]
+DRAWN = Sampling(max_tokens=8, temperature=0.8, top_p=0.95, seed=0)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+
+
+def prepared_rows(folder, rows, template="chatml"):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "model": {"preset": "go-coder-tiny"},
+        "tokenizer": {"train": {"vocab_size": 290, "special_tokens": SPECIAL}},
+        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 32, "validation": "20%", "workers": 0,
+                 "chat": {"template": template}},
+        "objective": {"kind": "sft"},
+    }  # fmt: skip
+    prepare(LoadedRecipe(Recipe.model_validate(recipe), "rows"), folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    return prepared_rows(tmp_path_factory.mktemp("talks"), TALKS)
+
+
+def plan_of(prepared, objective=None, prompts=(ASKED,), **sections):
+    plan = tiny_plan(prepared, eval={"prompts": prompts, "max_tokens": 8}, **sections)
+    vocabulary = load_tokenizer(prepared).vocab_size
+    model = plan.model.model_copy(update={"config": replace(plan.model.config, vocab_size=vocabulary)})
+    return plan.model_copy(update={"objective": objective or Sft(kind="sft"), "model": model})
+
+
+def test_a_prompt_is_put_as_a_question_as_transformers_puts_it(talks):
+    from transformers import AutoTokenizer
+
+    turns = [{"role": "user", "content": ASKED}]
+    theirs = AutoTokenizer.from_pretrained(talks)
+    theirs = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    tokenizer = load_tokenizer(talks)
+    prompts = open_prompts(plan_of(talks), tokenizer)
+    assert prompts.asked == ((ASKED, list(theirs["input_ids"])),) and prompts.answers
+    assert prompts.ends == (tokenizer.id_of("<|im_end|>"),)
+
+
+def test_an_answer_ends_at_the_token_that_ends_turns(talks):
+    tokenizer, plan = load_tokenizer(talks), plan_of(talks)
+    model, prompts = fresh_decoder(plan.model.config, seed=0).eval(), open_prompts(plan, tokenizer)
+
+    def drawn(**changes):
+        ((_, text),) = samples(model, tokenizer, replace(prompts, **changes), plan=plan)
+        return text
+
+    ids = list(sample_tokens(model, prompts.asked[0][1], DRAWN))
+    assert drawn() == tokenizer.decode(ids) and len(set(ids)) == len(ids) == 8, "none of these ends an answer"
+    assert drawn(ends=(ids[3],)) == tokenizer.decode(ids[:3])
+    assert drawn(stops=("never", tokenizer.decode([ids[0]]))) == ""
+
+
+@pytest.mark.parametrize("rows", [TALKS, COMPLETIONS])
+def test_pretraining_and_plain_completions_are_continued(rows, tmp_path):
+    prepared = prepared_rows(tmp_path, rows)
+    tokenizer = load_tokenizer(prepared)
+    plan = plan_of(prepared, Pretrain() if rows is TALKS else None)
+    prompts = open_prompts(plan, tokenizer)
+    assert not prompts.answers and prompts.asked == ((ASKED, [tokenizer.bos_id, *tokenizer.encode(ASKED)]),)
+    model = fresh_decoder(plan.model.config, seed=0).eval()
+    ((_, text),) = samples(model, tokenizer, prompts, plan=plan)
+    with torch.no_grad():
+        assert text == "".join(generate(model, tokenizer, ASKED, DRAWN))
+
+
+def test_a_run_tells_which_samples_are_answers(talks, tmp_path):
+    events = []
+    plan = plan_of(talks, train={"steps": 1})
+    run(plan, run_dir=tmp_path, emit=events.append, stop=lambda: False)
+    (sample,) = [event for event in events if type(event).__name__ == "Sampled"]
+    assert sample.answers and sample.whole == f"{ASKED}\n{sample.text}" and "<|im_start|>" not in sample.text
+
+
+def test_a_template_that_takes_no_question_alone_is_refused_before_the_first_step(tmp_path):
+    template = "{% if messages | length < 2 %}{{ raise_exception('say more') }}{% endif %}" + (
+        "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    )
+    plan = plan_of(prepared_rows(tmp_path, TALKS, template))
+    with pytest.raises(UserError, match="say more") as caught:
+        run(plan, run_dir=tmp_path / "run", emit=lambda event: None, stop=lambda: False)
+    assert "eval.prompts" in caught.value.where and "eval.prompts" in caught.value.remedy
