@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from itertools import cycle
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, final
+from typing import Any, Self, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -126,7 +127,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.stack, self.files = ExitStack(), dict[Path, BinaryIO]()
+        self.stack, self.files = ExitStack(), dict[Path, FileIO]()
         self.stages = dict[torch.device, list[_Stage]]()
 
     def __enter__(self) -> Self:
@@ -180,10 +181,10 @@ class Reader:
         file = self.files[stored.path]
         row = stored.dtype.itemsize * int(torch.Size(stored.shape[1:]).numel())
         file.seek(stored.offset + first * row)
-        memory = memoryview(tensor.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        memory = memoryview(tensor.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
         done = 0
         while done < len(memory):
-            count = file.readinto(memory[done:])  # type: ignore[attr-defined]
+            count = file.readinto(memory[done:])
             if not count:
                 raise UserError("the file ends too early", where=str(stored.path), remedy="download the model again")
             done += count

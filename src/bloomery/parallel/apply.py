@@ -12,7 +12,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.parallel.offload import offload_activations
 from bloomery.plan.types import TrainPlan
 
-_Forward = Callable[..., Any]
+_Forward = Callable[..., Tensor]
 _aten = torch.ops.aten
 # Products cost more to repeat than to keep; everything between them (norms, activations, dropout) is cheap.
 _KEPT = (
@@ -49,8 +49,9 @@ def checkpoint_block(block: nn.Module, mode: str, *, index: int) -> None:
 
 def _recomputed(forward: _Forward, contexts: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)  # type: ignore[no-any-return]
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)  # type: ignore[no-any-return]
+        return forward(*args, **kwargs)
+    output: Tensor = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+    return output
 
 
 def _selective_contexts() -> Any:
