@@ -253,7 +253,8 @@ def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str
 def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on_gpu: bool) -> float:
     """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
 
-    Adafactor takes three of them, AdamW six, and states that come from the processor's memory four more.
+    Adafactor takes three of them, four of bfloat16 weights; AdamW five, and half a one where a CPU rounds at random;
+    states that come from the processor's memory four more (measured: tests/train/test_lean_scratch.py).
     """
     shapes = parameters(config, way).learning
     piece = 4.0 * min(numbers(shapes), GPU_PIECE if on_gpu else CPU_PIECE)
@@ -262,8 +263,9 @@ def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on
         kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
         return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
     if kind == "adafactor":
-        return 3 * piece
-    return (6 * piece + (4 * piece if way.away and on_gpu else 0.0)) if way.lean else 0.0
+        return (4 if weight_of(precision) == 2 else 3) * piece
+    drawn = (way.rounds or way.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
+    return (5 + 0.5 * drawn + 4 * (way.away and on_gpu)) * piece if way.lean else 0.0
 
 
 def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:

@@ -60,12 +60,12 @@ class Rounding:
     stochastic: bool
 
     def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> Tensor:
-        """At random whatever the setting says: for what must not drift."""
+        """At random whatever the setting says: for what must not drift. In the memory of `exact`."""
         key = key_of(self.seed, self.names[parameter], *place)
         return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
 
     def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> None:
-        """In place, in the target's own type. `place`: step and offset, which no two writes share."""
+        """In place, in the target's own type; `exact` may be lost. `place`: step and offset, which no two writes share."""
         if self.stochastic and target.dtype == torch.bfloat16:
             target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
         elif not same_place(target, exact):

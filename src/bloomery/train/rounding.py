@@ -25,11 +25,12 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
     """bfloat16 beside each float32 number, the nearer one the likelier: on average the number itself.
 
     A bfloat16 is the upper half of a float32: a random lower half is added to the whole, and the sum is cut off. What
-    is a bfloat16 already stays as it is. NaN becomes infinite: its bits could wrap round to zero. The result is a view
-    of the upper halves, to be copied; every machine that PyTorch has GPUs on keeps the lower half first.
+    is a bfloat16 already stays as it is. NaN becomes infinite: its bits could wrap round to zero. It happens in the
+    memory of `exact`, whose numbers are lost. The result is a view of the upper halves, to be copied; every machine
+    that PyTorch has GPUs on keeps the lower half first.
     """
     infinity = float("inf")
-    numbers = torch.nan_to_num(exact, nan=infinity, posinf=infinity, neginf=-infinity)
+    numbers = torch.nan_to_num_(exact, nan=infinity, posinf=infinity, neginf=-infinity)
     if bits.device.type == "cpu":
         bits = bits.to(torch.int32)  # which the addition would do unseen
     words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)  # bits: -2^15 to 2^15 - 1
