@@ -78,7 +78,9 @@ def test_a_base_with_other_weights_is_refused(tuned, tmp_path):
     run, _, base = tuned
     other = shutil.copytree(base, tmp_path / "other")
     write_model(model_state(fresh_decoder(CONFIG, seed=4)), CONFIG, other)
-    with pytest.raises(UserError, match="trained on other weights"):
+    with pytest.raises(UserError, match="trained on other weights") as refused:
         load_model(model_path(f"{other}+{run.folder}"))
+    words = refused.value.remedy.removeprefix("name the base that it was trained on: ")
+    load_model(model_path(words))
     with pytest.raises(UserError, match="not an adapter"):
         find_model(model_path(f"{other}+{base}"))

@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.errors import UserError
 from bloomery.model.adapter_files import PREFIX
 from bloomery.model.adapter_names import EMBEDDING, HEAD, VALUES, Adaptation, Pair, shares_head, stored_modules
-from bloomery.model.base import AGAIN, CONFIG, TENSORS, read_settings
+from bloomery.model.base import AGAIN, CONFIG, TENSORS, read_settings, right_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.names import places
@@ -162,7 +162,7 @@ def _stranger(name: str, config: ModelConfig, where: str) -> UserError:
     return UserError(
         f"the adapter changes {name[:80]!r}, which this base does not have "
         f"({config.family}, layers 0 to {config.num_layers - 1})",
-        where=where, remedy=f"use the base that {CONFIG} names: BASE+ADAPTER chooses one",
+        where=where, remedy=right_base(Path(where).parent),
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _expect(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], wh
     if (found := tensors[name].shape) != shape:
         raise UserError(
             f"{name[:120]} is {list(found)}; this base and {CONFIG} make it {list(shape)}", where=where,
-            remedy=f"use the base that {CONFIG} names: BASE+ADAPTER chooses one",
+            remedy=right_base(Path(where).parent),
         )  # fmt: skip
 
 

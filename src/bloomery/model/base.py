@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,12 @@ class Base:
         cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
         return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else self.folder
 
-    def refuse_change(self, digest: str, *, where: str) -> None:
+    def refuse_change(self, digest: str, *, where: str, remedy: str | None = None) -> None:
         """Raises UserError when the adapter in `where` was trained on other weights than these."""
         if digest != self.digest:
             raise UserError(
                 f"the adapter was trained on other weights than those in {self.folder}", where=where,
-                remedy="put the base model back that it was trained on",
+                remedy=remedy or "put the base model back that it was trained on",
             )  # fmt: skip
 
 
@@ -107,6 +108,13 @@ def base_folder(folder: Path) -> Path:
     return fetch_model(name)
 
 
+def right_base(folder: Path) -> str:
+    """The remedy for an adapter on a base that is not its own: the words that name the one which it names itself."""
+    name = read_settings(folder).get("base_model_name_or_path")
+    known = isinstance(name, str) and bool(name) and name.isprintable() and len(name) < 4000
+    return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}') if known else 'BASE+ADAPTER'}"
+
+
 def refuse_other_base(folder: Path, base: Path) -> None:
     """Raises UserError when a run's own checkpoint was trained on other weights than those in `base`."""
     path = folder / "state.json"
@@ -114,7 +122,9 @@ def refuse_other_base(folder: Path, base: Path) -> None:
         return
     try:
         match json.loads(path.read_text(encoding="utf-8")):
-            case {"base": {"digest": str(noted)}}:
-                base_of(base).refuse_change(noted, where=str(folder))
+            case {"base": {"digest": str(noted), **told}}:
+                given = base_of(base)
+                remedy = None if given.folder == told.get("folder", given.folder) else right_base(folder)
+                given.refuse_change(noted, where=str(folder), remedy=remedy)
     except (ValueError, RecursionError) as error:
         raise UserError(f"state.json is not JSON: {error}"[:200], where=str(path), remedy=AGAIN) from error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.errors import UserError
-from bloomery.model.base import TENSORS, read_settings
+from bloomery.model.base import TENSORS, read_settings, right_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.names import places
@@ -171,8 +171,7 @@ def open_method(model: Decoder, folder: Path) -> None:
             PeftModel.from_pretrained(model, str(folder), adapter_name=NAME, config=config)
     except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
         problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
-        remedy = "name the base that it was trained on: BASE+ADAPTER"
-        raise UserError(problem, where=str(folder), remedy=remedy) from error
+        raise UserError(problem, where=str(folder), remedy=right_base(folder)) from error
     model.requires_grad_(False)
 
 
