@@ -4,8 +4,10 @@ The cache of measurements and probes is the tests' own: plans follow the tables,
 """
 
 import atexit
+import gc
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bloomery-tests-")
@@ -13,3 +15,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Where no bytecode is kept, hundreds of children would each compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # while libraries are imported: millions of objects come, and none goes
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what stands now stays, and need not be walked over again and again
+    gc.enable()
