@@ -161,6 +161,12 @@ def test_more_devices_do_not_change_the_training():
     assert eight.energy_kwh == pytest.approx(8 * 0.750 * eight.seconds.value / 3600)
 
 
+def test_more_devices_leave_a_step_in_backward_as_large_as_it_was_asked_for():
+    loaded = load_recipe("samantha-llama2-7b-full-24gb")
+    plans = [resolve(loaded, gpu_machine("RTX 4090"), gpus=count) for count in (1, 2)]
+    assert [plan.train.tokens_per_step for plan in plans] == [8192, 8192]
+
+
 def test_fewer_rows_than_devices_is_refused_with_a_number():
     with pytest.raises(UserError, match="cannot be shared by 48 devices") as error:
         resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)

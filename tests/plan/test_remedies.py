@@ -76,3 +76,9 @@ def test_memory_of_a_processor_has_remedies_too():
     plan = resolve(load_recipe("go-coder-125m"), machine(free_gib=2.0))
     assert not plan.fits
     assert plan.remedies
+
+
+def test_in_backward_a_smaller_step_is_offered():
+    loaded = load_recipe("samantha-llama2-7b-full-24gb", ("train.tokens_per_step=65536",))
+    plan = resolve(loaded, gpu_machine("RTX 4090"))
+    assert "train.tokens_per_step=16384" in [remedy.edit for remedy in plan.remedies if ", fits; " in remedy.saves]

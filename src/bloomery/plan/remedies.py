@@ -101,6 +101,7 @@ def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     if asked.precision == "float32" and plan.train.device != "cpu":
         yield "train.precision=auto", "half-precision products"
     yield from _lean(recipe, plan)
+    yield from _smaller_steps(recipe, plan)
     if recipe.optimizer.kind == "adamw" and recipe.adapter.kind == "none":
         yield "optimizer.kind=muon", "another optimizer: its rates are to be chosen anew"
     if recipe.optimizer.kind != "adafactor" and recipe.adapter.kind == "none":
@@ -124,6 +125,17 @@ def _lean(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "quantize.base=nf4", "the frozen weights round to 4 bits, which costs time and some exactness"
     if recipe.adapter.kind == "none" and recipe.model.from_ is not None:
         yield "adapter.kind=lora", "another training: adapters learn, the weights stand still"
+
+
+def _smaller_steps(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+    """In backward a step is one micro-batch: what does not fit is a smaller step, or one whose gradients are kept."""
+    if not recipe.optimizer.in_backward or recipe.train.tokens_per_step == "auto":
+        return
+    tokens = plan.train.tokens_per_step
+    while tokens % (2 * plan.data.sequence_length) == 0:
+        tokens //= 2
+        yield f"train.tokens_per_step={tokens}", "another training: each step learns from fewer tokens"
+    yield "optimizer.in_backward=false", "gradients are kept and added up over micro-batches"
 
 
 def _faster(loaded: LoadedRecipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:

@@ -128,7 +128,8 @@ class _Resolution:
         reader = backend(self.machine, base, device=device, compiled=compiled.value)
         load = self.occupancy(precision.value, attention.value, compiled.value)
         cut, parts, mesh = self.laid(load, scale.rows_per_step)
-        if load.way.in_backward and cut.micro_batch.value < scale.rows_per_step:
+        free = recipe.train.tokens_per_step == "auto"
+        if load.way.in_backward and free and cut.micro_batch.value < scale.rows_per_step:
             tokens = batch.one_micro_batch(cut)
             scale = self.scale(tokens.value)
             cut, parts, mesh = self.laid(load, scale.rows_per_step)
