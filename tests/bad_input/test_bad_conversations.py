@@ -95,7 +95,7 @@ def test_it_is_left_out_and_counted_where_the_recipe_says_so(chats, case):
     write(chats, *[talks(("user", f"hi {n}"), ("assistant", f"hello {n}")) for n in range(20)], row)
     done = here("prepare", "tiny.yaml", "data.on_error=skip", "data.sequence_length=128")
     assert done.code == 0, done.err
-    assert re.search(r"skipped +1 rows?, the first: a.jsonl:21", done.out), done.out
+    assert re.search(r"skipped +1 rows?, the first: text/a.jsonl:21", done.out), done.out
 
 
 PAIRS = {

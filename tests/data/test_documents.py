@@ -132,13 +132,28 @@ def test_malformed_row_stops_or_is_skipped(tmp_path, case):
     path.write_bytes(b'\xef\xbb\xbf{"text": "good"}\n' + line + b'\n\n{"text": "better"}\n')
     with pytest.raises(UserError) as caught:
         read(path)
-    assert caught.value.where == where
+    assert caught.value.where == str(tmp_path / where)
     assert problem in caught.value.problem
     assert "Error" not in str(caught.value)
     tally = Tally()
     assert [document.text for document in read(path, "skip", tally)] == ["good", "better"]
     assert tally.skipped == 1
-    assert tally.first_skipped.startswith(where)
+    assert tally.first_skipped.startswith(str(tmp_path / where))
+
+
+def test_files_are_named_as_they_are_found_from_here(tmp_path, monkeypatch):
+    """Of two sources with files of one name it can be told which is meant."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(b'{"text": "good"}\n')
+    sources = [Source(path=str(tmp_path / "one")), Source(path=str(tmp_path / "two" / "a.jsonl"))]
+    found = [document.source for corpus in open_corpora(Data(sources=sources))
+             for document in read_documents(corpus, on_error="stop", tally=Tally())]  # fmt: skip
+    assert found == ["one/a.jsonl:1", "two/a.jsonl:1"]
+    monkeypatch.chdir(tmp_path / "one")
+    assert open_corpora(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(tmp_path / "two" / "a.jsonl")
+    assert open_corpora(Data(path=str(tmp_path / "one")))[0].files[0].shown == "a.jsonl"
 
 
 def test_line_of_200_mb_is_refused_in_constant_memory(tmp_path):
@@ -150,7 +165,7 @@ def test_line_of_200_mb_is_refused_in_constant_memory(tmp_path):
         file.write(b'"}\n{"text": "better"}\n')
     with pytest.raises(UserError, match=r"longer than 64.0 MiB") as caught:
         read(path)
-    assert caught.value.where == "a.jsonl:2"
+    assert caught.value.where == str(tmp_path / "a.jsonl:2")
     tracemalloc.start()
     assert [document.text for document in read(path, "skip")] == ["good", "better"]
     peak = tracemalloc.get_traced_memory()[1]

@@ -182,7 +182,7 @@ def test_a_flaw_names_its_row(tmp_path):
     path.write_text(json.dumps({"messages": TALK}) + "\n[1]\n" + json.dumps({"messages": TALK[:1]}) + "\n")
     with pytest.raises(UserError) as caught:
         read(path, format="messages")
-    assert caught.value.where == "a.jsonl:2"
+    assert caught.value.where == f"{path}:2"
     tally = Tally()
     corpus = open_corpus(Source(path=str(path)), "sft")
     assert len(list(read_documents(corpus, on_error="skip", tally=tally))) == 1

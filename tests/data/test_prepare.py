@@ -315,7 +315,7 @@ def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
         prepare(recipe_of(path=str(text)), tmp_path / "p")
     manifest = prepare(recipe_of(path=str(text), on_error="skip"), tmp_path / "q")
     assert manifest.skipped == 2
-    assert manifest.first_skipped == "a.jsonl:11, field text: is a number, not a text"
+    assert manifest.first_skipped == f"{text}:11, field text: is a number, not a text"
 
 
 def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
@@ -355,7 +355,7 @@ def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe
     assert manifest.held_back == 3
 
 
-@pytest.mark.parametrize(("rows", "said"), [("", "no text in it"), ("\n[]\n", "1 row skipped, the first: held")])
+@pytest.mark.parametrize(("rows", "said"), [("", "no text in it"), ("\n[]\n", "1 row skipped, the first: .*held")])
 def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(5)))
     (tmp_path / "held.jsonl").write_text(rows)

@@ -155,7 +155,7 @@ def _read_file(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Docum
         typed = file.format in ("parquet", "arrow")
         yield from _typed_rows(file, corpus, tally) if typed else _rows(file, corpus, tally)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        yield Flaw(file.name, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
+        yield Flaw(file.shown, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=_REACH) from error
 
@@ -166,13 +166,13 @@ def _typed_rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Docu
     try:
         types = column_types(file.path, file.format)
         read, columns = _typed_reader(file, corpus, types, tally)
-        for value in READERS[file.format](file.path, file.name, columns):
+        for value in READERS[file.format](file.path, file.shown, columns):
             yield from read(value)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).splitlines()[0][:120]  # pyarrow raises OSError without a number for damaged files
-        yield Flaw(file.name, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
+        yield Flaw(file.shown, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
 
 
 _Read = Callable[[Value | Flaw], Iterator[Document | Flaw]]
@@ -183,18 +183,18 @@ def _typed_reader(
 ) -> tuple[_Read, list[str] | None]:
     """How rows of the file are read, and the columns that this takes."""
     columns = None if corpus.wants == "text" else columns_of_examples(corpus.columns, types)
-    first = next(READERS[file.format](file.path, file.name, columns), None) if columns else None
+    first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
     format = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
     if format is not None:
         return _examples(format, corpus, tally), columns
-    role, column = _typed_column(types, corpus, file.name)
+    role, column = _typed_column(types, corpus, file.shown)
     mask = _mask_column(role, types, corpus, tally)
     return lambda value: iter([_document(value, role, column, mask)]), [column, *([mask] if mask else [])]
 
 
 def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
     read: _Read | None = None
-    for value in READERS[file.format](file.path, file.name, None):
+    for value in READERS[file.format](file.path, file.shown, None):
         row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in CHAT)
         if row and read is None:
             read = _reader(value, corpus, tally)

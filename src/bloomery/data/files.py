@@ -7,7 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.data.streams import COMPRESSED
@@ -31,11 +31,19 @@ CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source. `name` is what messages call it: its path below the source's own."""
+    """One file of a source. `name`: its path below the source's own; `found`: from the working folder, or of a data set
+    of the Hub, where a person finds it.
+    """
 
     path: Path
     name: str
     format: str
+    found: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.found or self.name
 
 
 def suffix_of(path: Path) -> str:
@@ -56,16 +64,25 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
     if not root.is_file() and not root.is_dir():
         remedy = "name a file or a folder of files"
         raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", remedy=remedy)
+    shown = _shown(source.path, root)
     if root.is_file():
-        return [SourceFile(root, root.name, _format(root, source.format))]
+        return [SourceFile(root, root.name, _format(root, source.format), str(shown))]
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
-        return _saved_dataset(root)
+        return [replace(file, found=str(shown / file.path.relative_to(root))) for file in _saved_dataset(root)]
     found = sorted(_walk(root, source.glob))
     chosen = found if source.glob else _recognised(found, rows=rows or source.format in CHAT)
     if not chosen:
         raise _nothing(root, source.glob, found)
     chosen = chosen if source.glob else train_files(chosen, str(root))
-    return [SourceFile(root / name, name, _format(root / name, source.format)) for name in chosen]
+    return [SourceFile(root / name, name, _format(root / name, source.format), str(shown / name)) for name in chosen]
+
+
+def _shown(said: str, root: Path) -> Path:
+    """A source as a person finds it: below the working folder without that folder."""
+    if said.startswith(PREFIX):
+        return Path(said)
+    here = Path.cwd()
+    return root.relative_to(here) if root.is_relative_to(here) else root
 
 
 def _near(root: Path) -> str:
