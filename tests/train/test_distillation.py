@@ -17,6 +17,7 @@ from bloomery.recipe.schema import Distil
 from bloomery.train.losses import means
 from bloomery.train.objectives import build_objective, distillation
 from bloomery.train.objectives_distil import teachers_attention
+from bloomery.train.stand_in import hollow_teacher
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_model
 
@@ -152,3 +153,13 @@ def test_a_teacher_gets_an_attention_that_computes_what_it_needs():
     short = tiny_config(positions="learned", max_positions=16)
     with pytest.raises(UserError, match="has learned 16 positions"):
         teachers_attention(short, plan, where="t")
+
+
+def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(tmp_path):
+    gemma = {"norm": "rms_unit_offset", "norm_placement": "both", "scale_embeddings": True, "activation": "gelu_tanh"}
+    config = tiny_config(family="gemma2", qk_norm="none", attention_softcap=30.0, **gemma)
+    write_model(model_state(fresh_decoder(config, seed=0)), config, tmp_path)
+    plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
+    plan = plan.model_copy(update={"objective": Distil(kind="distil", teacher=str(tmp_path))})
+    with torch.device("meta"):
+        assert hollow_teacher(plan).model.backend == "blockwise"

@@ -34,7 +34,7 @@ _NEEDED = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
 }  # in the order in which they are looked for
-_LISTS = ("messages", "conversations", "conversation")
+LISTS = ("messages", "conversations", "conversation")
 _PAIR_REMEDY = "remove the pair, or set data.on_error to skip"
 
 
@@ -48,7 +48,7 @@ def detect_format(row: Row, columns: Mapping[str, str] | None = None) -> str | N
 
 
 def _list_format(row: Row, columns: Mapping[str, str]) -> str | None:
-    for name in (columns.get("messages"), columns.get("conversations"), *_LISTS):
+    for name in (columns.get("messages"), columns.get("conversations"), *LISTS):
         value = row.get(name) if name else None
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return "sharegpt" if "from" in value[0] or columns.get("conversations") == name else "messages"
@@ -88,7 +88,7 @@ def _tools(row: Row, columns: Mapping[str, str], where: str) -> tuple[dict[str, 
 def _chat(row: Row, columns: Mapping[str, str], where: str) -> Example:
     """OpenAI's and ShareGPT's lists of turns; "system" may stand in a column of its own."""
     given = [role for role in ("messages", "conversations") if role in columns]
-    role = given[0] if given else next((name for name in _LISTS if name in row), _LISTS[0])
+    role = given[0] if given else next((name for name in LISTS if name in row), LISTS[0])
     value, place = _column(row, role, columns, where)
     messages = read_turns(value, place, columns=columns)
     system, system_place = _optional(row, "system", columns, where)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from bloomery.data.example_formats import COLUMNS, detect_format, read_example
+from bloomery.data.example_formats import COLUMNS, LISTS, detect_format, read_example
 from bloomery.data.examples import Example
 from bloomery.data.files import CHAT
 from bloomery.data.formats import Value
@@ -16,7 +16,6 @@ from bloomery.recipe.schema import Recipe, Source
 # text: nothing else. any: text where there is some, else examples. sft: conversations and completions, or text.
 Wants = Literal["text", "any", "sft", "pairs", "kto"]
 _TEXT_ROLES = ("text", "tokens")
-_LISTS = ("messages", "conversations", "conversation")
 _NAMES = {"chat": "conversations", "completion": "completions", "pair": "preference pairs", "kto": "marked answers"}
 _NEEDS = {
     "sft": ("conversations, completions or text", "sft"),
@@ -53,7 +52,7 @@ def refuse_unknown_roles(source: Source) -> None:
 
 def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:
     """Of a file's columns those that an example may be made of, None without any."""
-    used = {*columns.values(), *_LISTS, *(role for roles in COLUMNS.values() for role in roles)}
+    used = {*columns.values(), *LISTS, *(role for roles in COLUMNS.values() for role in roles)}
     return [name for name in present if name in used] or None
 
 

@@ -11,11 +11,16 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 
 
+def product_dtype(precision: str) -> torch.dtype:
+    """What matrix products read, and so what frozen matrices are kept in."""
+    return {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
+
+
 def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
     """Matrix products in half precision over float32 weights. `bfloat16-pure` needs none: its weights are bfloat16."""
     if precision not in ("bfloat16", "float16"):
         return nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float16)
+    return torch.autocast(device, dtype=product_dtype(precision))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -18,6 +18,7 @@ from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil
+from bloomery.train.forward import product_dtype
 from bloomery.train.losses import LossParts, mean_of
 
 
@@ -30,7 +31,7 @@ def load_teacher(plan: Plan) -> Decoder:
     folder = local_model(plan.objective.teacher)
     refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
     attention = teachers_attention(read_config(folder), plan, where=str(folder))
-    return _loaded(folder, kept_as(plan.train.precision), plan.train.device, attention)
+    return _loaded(folder, product_dtype(plan.train.precision), plan.train.device, attention)
 
 
 def teachers_attention(config: ModelConfig, plan: Plan, *, where: str) -> str:
@@ -49,10 +50,6 @@ def teachers_attention(config: ModelConfig, plan: Plan, *, where: str) -> str:
         window=any(window < length for window in windows), softcap=config.attention_softcap is not None, dropout=False,
     )  # fmt: skip
     return plan.model.attention if unfit is None else "blockwise"
-
-
-def kept_as(precision: str) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
 
 
 @lru_cache(maxsize=1)  # a run that plans anew keeps the one that it has: two might not fit

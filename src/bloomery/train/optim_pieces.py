@@ -65,7 +65,7 @@ class Rounding:
         return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
 
     def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> None:
-        """In place, in the target's own type; `exact` may be lost. `place`: step and offset, which no two writes share."""
+        """In place, in the target's own type; `exact` may be lost. `place`: step and offset, of which none recurs."""
         if self.stochastic and target.dtype == torch.bfloat16:
             target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
         elif not same_place(target, exact):

@@ -12,7 +12,8 @@ from bloomery.model.presets import read_config
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil
-from bloomery.train.objectives_distil import kept_as
+from bloomery.train.forward import product_dtype
+from bloomery.train.objectives_distil import teachers_attention
 
 PAIRED = ("dpo", "ipo", "simpo", "orpo", "kto", "reward")
 
@@ -37,10 +38,12 @@ def _halves(tokens_BT: Tensor) -> Tensor:
 def hollow_teacher(plan: Plan) -> Decoder:
     """The plan's teacher without its numbers, in the dtype that it is kept in."""
     assert isinstance(plan.objective, Distil)
+    folder = local_model(plan.objective.teacher)
+    config = read_config(folder)
+    attention = teachers_attention(config, plan, where=str(folder))
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(kept_as(plan.train.precision))
+    torch.set_default_dtype(product_dtype(plan.train.precision))
     try:
-        config = read_config(local_model(plan.objective.teacher))
-        return Decoder(config, attention=plan.model.attention).eval().requires_grad_(False)
+        return Decoder(config, attention=attention).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(usual)

@@ -21,12 +21,11 @@ from bloomery.parallel.apply import apply
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import Parts, read_part, read_state
+from bloomery.train.forward import product_dtype
 from bloomery.train.kept import Injected, Kept, Pairs, Start, Whole
 from bloomery.train.optimizers import build_optimizer
 from bloomery.train.recover import NonFinite
 from bloomery.train.step import LossScale, Trainee
-
-FROZEN = {"float32": torch.float32, "float16": torch.float16}  # dtypes of frozen matrices; else bfloat16
 
 
 @dataclass
@@ -169,7 +168,7 @@ def _kept_as(parameter: nn.Parameter, module: nn.Module, model: Decoder, precisi
     embeds = parameter is model.model.embed_tokens.weight
     if precision == "float16" and (embeds or not isinstance(module, nn.Linear)):
         return torch.float32
-    return FROZEN.get(precision, torch.bfloat16)
+    return product_dtype(precision)
 
 
 def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:
