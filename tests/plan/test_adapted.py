@@ -75,6 +75,18 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
         assert {d.key: d.value for d in plan.decisions}["model.vocab_size"] == "1 new token"
 
 
+@pytest.mark.parametrize(("said", "remedy"), [
+    ({"method": "adalra"}, "did you mean adapter.method=adalora?"),
+    ({"method": "vera", "target_modules": ["q_proj", "o_prj"]}, "near it: o_proj"),
+    ({"method": "vera", "target_modules": "v_proj"}, "a text alone is a pattern over full names"),
+    ({"method": "vera", "target_modules": "(v_proj"}, "adapter.target_modules=[q_proj]"),
+])  # fmt: skip
+def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(said, remedy):
+    with pytest.raises(UserError) as refused:
+        resolve(loaded(adapter={"kind": "peft", **said}), machine())
+    assert remedy in refused.value.remedy
+
+
 def test_a_method_of_peft_trains_no_reward_model():
     words = {"objective": {"kind": "reward"}, "adapter": {"kind": "peft", "method": "ia3"}}
     with pytest.raises(UserError, match="values head must learn"):

@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from bloomery.data.loader import Cursor, Loader
 from bloomery.errors import UserError
+from bloomery.model import peft_names
+from bloomery.model.adapter_names import linear_modules
 from bloomery.model.merge import merged
 from bloomery.model.peft_methods import method_config
+from bloomery.model.peft_names import NATIVE, PROMPTS
 from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.recipe.schema import Peft
 from bloomery.train.objectives import build_objective
@@ -110,7 +113,8 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     ("said", "words"),
     [
         ({"method": "adalora", "traget_r": 4}, "did you mean target_r"),
-        ({"method": "adalorra"}, "did you mean adalora"),
+        ({"method": "adalorra"}, "did you mean adapter.method=adalora?"),
+        ({"method": "vera", "target_modules": ["q_prj"]}, "near it: q_proj"),
         ({"method": "prefix_tuning"}, "adapter.kind=lora"),
         ({"method": "lora"}, "adapter.kind=lora"),
         ({"method": "trainable_tokens"}, "adapter.train_also"),
@@ -121,6 +125,18 @@ def test_what_peft_does_not_know_is_refused_with_a_remedy(said, words):
     with pytest.raises(UserError) as caught:
         method_config(Peft(kind="peft", **said), CONFIG, steps=10)
     assert words in caught.value.remedy
+
+
+def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    assert {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - NATIVE.keys() == peft_names.METHODS
+
+
+def test_all_linear_maps_are_found_where_peft_would_look_for_them_in_its_own_models_alone(prepared, base):
+    model = build_state(method_plan(prepared, base, {"method": "vera", "target_modules": "all-linear"})).trainee.model
+    changed = {name.rpartition(".vera_lambda")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert changed == set(linear_modules(CONFIG))
 
 
 def test_a_wall_time_length_has_no_steps_for_a_schedule_of_ranks():

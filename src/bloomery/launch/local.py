@@ -39,7 +39,7 @@ from bloomery.launch.worker import DONE, STOPPED
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_events
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.tracking import require
-from bloomery.plan.corpus import corpus_of, counted
+from bloomery.plan.corpus import corpus_of, counted, left_aside
 from bloomery.plan.environment import DETERMINISM, child_environment, wanted
 from bloomery.plan.fetched import fetch
 from bloomery.plan.resolve import resolve
@@ -160,7 +160,8 @@ def start(
 
 
 _SEEN_WITHOUT_TEXT = (
-    "train.micro_batch", "train.tokens_per_step", "adapter.kind", "adapter.method", "adapter.targets", "quantize.base",
+    "train.micro_batch", "train.tokens_per_step", "adapter.kind", "adapter.method", "adapter.targets",
+    "adapter.target_modules", "quantize.base",
 )  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     machine = narrowed(detect(), devices)
     plan = _resolved(loaded, machine, data)
     plan = plan if flow.edit is None else flow.edit(plan)
-    for because in _doubts(plan):
+    for because in (*_doubts(plan), *left_aside(loaded.recipe)):
         flow.book.emit(Warned(because=because))
     write_durably(flow.folder.machine, machine.model_dump_json(indent=1))
     write_plan(plan, flow.folder.plan)

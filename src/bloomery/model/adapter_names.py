@@ -117,7 +117,7 @@ def whole_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
         tied = shares_head(config) and _means(wanted, HEAD)
         means = [name for name in known if _means(wanted, name) or (wanted == NORMS and name.endswith("norm"))]
         if not means and not tied:
-            raise _unknown(wanted, known, "adapter.train_also", f"{NORMS} (all of them)")
+            raise unknown_module(wanted, known, "adapter.train_also", f"{NORMS} (all of them)")
         found.update([*means, EMBEDDING] if tied else means)
     _refuse_parts(config, found, "adapter.train_also")
     return tuple(name for name in known if name in found)
@@ -136,10 +136,11 @@ def _nothing(target: str, known: list[str], config: ModelConfig) -> UserError:
             remedy=f"take it out, and train it in full with adapter.train_also=[{leaf}]", code=2,
         )  # fmt: skip
     layers = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
-    return _unknown(target, known, "adapter.targets", ALL_LINEAR + layers)
+    return unknown_module(target, known, "adapter.targets", ALL_LINEAR + layers)
 
 
-def _unknown(name: str, known: list[str], where: str, more: str) -> UserError:
+def unknown_module(name: str, known: list[str], where: str, more: str) -> UserError:
+    """For a name that matches none of `known`, with those near it; `more`: what else may be written there."""
     leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in known))
     wanted = name.rpartition(".")[2]
     near = get_close_matches(wanted, leaves, n=3, cutoff=0.5)

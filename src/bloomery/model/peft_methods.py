@@ -18,22 +18,12 @@ from bloomery.model.base import TENSORS, read_settings, right_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.names import places
+from bloomery.model.peft_names import named, targets_of
 from bloomery.model.tensors import stored_in
 from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
 INSTALL = 'pip install "bloomery[peft]"'
-NATIVE = {
-    "LORA": "set adapter.kind=lora, which is Bloomery's own",
-    "TRAINABLE_TOKENS": "set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]",
-}
-# What methods that are not about attention's matrices change; of the others PEFT's usual q_proj and v_proj.
-TARGETS: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
-# These change the input or the past of transformers' own forward, not the matrices of a model.
-PROMPTS = frozenset({
-    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING",
-    "P_TUNING", "SHADOW", "XLORA",
-})  # fmt: skip
 IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # what AdaLoRA's allocator remembers of each parameter
 
 
@@ -208,7 +198,7 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
             remedy = f"did you mean {near[0]}?" if near else f"its keys are PEFT's {kind.__name__}"
             raise UserError(f"{adapter.method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
     if "target_modules" in known:
-        said.setdefault("target_modules", TARGETS.get(_named(adapter.method), ["q_proj", "v_proj"]))
+        said["target_modules"] = targets_of(adapter, config)
         _refuse_stored_otherwise(config)
     if "feedforward_modules" in known:  # IA3 scales what these read; PEFT knows them of transformers' models alone
         targets = said["target_modules"]
@@ -231,25 +221,14 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
 
 def _kind(method: str) -> Any:
     try:
-        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
         raise UserError("PEFT is not installed", where="adapter.kind=peft", remedy=INSTALL) from error
-    name = _named(method)
-    tuners = {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - set(NATIVE)
-    if name in NATIVE:
-        raise UserError(f"{method} is not PEFT's here", where="adapter.method", remedy=NATIVE[name], code=2)
-    if name in PROMPTS:
-        problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
-        raise UserError(problem, where="adapter.method", remedy="set adapter.kind=lora", code=2)
-    if name not in tuners:
-        near = get_close_matches(name, tuners, n=1)
-        remedy = f"did you mean {near[0].lower()}?" if near else "PEFT has: " + ", ".join(sorted(tuners)).lower()
-        raise UserError(f"PEFT has no method {method!r}", where="adapter.method", remedy=remedy, code=2)
-    return next(kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == name)
-
-
-def _named(method: str) -> str:
-    return method.upper().replace("-", "_")
+    found = next((kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == named(method)), None)
+    if found is None:
+        problem = f"the PEFT that is installed has no {method}"
+        raise UserError(problem, where="adapter.method", remedy="pip install --upgrade peft", code=2)
+    return found
 
 
 def _refuse_stored_otherwise(config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from bloomery.choice import Choice
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import ALL_LINEAR, adaptation
 from bloomery.model.config import ModelConfig
+from bloomery.model.peft_names import named, targets_of
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 RANKS = ("init_r", "r", "rank")  # the keys that say a rank; init_r is AdaLoRA's at the start, when it needs most
@@ -17,7 +18,7 @@ def counted_as(adapter: Peft, config: ModelConfig) -> Lora:
     """The LoRA whose memory and time stand for the method's: of its rank, on its modules."""
     said: dict[str, Any] = adapter.model_extra or {}
     rank = next((said[key] for key in RANKS if isinstance(said.get(key), int) and said[key] > 0), USUAL_RANK)
-    targets = said.get("target_modules", ["q_proj", "v_proj"])
+    targets = targets_of(adapter, config)
     lora = Lora(kind="lora", rank=rank, targets=[targets] if isinstance(targets, str) else list(targets))
     try:
         adaptation(config, lora)
@@ -30,6 +31,7 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     """Raises UserError for what PEFT's layers cannot do inside of this decoder."""
     if not isinstance(recipe.adapter, Peft):
         return
+    named(recipe.adapter.method)
     method = f"adapter.method={recipe.adapter.method}"
     if recipe.objective.kind == "reward":
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
