@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import peft
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from click.testing import CliRunner
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
+from structured_runs import write_answers
 from torch.testing import assert_close
 
 from bloomery.cli import cli
@@ -19,7 +21,7 @@ from bloomery.export.hf import export
 from bloomery.export.merged import export_merged
 from bloomery.model.merge import merged
 from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.recipe.schema import Lora
+from bloomery.recipe.schema import Lora, Reward
 from bloomery.train.model_folder import find_model
 
 TOKENS = torch.arange(24)[None] * 7 % CONFIG.vocab_size
@@ -81,6 +83,21 @@ def test_an_exported_adapter_opens_in_peft(tuned, tmp_path):
     card = (done.folder / "README.md").read_text()
     assert "PeftModel" in card and "library_name: peft" in card
     assert {path.name for path in done.folder.iterdir()} >= {"adapter_config.json", "tokenizer.json", "README.md"}
+
+
+def test_an_exported_adapter_of_a_reward_model_gives_its_values_in_peft(prepared, tmp_path):
+    (base := tmp_path / "base").mkdir()
+    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, base)
+    for file in prepared.glob("tokenizer*"):
+        shutil.copy(file, base)
+    pairs = write_answers(tmp_path / "pairs", prepared, "pairs")
+    plan = tiny_plan(pairs, config=replace(CONFIG, head="values"), model={"source": base}, train={"steps": 3})
+    asked = {"adapter": Lora(kind="lora", rank=4), "objective": Reward(kind="reward")}
+    run = Run(plan.model_copy(update=asked), tmp_path / "run")
+    done = export_adapter(find_model(run.checkpoint(3)), tmp_path / "out")
+    assert any("PEFT" in proof for proof in done.proofs)
+    assert "AutoModelForSequenceClassification" in (done.folder / "README.md").read_text()
+    assert "num_labels=1" in (done.folder / "README.md").read_text()
 
 
 def test_what_cannot_be_exported_so_says_what_can(tuned, tmp_path):

@@ -14,8 +14,9 @@ import torch
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 from bloomery.export.card import model_card, training_of
-from bloomery.export.hf import TOLERANCE, Exported, draft_of, finite, probe, probe_tokens
+from bloomery.export.hf import TOLERANCE, Exported, draft_of, finite, last_value, probe, probe_tokens
 from bloomery.model.base import CONFIG, TENSORS, base_of, read_settings
+from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import load_decoder
 from bloomery.train.model_folder import Found
@@ -50,20 +51,24 @@ def _proofs(found: Found, draft: Path, decoder: Decoder) -> Iterator[str]:
     yield "read back: the tensors are the same, and the base takes them"
     if all(importlib.util.find_spec(name) is not None for name in ("peft", "transformers")):
         with warnings.catch_warnings(action="ignore"):  # what both libraries say of each other
-            yield _opens_in_peft(found, draft, logits, probe_tokens(decoder.config))
+            yield _opens_in_peft(found, draft, logits, decoder.config)
 
 
-def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, tokens: torch.Tensor) -> str:
+def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
     peft: Any = importlib.import_module("peft")
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(found.base, **settings)
-    if logits.shape[-1] > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(logits.shape[-1], mean_resizing=False)
+    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    kind = transformers.AutoModelForCausalLM
+    if config.head == "values":  # the base has no such head: it is drawn, and the adapter replaces it
+        kind, settings["num_labels"] = transformers.AutoModelForSequenceClassification, 1
+        logits = last_value(logits, config)
+    model = kind.from_pretrained(found.base, **settings)
+    if config.vocab_size > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(config.vocab_size, mean_resizing=False)
     model = peft.PeftModel.from_pretrained(model, draft).eval()
     with torch.no_grad():
-        theirs = model(tokens).logits
+        theirs = model(probe_tokens(config)).logits
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"PEFT computes other logits (they differ by {error:.2g})"

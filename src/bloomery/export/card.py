@@ -11,7 +11,7 @@ from bloomery.monitor.events import EvalDone, RunStarted, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Data, Lora, Recipe
+from bloomery.recipe.schema import Data, Lora, Peft, Recipe
 from bloomery.units import format_count, format_seconds
 
 
@@ -55,23 +55,40 @@ def training_of(checkpoint: Path) -> Training | None:
 
 def model_card(name: str, config: ModelConfig, training: Training | None, *, base: str | None = None) -> str:
     """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for."""
-    use = _use(name) if base is None else _use_adapter(name, base)
+    use = _use(name) if base is None else _use_adapter(name, base, config)
     if base is None and config.head == "values":
         use = _use_values(name)
-    parts = [_metadata(base), f"# {name}\n", "\n".join(_facts(config, base)), "\n".join(use)]
+    parts = [_metadata(config, base), f"# {name}\n", "\n".join(_facts(config, base)), "\n".join(use)]
     if training is not None:
         parts[3:3] = ["\n".join(_training(training)), "\n".join(_evaluation(training))]
-    parts.append(
-        "## Limits\n\nIt continues text as its training data would; it was not taught to follow instructions or to "
-        "refuse anything, and nobody has audited what it says.\n"
-    )
+    parts.append(f"## Limits\n\n{_limits(config, training)}\n")
     return "\n".join(part for part in parts if part)
 
 
-def _metadata(base: str | None) -> str:
+def _limits(config: ModelConfig, training: Training | None) -> str:
+    if config.head == "values":
+        return "It prefers what those who chose in its training data preferred, and nobody has audited what that is."
+    if training is None:
+        return "Nobody has audited what it says here."
+    objective = training.recipe.objective if training.plan is None else training.plan.objective
+    if objective.kind != "pretrain":
+        return (
+            "It answers as its training data does, right or wrong. It refuses what that data or the model that it "
+            "started from refuses, if anything, and nobody has audited what it says."
+        )
+    if training.recipe.model.from_ is not None:
+        return "It continues text as its training data would, and may have lost some of what it was taught before."
+    return (
+        "It continues text as its training data would; it was not taught to follow instructions or to refuse "
+        "anything, and nobody has audited what it says."
+    )
+
+
+def _metadata(config: ModelConfig, base: str | None) -> str:
+    task = "text-classification" if config.head == "values" else "text-generation"
     library = "transformers" if base is None else "peft"
     of = f"base_model: {base}\n" if base is not None and not base.startswith("/") else ""
-    return f"---\nlibrary_name: {library}\n{of}pipeline_tag: text-generation\ntags:\n- bloomery\n---\n"
+    return f"---\nlibrary_name: {library}\n{of}pipeline_tag: {task}\ntags:\n- bloomery\n---\n"
 
 
 def _facts(config: ModelConfig, base: str | None) -> Iterator[str]:
@@ -108,6 +125,8 @@ def _adapter(plan: Plan) -> Iterator[str]:
         yield f"- adapter: {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
         if adapter.train_also:
             yield f"- trained in full beside it: {', '.join(adapter.train_also)}"
+    if isinstance(adapter, Peft):
+        yield f"- adapter: {adapter.method} of PEFT"
 
 
 def _name(model: str) -> str:
@@ -139,15 +158,18 @@ def _evaluation(training: Training) -> Iterator[str]:
     yield f"| {told.loss:.3f} | {'' if told.perplexity is None else f'{told.perplexity:.2f}'} | {bits} |\n"
 
 
-def _use_adapter(name: str, base: str) -> Iterator[str]:
+def _use_adapter(name: str, base: str, config: ModelConfig) -> Iterator[str]:
+    values = config.head == "values"
+    kind = "AutoModelForSequenceClassification" if values else "AutoModelForCausalLM"
     yield "## Use\n"
-    yield "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    yield f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}, AutoTokenizer\n"
     yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
-    yield f'model = AutoModelForCausalLM.from_pretrained("{_name(base)}")'
+    yield f'model = {kind}.from_pretrained("{_name(base)}"{", num_labels=1" if values else ""})'
     yield "if len(tokenizer) > model.get_input_embeddings().num_embeddings:"
     yield "    model.resize_token_embeddings(len(tokenizer))"
     yield f'model = PeftModel.from_pretrained(model, "{name}")\n```\n'
-    yield f'Or `bloomery generate {name} --prompt "Once"`.\n'
+    if not values:
+        yield f'Or `bloomery generate {name} --prompt "Once"`.\n'
 
 
 def _unit(per: str) -> str:

@@ -142,6 +142,12 @@ def probe_tokens(config: ModelConfig) -> torch.Tensor:
     return torch.arange(length)[None] * 7919 % config.vocab_size
 
 
+def last_value(values_BT: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Of the probe's values the one that transformers' classifiers give: of the last token that is not padding."""
+    kept = (probe_tokens(config)[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
+    return values_BT[:, int(kept.max())]
+
+
 def opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -151,8 +157,7 @@ def opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig
     transformers.AutoTokenizer.from_pretrained(draft)
     with torch.no_grad():
         theirs = model.eval()(tokens).logits
-    if values:  # transformers reads the last token that is not the padding's
-        logits = logits[:, int((tokens[0] != config.pad_token_id).nonzero().max()) if config.pad_token_id else -1]
+    logits = last_value(logits, config) if values else logits
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"transformers computes other logits (they differ by {error:.2g})"
