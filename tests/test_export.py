@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from bloomery.errors import UserError
 from bloomery.export import hf
+from bloomery.export.card import model_card, training_of
 from bloomery.export.hf import export
+from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder, model_state
 from models_for_tests import make_model, make_run
 
@@ -50,6 +52,20 @@ def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
     assert "{" not in card.split("```")[0]
     first, second = (model_state(load_decoder(folder)) for folder in (run / "checkpoints/step-00000010", done.folder))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("lines", "limit"), [
+    ("", "was not taught to follow instructions"),
+    ("objective: {kind: sft}\n", "answers as its training data does"),
+    ("model: {from: org/base}\n", "may have lost some of what it was taught before"),
+])  # fmt: skip
+def test_a_card_promises_no_less_and_no_more_than_was_trained(tmp_path: Path, lines: str, limit: str) -> None:
+    run = make_run(tmp_path / "tiny", 10)
+    data = "data: {path: corpus.txt}\n"
+    (run / "recipe.yaml").write_text(data + (lines if "model" in lines else lines + "model: {preset: go-coder-tiny}\n"))
+    training = training_of(run / "checkpoints" / "step-00000010")
+    card = model_card("tiny", read_config(run / "checkpoints" / "step-00000010"), training)
+    assert limit in card.partition("## Limits")[2]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ def precompute(
 ) -> None:
     """Fills the file with the log-probability of every learned label of the split; what is there already stays.
 
-    `model` is as it was before the first step. A killed computation goes on where it was. Raises
-    Stopped.
+    `model` is as it was before the first step. A killed computation goes on where it was. Raises Stopped.
     """
     device, last = next(model.parameters()).device, 0.0
     with ReferenceWriter(path, loader.tokens) as writer, looking(model):
