@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,25 @@ def test_a_large_vocabulary_needs_the_memory_of_a_tile() -> None:
     output.weight.grad = torch.zeros_like(output.weight)
     head = LabelScores(labels, weights, 512, into_grad=True)
     assert peak_bytes(lambda: head(hidden, output, None).sum().backward()) < 22e6
+
+
+def test_half_precision_on_a_cpu_multiplies_few_shapes_however_many_labels_are_learned() -> None:
+    """A CPU keeps kernels for each shape that it ever multiplied in half precision: 700 MB of them after a while."""
+    output, shapes = nn.Linear(8, 32, bias=False).bfloat16(), set()
+    for learned in range(1, 257, 5):
+        hidden, labels = torch.randn(1, 256, 8).bfloat16().requires_grad_(), torch.randint(32, (1, 256))
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mm: _noting(shapes)}):
+            scores = LabelScores(labels, (torch.arange(256) < learned).float()[None], 256)(hidden, output, None)
+            scores.sum().backward()
+        expected = reference(hidden, output, labels, (torch.arange(256) < learned).float()[None], None)
+        assert_close(scores.double(), expected, atol=0.05, rtol=0)
+        assert hidden.grad is not None and not hidden.grad[0, learned:].any()
+    assert len(shapes) == 3 * 4
+
+
+def _noting(shapes: set[tuple[int, ...]]) -> Callable[..., int]:
+    def note(left: list[int], right: list[int], *_: object, **__: object) -> int:
+        shapes.add((*left, *right))
+        return 0
+
+    return note
