@@ -6,15 +6,18 @@ import sys
 from pathlib import Path
 
 from bloomery.errors import UserError
-from bloomery.hardware.children import accept, tell
+from bloomery.hardware.children import accept, loading, tell
 
 
 def main() -> int:
     """Tells phases while it works, then what it measured or why it could not."""
     job = accept()
     _prefer_to_be_killed()
-    from bloomery.bench.rig import measure
-    from bloomery.train.process import out_of_memory
+    with loading():
+        import torch._dynamo  # noqa: F401  # every optimizer of torch's imports it
+
+        from bloomery.bench.rig import measure
+        from bloomery.train.process import out_of_memory
 
     try:
         tell(job, measure(job, on_phase=lambda name: tell(job, {"phase": name})))

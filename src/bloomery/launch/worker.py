@@ -17,7 +17,7 @@ from types import FrameType
 from typing import final
 
 from bloomery.errors import UserError
-from bloomery.hardware.children import die_with_parent
+from bloomery.hardware.children import die_with_parent, loading
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.launch.thermal import PAUSE, Waiting
@@ -115,8 +115,9 @@ def _memory_explained(micro_batch: int) -> Iterator[None]:
 
 
 def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
-    from bloomery.data.prepare import prepare
-    from bloomery.recipe.load import load_recipe
+    with loading():
+        from bloomery.data.prepare import prepare
+        from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(folder.recipe)
     prepare(loaded, data, report=paced(emit))
@@ -137,9 +138,12 @@ def paced(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], No
 
 
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
-    from bloomery.plan.store import read_plan
-    from bloomery.train.checkpoint import newest_valid
-    from bloomery.train.loop import run
+    with loading():
+        import torch._dynamo  # noqa: F401  # every optimizer of torch's imports it
+
+        from bloomery.plan.store import read_plan
+        from bloomery.train.checkpoint import newest_valid
+        from bloomery.train.loop import run
 
     plan = read_plan(folder.plan)
     checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(because=told)))

@@ -131,15 +131,21 @@ class Block(nn.Module):
         return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD
 
 
+def blank_embedding(rows: int, width: int) -> nn.Embedding:
+    """Its weight is undefined: drawing one on the meta device would import torch's compiler, which takes a second."""
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    return embedding
+
+
 class Backbone(nn.Module):
     """Everything below the head."""
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         self.config, self.backend = config, backend
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
-            self.embed_positions = nn.Embedding(config.max_positions, config.hidden_size)
+            self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer, backend) for layer in range(config.num_layers))
         self.norm = build_norm(config, config.hidden_size)
 

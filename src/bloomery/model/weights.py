@@ -99,7 +99,8 @@ def fresh_decoder(
 
 def materialize(decoder: Decoder, *, dtype: torch.dtype, device: str | torch.device) -> None:
     """Gives a decoder on the meta device memory; its content is undefined until it is initialised or read."""
-    decoder.to(dtype).to_empty(device=device)
+    # As `to_empty`, which on a meta tensor imports all of sympy; torch has not annotated it.
+    decoder.to(dtype)._apply(lambda old: torch.empty(old.shape, dtype=old.dtype, device=device))  # type: ignore[no-untyped-call]
     decoder.tie()
 
 

@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from bloomery.hardware.children import accept, tell
+from bloomery.hardware.children import accept, loading, tell
 
 
 def main() -> None:
@@ -13,11 +13,14 @@ def main() -> None:
     logging.disable(logging.WARNING)
     tell(job, {"doing": "PyTorch is starting"})
 
-    from bloomery.plan.types import Plan
-    from bloomery.simulate.notes import notes_of
-    from bloomery.simulate.shards import Cut
-    from bloomery.simulate.stages import simulated_stages
-    from bloomery.simulate.step import simulated_step
+    with loading():
+        import torch._dynamo  # noqa: F401  # every optimizer of torch's imports it
+
+        from bloomery.plan.types import Plan
+        from bloomery.simulate.notes import notes_of
+        from bloomery.simulate.shards import Cut
+        from bloomery.simulate.stages import simulated_stages
+        from bloomery.simulate.step import simulated_step
 
     plan = Plan.model_validate(job["plan"])
     cut, fused = Cut(*job["cut"]), job["fused"]
