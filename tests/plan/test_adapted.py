@@ -11,8 +11,9 @@ from bloomery.errors import UserError
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import build_config
 from bloomery.plan.adapted import adapter_choices, refuse_new_rows
+from bloomery.plan.methods import counted_as, refuse_method_misfits
 from bloomery.plan.resolve import resolve
-from bloomery.recipe.schema import Model, Recipe, Tokenizer, TrainTokenizer
+from bloomery.recipe.schema import Model, Peft, Recipe, Tokenizer, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
 GROWN = replace(CONFIG, vocab_size=CONFIG.vocab_size + 3)
@@ -85,6 +86,13 @@ def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(sa
     with pytest.raises(UserError) as refused:
         resolve(loaded(adapter={"kind": "peft", **said}), machine())
     assert remedy in refused.value.remedy
+
+
+def test_adalora_is_counted_with_the_rank_that_it_starts_with_and_needs_its_steps():
+    assert counted_as(Peft(kind="peft", method="adalora"), CONFIG).rank == 12
+    timed = loaded(adapter={"kind": "peft", "method": "adalora"}, train={"length": "2h"}).recipe
+    with pytest.raises(UserError, match="follow the number of steps"):
+        refuse_method_misfits(timed)
 
 
 def test_a_method_of_peft_trains_no_reward_model():

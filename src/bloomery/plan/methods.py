@@ -11,13 +11,14 @@ from bloomery.model.peft_names import named, targets_of
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 RANKS = ("init_r", "r", "rank")  # the keys that say a rank; init_r is AdaLoRA's at the start, when it needs most
-USUAL_RANK = 8
+USUAL_RANKS = {"ADALORA": 12}  # PEFT's AdaLoraConfig.init_r; of the others 8
 
 
 def counted_as(adapter: Peft, config: ModelConfig) -> Lora:
     """The LoRA whose memory and time stand for the method's: of its rank, on its modules."""
     said: dict[str, Any] = adapter.model_extra or {}
-    rank = next((said[key] for key in RANKS if isinstance(said.get(key), int) and said[key] > 0), USUAL_RANK)
+    usual = USUAL_RANKS.get(named(adapter.method), 8)
+    rank = next((said[key] for key in RANKS if isinstance(said.get(key), int) and said[key] > 0), usual)
     targets = targets_of(adapter, config)
     lora = Lora(kind="lora", rank=rank, targets=[targets] if isinstance(targets, str) else list(targets))
     try:
@@ -31,7 +32,7 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     """Raises UserError for what PEFT's layers cannot do inside of this decoder."""
     if not isinstance(recipe.adapter, Peft):
         return
-    named(recipe.adapter.method)
+    name = named(recipe.adapter.method)
     method = f"adapter.method={recipe.adapter.method}"
     if recipe.objective.kind == "reward":
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
@@ -46,6 +47,10 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     if recipe.train.compile is True:
         problem = "PEFT's layers change while they train, and compiled blocks would be compiled again each time"
         raise UserError(problem, where=method, remedy="set train.compile=false", code=2)
+    total = (recipe.adapter.model_extra or {}).get("total_step")
+    if name == "ADALORA" and recipe.train.length.unit == "seconds" and not total:
+        problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
+        raise UserError(problem, where="train.length", remedy='set it to steps: train.length="500 steps"', code=2)
 
 
 def method_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
