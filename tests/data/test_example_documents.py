@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bloomery.data.documents import Document, Tally, open_corpora, open_corpus, read_documents
 from bloomery.data.example_wire import from_wire, texts_of, to_wire
 from bloomery.data.examples import Example, Message
-from bloomery.data.files import other_splits, train_files
+from bloomery.data.files import list_files, other_splits, train_files, unread
 from bloomery.data.split import content_key
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Data, Source
@@ -175,6 +175,29 @@ def test_splits_without_one_called_train_are_to_be_named():
     with pytest.raises(UserError, match="none of its splits is called train: test_prefs, test_sft, train_p") as caught:
         train_files(names, "x")
     assert caught.value.remedy == 'name one: data.glob="train_prefs-*"'
+
+
+def left(folder, *names, rows=True, **fields):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return unread(Source(path=str(folder), **fields), rows=rows)
+
+
+def test_tables_beside_data_files_are_named_with_the_glob_that_reads_them(tmp_path):
+    """A folder of a.jsonl and c.json used to be read without c.json, and nobody said so."""
+    assert left(tmp_path, "a.jsonl", "b.jsonl") is None
+    assert left(tmp_path, "config.json", "dataset_infos.json", "test.json", "README.md", "notes.txt") is None
+    told = left(tmp_path / "some", "a.jsonl", "more/c.json")
+    assert told == '1 file that may be data is not read: more/c.json; data.glob="*.json*" reads all'
+    taken = [file.name for file in list_files(Source(path=str(tmp_path / "some"), glob="*.json*"), rows=True)]
+    assert sorted(taken) == ["a.jsonl", "more/c.json"]
+    told = left(tmp_path / "mixed", "a.parquet", "b.csv", "c.csv", "README.md")
+    assert told == '2 files that may be data are not read, such as b.csv; data.glob="*.csv*" reads such files instead'
+    assert left(tmp_path / "mixed", glob="*.csv") is None
+    assert left(tmp_path / "plain", "a.jsonl", "b.txt", rows=False).endswith('b.txt; data.glob="*" reads all')
+    assert left(tmp_path / "code", "a.py", "package-lock.json", "sizes.json", rows=False) is None
+    assert "sizes.json" in left(tmp_path / "code", rows=True)
 
 
 def test_a_flaw_names_its_row(tmp_path):

@@ -79,7 +79,7 @@ def show_plan(
         print_json(document(plan, machine) | ({"simulated": found.document()} if found else {}))
     else:
         from bloomery.cli import cli
-        from bloomery.plan.corpus import absent
+        from bloomery.plan.corpus import absent, left_aside
         from bloomery.plan.fetched import unfetched, weightless
         from bloomery.plan.page import page
 
@@ -92,6 +92,8 @@ def show_plan(
             click.echo(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
         for model in weightless(loaded.recipe):
             click.echo(f"note: no weights lie in {model}: `bloomery train` would stop there", err=True)
+        for line in left_aside(loaded.recipe):
+            click.echo(f"note: {line}", err=True)
         for place in absent(loaded.recipe) if gpu is None and plan.corpus is None else ():
             then = "train fetches it" if place.startswith("hub:") else "`bloomery train` would stop there"
             click.echo(f"note: nothing lies at data.path {place}: {then}", err=True)

@@ -85,6 +85,7 @@ def _lines() -> "Report":
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.data.health import UNITS
     from bloomery.data.shards import ANSWERS
+    from bloomery.plan.corpus import left_aside
     from bloomery.units import counted, format_count
 
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
@@ -101,6 +102,8 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     aside = _aside(loaded)
     if aside:
         click.echo(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
+    for line in left_aside(loaded.recipe):
+        click.echo(f"aside      {line}")
     if manifest.skipped:
         click.echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {manifest.first_skipped}")
     counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"

@@ -14,6 +14,7 @@ from bloomery.data.streams import COMPRESSED
 from bloomery.errors import UserError
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
+from bloomery.units import counted
 
 DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}  # data or configuration: it depends on what lies beside them
@@ -130,6 +131,40 @@ def other_splits(source: Source, *, rows: bool = False) -> list[str]:
     found = _recognised(sorted(_walk(root, None)), rows=rows or source.format in CHAT)
     kept = set(train_files(found, str(root)))
     return [name for name in found if name not in kept]
+
+
+_SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")  # of programs, not data
+
+
+def unread(source: Source, *, rows: bool = False, key: str = "data.glob=") -> str | None:
+    """What of a folder may be data and is left aside by `list_files`, being of another kind than the files that it
+    takes, and the glob that takes it; `key`: what the glob is written after. None where nothing is.
+    """
+    root = data_place(source.path)
+    if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
+        return None
+    found, rows = sorted(_walk(root, None)), rows or source.format in CHAT
+    taken = _recognised(found, rows=rows)
+    aside = [name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)]
+    if not aside:
+        return None
+    such = f"is not read: {aside[0]}" if len(aside) == 1 else f"are not read, such as {aside[0]}"
+    told = f"{counted(len(aside), 'files')} that may be data {such}"
+    wanted = {*train_files(taken, str(root)), *aside}
+    for glob in ("*.json*", "*"):
+        if {name for name in found if fnmatch.fnmatch(Path(name).name, glob)} == wanted:
+            return f'{told}; {key}"{glob}" reads all'
+    return f'{told}; {key}"*{suffix_of(Path(aside[0]))}*" reads such files instead'
+
+
+def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
+    """Of a file beside those that are taken. Tables beside code are mostly settings; texts hold no rows."""
+    if not taken or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
+        return False
+    if re.split(r"[_.-]", _split_of(name) or "")[0] in _EXAMINED:
+        return False
+    suffix, data = suffix_of(Path(name)), suffix_of(Path(taken[0])) in DATA
+    return (suffix in TABLES and (rows or data)) or (suffix in TEXT and data and not rows)
 
 
 def train_files(names: list[str], where: str) -> list[str]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from bloomery.data.documents import open_corpora
 from bloomery.data.example_rows import wants_of
+from bloomery.data.files import unread
 from bloomery.data.packing import count_rows
 from bloomery.data.prepare import finished
 from bloomery.data.shards import Manifest
@@ -14,7 +15,7 @@ from bloomery.hub import cached_model, data_place
 from bloomery.model.presets import known_config
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Data, Recipe
+from bloomery.recipe.schema import Data, Recipe, Source
 
 BYTES_PER_TOKEN = 3.4  # byte-level BPE of 4k to 50k tokens on source code and English: 2.6 to 4.4
 SPREAD = 0.3
@@ -55,6 +56,15 @@ def absent(recipe: Recipe) -> list[str]:
     """The places of the recipe's text at which nothing lies here."""
     places = [recipe.data.path, *(source.path for source in recipe.data.sources)]
     return [place for place in places if place is not None and not data_place(place).exists()]
+
+
+def left_aside(recipe: Recipe) -> list[str]:
+    """What of the recipe's folders may be data and is not read, each with what reads it."""
+    data, rows = recipe.data, wants_of(recipe) in ("sft", "pairs", "kto")
+    told = [unread(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
+    if data.path is not None:
+        told.append(unread(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
+    return [line for line in told if line is not None]
 
 
 def guessed(recipe: Recipe) -> CorpusFacts | None:
