@@ -9,12 +9,12 @@ from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 from bloomery.monitor.scrub import scrub
 from bloomery.plan.types import Plan
+from bloomery.report.heldout import MOST_PARAMETERS
 from bloomery.report.html import Html, el, join
 
 if TYPE_CHECKING:
     from bloomery.train.answers import Question
 
-_MOST_PARAMETERS = 1_500_000_000  # as of the held-out text
 _QUESTIONS = 4
 _LOOKED_AT = 64  # questions of which the shortest are taken
 _MAX_TOKENS = 160
@@ -30,13 +30,15 @@ class Answered:
 
 
 def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answered]:
-    """The shortest of the held-out questions with both answers. Empty where a run has no model that
-    it started from, no conversations, no checkpoint, or is too large to be loaded twice.
+    """The shortest of the held-out questions with both answers.
+
+    Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
+    twice.
     """
     from bloomery.train.answers import held_out_questions
     from bloomery.train.sealed import newest_valid
 
-    if plan.model.source is None or plan.objective.kind in ("pretrain", "reward") or parameters > _MOST_PARAMETERS:
+    if plan.model.source is None or plan.objective.kind in ("pretrain", "reward") or parameters > MOST_PARAMETERS:
         return []
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:

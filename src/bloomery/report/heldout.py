@@ -14,7 +14,7 @@ from bloomery.report.html import Html, el, join
 
 _TOKENS = 260  # of one document: what two columns show without scrolling for long
 _ENOUGH = 64  # a document with fewer tokens says little
-_MOST_PARAMETERS = 1_500_000_000  # above that, loading the model twice costs more than the picture is worth
+MOST_PARAMETERS = 1_500_000_000  # above that, loading the model twice costs more than the picture is worth
 _EDGES = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0)  # nats; a token given half its probability costs 0.69
 
 
@@ -39,7 +39,7 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | 
 
     if plan.objective.kind == "reward":
         return "a reward model gives values and no text"
-    if parameters > _MOST_PARAMETERS:
+    if parameters > MOST_PARAMETERS:
         return "the model is too large to be loaded twice for a picture"
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:

@@ -160,13 +160,11 @@ def _pairs(record: Record) -> list[tuple[str, float | None, float | None]]:
     assert plan is not None
     step = plan.step_seconds.value if plan.step_seconds else None
     ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
-    finished = record.state == "done" and plan.train.steps
+    steps = plan.train.steps if record.state == "done" else None
     return [
         ("seconds a step", step, ran),
         ("tokens/s", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
-        ("seconds of steps in all", step * finished if step and finished else None, ran * finished if ran else None)
-        if finished
-        else ("", None, None),
+        ("seconds of steps in all", step * steps if step and steps else None, ran * steps if ran and steps else None),
         ("GiB at the peak", plan.memory.total / GIB, tally.peak_gib),
     ]
 
@@ -307,7 +305,7 @@ def machine(record: Record) -> Html | None:
 def again(record: Record, name: str) -> Html:
     folder = quote(_shown(record.folder))
     repeat = f"bloomery train {folder}/recipe.yaml --run-dir {folder}-again"
-    resume = f"bloomery resume {quote(name)}\n" if record.state not in ("done",) else ""
+    resume = f"bloomery resume {quote(name)}\n" if record.state != "done" else ""
     return join(el("pre", resume + repeat), el("p", "The recipe file holds every value of this run.", class_="note"))
 
 

@@ -1,4 +1,4 @@
-"""What checkpoints keep of a model: the whole of it, the pairs of an adapter, or a method of PEFT; written and read"""
+"""What checkpoints keep of a model, and how: the whole of it, the pairs of an adapter, or a method of PEFT"""
 
 from dataclasses import dataclass
 from pathlib import Path
