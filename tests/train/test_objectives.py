@@ -1,9 +1,12 @@
 import math
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 from bloomery.data.loader import Batch
+from bloomery.train.evaluation import completed
 from bloomery.train.losses import next_token_loss
 from bloomery.train.objectives import pretraining
 
@@ -27,3 +30,14 @@ def test_pretraining_scores_the_labels_of_the_batch_by_hand():
     expected = (math.log(math.e + 2) - 1) + math.log(math.e**2 + 2)
     assert math.isclose(total.item(), expected, rel_tol=1e-6)
     assert count == 2
+
+
+@pytest.mark.parametrize(("together", "before_the_first"), [(False, 1), (True, 3)])
+def test_held_out_batches_are_completed_one_by_one_unless_all_must_be_known(together, before_the_first):
+    read = []
+    batches = (read.append(number) or number for number in range(3))
+    objective = replace(pretraining(score_chunk=8), before=lambda _model, some: [10 * one for one in some])
+    found = completed(None, batches, replace(objective, together=together))
+    assert next(found) == 0
+    assert len(read) == before_the_first
+    assert list(found) == [10, 20]

@@ -45,14 +45,16 @@ class Objective:
     """`head` says what the decoder computes for a micro-batch, `loss` what that is worth.
 
     `count` is what a step divides by, of a batch on the host, so that it is known before the first backward; it equals
-    the count of `loss`. `before` completes the micro-batches of a whole step before that, on the host, too. `per` names
-    what is counted; of a token the loss is nats.
+    the count of `loss`. `before` completes the micro-batches of a whole step before that, on the host, too; where not
+    all of them must be known `together` any part of them may be completed by itself. `per` names what is counted; of a
+    token the loss is nats.
     """
 
     head: Callable[[Batch], Head]
     loss: Callable[[Tensor, Batch], LossParts]
     count: Callable[[Batch], float] = learned_labels
     before: Before | None = None
+    together: bool = False
     per: Literal["token", "label", "pair", "answer"] = "token"
 
 
@@ -165,7 +167,7 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
         weights = asked.desirable_weight, asked.undesirable_weight
         return kto_loss(pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights)
 
-    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, per="answer")
+    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, together=True, per="answer")
 
 
 def _at_least_0(drift: Tensor) -> Tensor:
