@@ -65,7 +65,7 @@ def _rows(plan: Plan) -> Iterator[str]:
     if corpus is not None and corpus.left_out:
         yield f"{corpus.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
     if corpus is not None and corpus.cut_short:
-        yield f"{corpus.cut_short:,} conversations or pairs are longer than {length:,} tokens and lose their ends"
+        yield f"{corpus.cut_short:,} rows of the data are longer than {length:,} tokens and lose their ends"
 
 
 def _rank(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -17,5 +17,5 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
     if not isinstance(adapter, Lora):
         return Choice("precomputed", "training changes the weights that the reference is computed with")
     if adapter.train_also:
-        return Choice("precomputed", f"{', '.join(adapter.train_also)} changes beside the adapters")
+        return Choice("precomputed", f"{', '.join(adapter.train_also)} learn beside the adapters")
     return Choice("adapters", "the base without its adapters is the model of the start, at no memory of its own")

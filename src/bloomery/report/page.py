@@ -206,19 +206,20 @@ def evaluations(record: Record) -> Html | None:
         return None
     best = record.tally.best
     names = list(dict.fromkeys(name for event in record.evals for name in event.metrics))
+    priced = any(event.perplexity is not None for event in record.evals)  # the loss of a pair is no price of a token
     rows: list[list[str | Html]] = [
         [
             f"{event.step:,}" + (" best" if best and event.step == best.step else ""),
             "not finite" if event.loss is None else f"{event.loss:.4f}",
-            "" if event.perplexity is None else f"{event.perplexity:.4g}",
-            "" if event.bits_per_byte is None else f"{event.bits_per_byte:.4f}",
+            *(["" if event.perplexity is None else f"{event.perplexity:.4g}"] if priced else []),
+            *(["" if event.bits_per_byte is None else f"{event.bits_per_byte:.4f}"] if priced else []),
             *(f"{event.metrics[name]:.4f}" if name in event.metrics else "" for name in names),
             f"{event.tokens:,}",
             format_seconds(event.seconds),
         ]
         for event in record.evals
     ]
-    heads = ["step", loss_name(record.tally.per), "perplexity", "bits per byte"]
+    heads = ["step", loss_name(record.tally.per), *(["perplexity", "bits per byte"] if priced else [])]
     heads += [name.replace("_", " ") for name in names]
     return table([*heads, "tokens", "took"], rows, class_="numbers")
 
