@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -31,6 +33,31 @@ def test_ctrl_c_after_any_request_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), stop_requests():
         send(signal.SIGTERM)
         send(signal.SIGINT)
+
+
+def test_ctrl_c_after_all_is_kept_interrupts_nothing() -> None:
+    with stop_requests() as requests:
+        send(signal.SIGINT)
+        requests.over = True
+        send(signal.SIGINT)
+
+
+IMPORTING = """
+import os, signal, sys
+class Typing:
+    def find_spec(self, name, *_):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Typing())
+"""
+LEAVING = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(("moment", "code"), [(IMPORTING, -signal.SIGINT), (LEAVING, 0)])
+def test_ctrl_c_at_the_door_is_no_traceback(moment: str, code: int) -> None:
+    door = "\nimport runpy, sys; sys.argv[1:] = ['--version']\nrunpy.run_module('bloomery', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", moment + door], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_who_listens_late_hears_of_it_all_the_same() -> None:

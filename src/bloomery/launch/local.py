@@ -100,6 +100,7 @@ class _Flow:
                     on_line=self.book.line,
                 )
             if stage == "train" and ending.code in (DONE, STOPPED):
+                self.requests.over = True
                 self.end("done" if ending.code == DONE else "stopped")
             return ending
 
@@ -219,6 +220,7 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
     except BaseException as error:
         flow.end(f"failed: {type(error).__name__}")
         raise
+    flow.requests.over = True
     flow.end("stopped")
     return Run(flow.folder.path, code)
 

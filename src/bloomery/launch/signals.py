@@ -20,13 +20,14 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.asked = False
+        self.over = False  # all is kept: another Ctrl+C ends nothing
         self.listener: Callable[[], None] | None = None
         self.saver: Callable[[], None] | None = None
         self.save_asked = False
 
     def ask(self, number: int) -> None:
-        """Raises KeyboardInterrupt when Ctrl+C follows an earlier request."""
-        if self.asked and number == signal.SIGINT:
+        """Raises KeyboardInterrupt when Ctrl+C follows an earlier request, unless all is over by then."""
+        if self.asked and not self.over and number == signal.SIGINT:
             raise KeyboardInterrupt
         first, self.asked = not self.asked, True
         if first and self.listener is not None:
