@@ -1,10 +1,13 @@
 """Runs of architectures that our decoder lacks: resumed bitwise, opened by transformers and PEFT, equal to our own."""
 
+import shutil
+
 import pytest
 import torch
 from peft import PeftModel
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import Run, resumed_bitwise
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +16,8 @@ from bloomery.model.merge import merged
 from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Lora, Quantize
+from bloomery.recipe.schema import Distil, Lora, Peft, Quantize
+from bloomery.train import objectives_distil
 from foreign_models import SIZES, saved_model
 
 TOKENS = torch.arange(60).view(2, 30)
@@ -71,6 +75,42 @@ def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_pat
         assert float((expected - before).abs().max()) > 1e-3, "the adapter changes something"
         assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-4)
         assert_close(merged(ours)(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "method"), [
+    ("gpt_neox", {"method": "adalora", "init_r": 4, "target_r": 2, "target_modules": TARGETS["gpt_neox"]}),
+    ("opt", {"method": "vera", "r": 4, "target_modules": ["q_proj", "v_proj"]}),
+    ("opt", {"method": "ia3", "target_modules": ["k_proj", "fc2"], "feedforward_modules": ["fc2"]}),
+], ids=["adalora", "vera", "ia3"])  # fmt: skip
+def test_a_method_of_peft_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_path, kind, method):
+    plan = foreign_plan(prepared, bases[kind], train={"steps": 5}, optimizer={"learning_rate": 0.05})
+    plan = plan.model_copy(update={"adapter": Peft(kind="peft", **method)})
+    run = resumed_bitwise(plan, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(bases[kind]).eval()
+    before = plain(TOKENS).logits
+    theirs = PeftModel.from_pretrained(plain, run.checkpoint(5)).eval()
+    ours = load_decoder(run.checkpoint(5))
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        assert float((expected - before).abs().max()) > 1e-3, "the adapter changes something"
+        assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-4)
+        assert_close(merged(ours)(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_foreign_model_learns_from_a_foreign_teacher_whose_logits_have_a_bias(prepared, bases, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(bases["phi"], teacher)
+    for file in prepared.glob("tokenizer*"):
+        shutil.copy(file, teacher)
+    plan = foreign_plan(prepared, bases["phi"], train={"steps": 1, "accumulation": 1}, data={"layout": "padded"})
+    asked = Distil(kind="distil", teacher=str(teacher), share=1.0)
+    run = Run(plan.model_copy(update={"objective": asked}), tmp_path / "same")
+    assert run.losses()[1] == pytest.approx(0, abs=1e-5), "a model is its own best pupil"
+    sharp = load_file(teacher / "model.safetensors")
+    sharp["lm_head.bias"] = torch.linspace(-5, 5, 300)
+    save_file(sharp, teacher / "model.safetensors", metadata={"format": "pt"})
+    objectives_distil._loaded.cache_clear()
+    assert Run(plan.model_copy(update={"objective": asked}), tmp_path / "other").losses()[1] > 1
 
 
 def test_a_known_family_has_the_same_losses_through_transformers(prepared, bases, tmp_path):

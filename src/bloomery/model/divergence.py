@@ -44,11 +44,11 @@ class Divergence:
         with torch.no_grad():
             taught_NS = self.teacher.hidden().flatten(0, 1)[learned]
         shared = min(output.out_features, self.teacher.output.out_features)
-        weight_VD, weight_VS = output.weight, self.teacher.output.weight[:shared]
+        heads = output.weight, output.bias, *_first(self.teacher.output, shared)
         piece = partial(_scored, caps=(softcap, self.teacher.softcap), temperature=self.temperature)
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1)[learned], self.labels_BT.flatten()[learned]
         pieces = [
-            checkpoint(piece, h_CD, weight_VD, t_CS, weight_VS, labels_C, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(piece, h_CD, t_CS, *heads, labels_C, use_reentrant=False, preserve_rng_state=False)
             for h_CD, t_CS, labels_C in zip(
                 *(torch.split(x, self.chunk) for x in (hidden_ND, taught_NS, labels_N)), strict=True
             )
@@ -58,20 +58,27 @@ class Divergence:
         return whole.view(2, *self.labels_BT.shape)
 
 
+def _first(output: nn.Linear, rows: int) -> tuple[Tensor, Tensor | None]:
+    """Some architectures of transformers have a bias on their logits."""
+    return output.weight[:rows], None if output.bias is None else output.bias[:rows]
+
+
 def _scored(
     h_CD: Tensor,
-    weight_VD: Tensor,
     t_CS: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
     weight_VS: Tensor,
+    taught_bias_V: Tensor | None,
     labels_C: Tensor,
     *,
     caps: tuple[float | None, float | None],
     temperature: float,
 ) -> Tensor:
     """[2, C]."""
-    logits_CV = capped(_exact(F.linear(h_CD.to(weight_VD.dtype), weight_VD)), caps[0])
+    logits_CV = capped(_exact(F.linear(h_CD.to(weight_VD.dtype), weight_VD, bias_V)), caps[0])
     with torch.no_grad():
-        taught_CV = capped(_exact(F.linear(t_CS.to(weight_VS.dtype), weight_VS)), caps[1])
+        taught_CV = capped(_exact(F.linear(t_CS.to(weight_VS.dtype), weight_VS, taught_bias_V)), caps[1])
         taught_CV = torch.log_softmax(taught_CV / temperature, 1)
     scores_C = torch.log_softmax(logits_CV, 1).gather(1, labels_C[:, None]).squeeze(1)
     learned_CV = torch.log_softmax(logits_CV / temperature, 1)[:, : len(weight_VS)]

@@ -17,6 +17,7 @@ from bloomery.errors import UserError
 from bloomery.model.base import TENSORS, read_settings, right_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
+from bloomery.model.foreign import ForeignBackbone
 from bloomery.model.names import places
 from bloomery.model.peft_names import named, targets_of
 from bloomery.model.tensors import stored_in
@@ -38,7 +39,7 @@ class PeftAdapter:
         states = torch.get_rng_state()
         torch.manual_seed(seed)
         try:
-            self._wrapped = PeftModel(model, config, adapter_name=NAME)
+            self._wrapped = PeftModel(_named_as_files(model), config, adapter_name=NAME)
         except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
             raise UserError(
                 f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}", where="adapter",
@@ -68,7 +69,8 @@ class PeftAdapter:
         """What adapter_model.safetensors holds, in PEFT's names."""
         from peft import get_peft_model_state_dict
 
-        return {name: tensor.detach() for name, tensor in get_peft_model_state_dict(self._wrapped).items()}
+        found = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in found.items()}
 
     def file_settings(self, base: str) -> dict[str, object]:
         """What adapter_config.json says, as plain values."""
@@ -158,11 +160,16 @@ def open_method(model: Decoder, folder: Path) -> None:
         config.task_type = None  # what belongs to a task is transformers' own model around the matrices
         with warnings.catch_warnings():  # of AdaLoRA's own ranks, whose keys PEFT's check of patterns does not know
             warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
-            PeftModel.from_pretrained(model, str(folder), adapter_name=NAME, config=config)
+            PeftModel.from_pretrained(_named_as_files(model), str(folder), adapter_name=NAME, config=config)
     except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
         problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
         raise UserError(problem, where=str(folder), remedy=right_base(folder)) from error
     model.requires_grad_(False)
+
+
+def _named_as_files(model: Decoder) -> Any:
+    """The module that PEFT changes; of a foreign architecture transformers' own, which has the same layers in it."""
+    return model.model.whole if isinstance(model.model, ForeignBackbone) else model
 
 
 @torch.no_grad()
@@ -233,7 +240,8 @@ def _kind(method: str) -> Any:
 
 def _refuse_stored_otherwise(config: ModelConfig) -> None:
     """PEFT's file speaks of the modules of transformers: where those differ from ours, it would not fit."""
-    if any(place.name != name or place.transposed for name, place in places(config).items()):
+    moved = any(place.name != name or place.transposed for name, place in places(config).items())
+    if moved and config.foreign is None:
         raise UserError(
             f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
             where="adapter.kind=peft", remedy="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",

@@ -53,7 +53,7 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     asked = said or TARGETS.get(named(adapter.method), ["q_proj", "v_proj"])
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # which PEFT knows of transformers' own models alone
         return sorted({name for name, *_ in matrices(config)})
-    known = list(dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config)))
+    known = list(dict.fromkeys(name.rpartition(".")[0] for name in _parameters(config)))
     if not isinstance(asked, str | list):
         problem = f"target_modules is {str(asked)[:40]}, no list of names"
         raise UserError(problem, where=where, remedy="name modules: adapter.target_modules=[q_proj]", code=2)
@@ -65,6 +65,13 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
             raise unknown_module(str(wanted), known, where, ALL_LINEAR)
     return list(asked)
+
+
+def _parameters(config: ModelConfig) -> list[str]:
+    """By the names that files have; of a foreign architecture those in its layers, as the rest has two owners."""
+    if config.foreign is None:
+        return list(parameter_shapes(config))
+    return [theirs for ours, theirs, _ in config.foreign.parameters if ours.startswith("model.layers.")]
 
 
 def _read(pattern: str, where: str, names: list[str]) -> bool:

@@ -18,8 +18,8 @@ def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int)
         return
     objective, where = recipe.objective.kind, "model.implementation=foreign"
     problem = remedy = None
-    if objective in ("reward", "distil"):
-        problem = f"the {objective} objective stands on Bloomery's own decoder, which lacks {config.family}"
+    if objective == "reward":
+        problem = f"a reward model's head stands on Bloomery's own decoder, which lacks {architecture_of(config)}"
         where, remedy = f"objective.kind={objective}", "choose a model of the families in docs/models.md"
     elif devices > 1:
         problem = "transformers' layers train on one device here: no tensor, pipeline or context parallelism"
@@ -30,9 +30,9 @@ def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int)
     elif _head_of_two_names(recipe, config.foreign):
         problem = "files and layers of this architecture name its head differently, and PEFT would not find it again"
         where, remedy = "adapter.train_also", "take lm_head out"
-    elif isinstance(recipe.adapter, Peft) and any(ours != theirs for ours, theirs, _ in config.foreign.parameters):
-        problem = "PEFT's file would hold other names than those of this architecture in transformers"
-        where, remedy = "adapter.kind=peft", "set adapter.kind=lora, whose files PEFT reads"
+    elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get("modules_to_save"):
+        problem = "a method of PEFT changes the layers of this architecture and nothing beside them"
+        where, remedy = "adapter.modules_to_save", "take it out, or set adapter.kind=lora adapter.train_also=[...]"
     elif recipe.train.compile is True:
         problem = "transformers' layers are not compiled here"
         where, remedy = "train.compile", "set train.compile=auto"
