@@ -7,9 +7,10 @@ import torch
 
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
+from bloomery.model.per_document import _spare
 from bloomery.model.presets import build_config, preset
 from bloomery.plan.activations import activation_bytes, end_bytes, kept_layers, quadratic_bytes
-from bloomery.plan.memory import estimate_memory, moments, score_bytes, tensor_bytes
+from bloomery.plan.memory import around, document_lengths, estimate_memory, moments, score_bytes, tensor_bytes
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.states import FULL, optimizer_bytes
 from bloomery.recipe.schema import Model
@@ -145,3 +146,14 @@ def test_activations_are_what_autograd_keeps(family, attention):
         on_gpu=False,
     )
     assert activation_bytes(load) + end_bytes(load) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("longest", [64, 300, 512, 1024, 2048, 4096])
+def test_kernels_of_attention_on_a_cpu_are_counted_for_each_length_that_documents_are_lengthened_to(longest):
+    empty = torch.empty(1, 1, longest, 1, dtype=torch.bfloat16)
+    lengths = {length + _spare(empty[:, :, :length]) for length in range(1, longest + 1)}
+    assert document_lengths(longest) == len(lengths)
+    load = replace(GO_CODER, on_gpu=False, attention="per_document", precision="bfloat16", sequence_length=longest)
+    assert around(load, 0.0)["kernels"] == 3e6 * len(lengths)
+    assert "kernels" not in around(replace(load, precision="float32"), 0.0)
+    assert "kernels" not in around(replace(load, attention="mask"), 0.0)

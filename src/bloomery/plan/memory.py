@@ -43,7 +43,8 @@ from bloomery.units import GIB, MIB
 SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on a GPU
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes of a logit of each model: model.divergence, uncompiled
-CPU_RUNTIME = 470 * MIB  # the interpreter, PyTorch and its buffers, resident; measured with PyTorch 2.13
+CPU_RUNTIME = 420 * MIB  # the interpreter, PyTorch, its buffers and what malloc cannot give back: docs/memory.md
+CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
 CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
 
 
@@ -73,8 +74,20 @@ def estimate_memory(load: Occupancy, *, limit: float, origin: Origin = "table") 
 def around(load: Occupancy, tensors: float) -> dict[str, float]:
     """What the allocator and the runtime hold beside so many bytes of tensors."""
     if not load.on_gpu:
-        return {"runtime": CPU_RUNTIME}
+        kept = CPU_KERNELS * document_lengths(load.sequence_length)
+        return {"runtime": CPU_RUNTIME} | ({"kernels": kept} if keeps_kernels(load) else {})
     return {"fragmentation": FRAGMENTATION[load.expandable] * tensors, "context": load.context_bytes}
+
+
+def keeps_kernels(load: Occupancy) -> bool:
+    """Whether attention in half precision is computed document by document, with kernels for each length."""
+    return load.attention == "per_document" and load.element < 4
+
+
+def document_lengths(longest: int) -> int:
+    """How many there are, as `model.per_document` lengthens documents: steps of 64, an eighth of a power of two."""
+    short, octaves = min(longest, 1024), max(0.0, math.log2(max(1, longest) / 1024))
+    return -(-short // 64) + math.ceil(8 * octaves)
 
 
 def tensor_bytes(load: Occupancy) -> dict[str, float]:

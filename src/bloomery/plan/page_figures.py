@@ -37,7 +37,8 @@ def _part_name(name: str, plan: Plan, profile: Profile) -> str:
         return profile.arch.context_name if profile.arch else "context"
     if name == "half-precision copies":
         return f"{SHORT_NAMES[plan.train.precision]} copies"
-    return {"runtime": "Python, PyTorch", "unsharded layers": "gathered layers"}.get(name, name)
+    said = {"runtime": "Python, PyTorch", "kernels": "CPU kernels", "unsharded layers": "gathered layers"}
+    return said.get(name, name)
 
 
 def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:

@@ -36,7 +36,7 @@ class Estimate(Part):
         return self.model_copy(update=ends)
 
 
-NOT_TENSORS = ("fragmentation", "context", "runtime", "collectives")  # parts of memory that no tensor holds
+NOT_TENSORS = ("fragmentation", "context", "runtime", "kernels", "collectives")  # parts of memory that no tensor holds
 
 
 class MemoryEstimate(Part):
