@@ -23,6 +23,7 @@ from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.split import content_key, make_splitter, repeated_lines
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
+from bloomery.recipe.load import LoadedRecipe
 
 SMALL = Limits(shard_tokens=500, batch_bytes=300, journal_seconds=0.0)
 
@@ -128,21 +129,24 @@ class Stop(Exception):
     """Ends a `prepare` where a test wants it."""
 
 
+def journal_of_stopped(loaded: LoadedRecipe, folder: Path, batches: int) -> dict:
+    """What `prepare` vouches for that was ended after so many batches of tokens."""
+    left = iter(range(batches))
+
+    def stopping(phase: str, done: float, total: float) -> None:
+        if phase == "tokens" and next(left, None) is None:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(loaded, folder, report=stopping, limits=SMALL)
+    return json.loads((folder / "preparing.json").read_text())
+
+
 @pytest.mark.parametrize("batches", [1, 4, 9])
 def test_what_the_journal_vouches_for_is_not_made_again(corpus, tmp_path, recipe_of, batches, monkeypatch):
     loaded = recipe_of(path=str(corpus), validation="10%")
     prepare(loaded, tmp_path / "whole", limits=SMALL)
-    seen = 0
-
-    def stopping(phase: str, done: float, total: float) -> None:
-        nonlocal seen
-        seen += phase == "tokens"
-        if seen > batches:
-            raise Stop
-
-    with pytest.raises(Stop):
-        prepare(loaded, tmp_path / "p", report=stopping, limits=SMALL)
-    journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
+    journal = journal_of_stopped(loaded, tmp_path / "p", batches)
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
     assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
     monkeypatch.setattr("bloomery.data.preparing.train_tokenizer", None)  # a second training would fail
@@ -155,16 +159,7 @@ def test_what_the_journal_vouches_for_is_not_made_again(corpus, tmp_path, recipe
 def test_shards_shorter_than_the_journal_are_made_again(corpus, tmp_path, recipe_of):
     loaded = recipe_of(path=str(corpus))
     prepare(loaded, tmp_path / "whole", limits=SMALL)
-    calls = 0
-
-    def stopping(phase: str, done: float, total: float) -> None:
-        nonlocal calls
-        calls += phase == "tokens"
-        if calls > 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        prepare(loaded, tmp_path / "p", report=stopping, limits=SMALL)
+    journal_of_stopped(loaded, tmp_path / "p", 3)
     os.truncate(tmp_path / "p" / "train-00000.bin", 10)
     prepare(loaded, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")

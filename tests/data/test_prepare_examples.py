@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_text import WORDS, sentences
 from test_example_documents import write_rows
-from test_prepare import SMALL, Stop, contents, kill_after
+from test_prepare import SMALL, contents, journal_of_stopped, kill_after
 
 from bloomery.data.documents import Tally, read_documents
 from bloomery.data.example_wire import texts_of
@@ -180,17 +180,7 @@ def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batche
     loaded = recipe(objective, rows=rows, on_error="skip")
     manifest = prepare(loaded, tmp_path / "whole", limits=SMALL)
     assert manifest.skipped == 1
-    seen = 0
-
-    def stopping(phase: str, done: float, total: float) -> None:
-        nonlocal seen
-        seen += phase == "tokens"
-        if seen > batches:
-            raise Stop
-
-    with pytest.raises(Stop):
-        prepare(loaded, tmp_path / "p", report=stopping, limits=SMALL)
-    journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
+    journal = journal_of_stopped(loaded, tmp_path / "p", batches)
     kept = sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
     assert sum(path.stat().st_size for path in (tmp_path / "p").glob("*-learned-*.bin")) == kept
     prepare(loaded, tmp_path / "p", limits=SMALL)
