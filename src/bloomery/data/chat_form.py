@@ -37,7 +37,7 @@ def chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[Form]:
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         ends = _ends(renderer, tokenizer)
         stops = () if ends else tuple(renderer.missing_tokens())
-        yield Form(lambda turns: renderer.prompt(turns), ends, stops, renderer.template.origin)
+        yield Form(renderer.prompt, ends, stops, renderer.template.origin)
 
 
 def _ends(renderer: Renderer, tokenizer: Tokenizer) -> tuple[int, ...]:

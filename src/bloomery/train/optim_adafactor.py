@@ -17,6 +17,7 @@ from bloomery.train.optim_pieces import (
     row_slices,
     stacked,
     times,
+    with_states,
 )
 
 SMALLEST_SQUARE = 1e-30  # added to squared gradients: epsilon 1 of the paper's algorithm 4
@@ -47,10 +48,7 @@ class Adafactor(torch.optim.Optimizer):
         self, closure: None = None, *, gate: Gate | None = None  # noqa: ARG002
     ) -> None:
         for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            for parameter in ready:
-                if not self.state[parameter]:
-                    self.state[parameter].update(_fresh(parameter))
+            ready = with_states(self, group, _fresh)
             for run in alike(ready, lambda p: (p.shape, p.dtype, float(self.state[p]["step"]))):
                 self._step(run, lr=group["lr"], decay=group["weight_decay"], gate=gate)
 

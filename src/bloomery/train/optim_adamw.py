@@ -22,6 +22,7 @@ from bloomery.train.optim_pieces import (
     no_steps,
     piece_size,
     times,
+    with_states,
 )
 
 
@@ -54,10 +55,8 @@ class LeanAdamW(torch.optim.Optimizer):
         self, closure: None = None, *, gate: Gate | None = None  # noqa: ARG002
     ) -> None:
         for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
+            ready = with_states(self, group, self._fresh)
             for parameter in ready:
-                if not self.state[parameter]:
-                    self.state[parameter].update(self._fresh(parameter))
                 counted(self.state[parameter])
             for run in alike(ready, self._kind):
                 self._step(run, group, gate)

@@ -120,6 +120,17 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
+def with_states(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], fresh: Callable[[nn.Parameter], State]
+) -> list[nn.Parameter]:
+    """The parameters of a group that have a gradient; those that had no state yet have a `fresh` one."""
+    ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+    for parameter in ready:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter].update(fresh(parameter))
+    return ready
+
+
 def counted(state: State) -> float:
     """Counts one step more; the count lives on the host, as in torch."""
     state["step"] += 1
