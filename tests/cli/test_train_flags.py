@@ -17,7 +17,7 @@ KEYS = {
     ("--chat-template", "chatml"): "--chat-template -> data.chat.template=chatml",
     ("--gradient-checkpointing",): "--gradient-checkpointing -> train.activation_checkpointing=full",
     ("--log-peak-memory",): "--log-peak-memory -> monitor.memory=true",
-    ("--safe-load",): "--safe-load -> model.implementation=auto",
+    ("--safe-load",): "--safe-load -> model.safe_load=true",
 }
 
 

@@ -173,6 +173,6 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path, monkeypatc
     saved_model("cohere", tmp_path)
     right = read_config(tmp_path)
     wrong = replace(right, foreign=replace(right.foreign, factor=1.0))
-    monkeypatch.setattr("bloomery.model.weights.read_config", lambda _folder: wrong)
+    monkeypatch.setattr("bloomery.model.weights.read_config", lambda *_: wrong)
     with pytest.raises(UserError, match="more than a matrix"):
         load_decoder(tmp_path)

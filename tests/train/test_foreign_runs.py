@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from bloomery.errors import UserError
 from bloomery.model.merge import merged
-from bloomery.model.presets import read_config
+from bloomery.model.presets import build_config, read_config
 from bloomery.model.weights import load_decoder
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Distil, Lora, Peft, Quantize
+from bloomery.recipe.schema import Distil, Lora, Model, Peft, Quantize
 from bloomery.train import objectives_distil
+from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model
 
 TOKENS = torch.arange(60).view(2, 30)
@@ -75,6 +76,39 @@ def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_pat
         assert float((expected - before).abs().max()) > 1e-3, "the adapter changes something"
         assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-4)
         assert_close(merged(ours)(TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base_in", ["none", "nf4"])
+def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path, base_in):
+    adapter = {"targets": TARGETS["opt"]}
+    plan = foreign_plan(prepared, bases["opt"], adapter=adapter, base_in=base_in, train={"steps": 2})
+    config = build_config(Model(**{"from": str(bases["opt"])}, safe_load=True), vocab_size=300)
+    assert config.foreign.safe_because == "model.safe_load asks for it"
+    asked = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
+    assert Run(asked, tmp_path / "safe").losses() == Run(plan, tmp_path / "fast").losses()
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("also", [None, ["embed_tokens", "lm_head"]], ids=["full", "lora"])
+def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(prepared, bases, tmp_path, also, safe):
+    config = build_config(Model(**{"from": str(bases["phi"])}, safe_load=safe), vocab_size=303)
+    adapter = None if also is None else {"targets": ["q_proj"], "train_also": also}
+    plan = foreign_plan(prepared, bases["phi"], adapter=adapter, train={"steps": 3}, model={"config": config})
+    plain = AutoModelForCausalLM.from_pretrained(bases["phi"]).eval()
+    begun = build_state(plan).trainee.model
+    for name, module in {"model.embed_tokens": plain.model.embed_tokens, "lm_head": plain.lm_head}.items():
+        weight = begun.get_submodule(name).weight
+        assert torch.equal(weight[:300], module.weight)
+        assert_close(weight[300:], module.weight.mean(0).expand(3, -1))
+    assert_close(begun.lm_head.bias[300:], plain.lm_head.bias.mean().expand(3))
+    run = Run(plan, tmp_path / "run")
+    ours = load_decoder(run.checkpoint(3))
+    if also is None:
+        theirs = AutoModelForCausalLM.from_pretrained(run.checkpoint(3))
+    else:
+        plain.resize_token_embeddings(303, mean_resizing=False)
+        theirs = PeftModel.from_pretrained(plain, run.checkpoint(3))
+    assert_close(ours(TOKENS * 5), theirs.eval()(TOKENS * 5).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "method"), [

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--chat-template", metavar="FILE", help="data.chat.template=FILE, or the name of a built-in one.")
 @click.option("--gradient-checkpointing", is_flag=True, help="train.activation_checkpointing=full.")
 @click.option("--log-peak-memory", is_flag=True, help="monitor.memory=true: the peak in each printed line.")
-@click.option("--safe-load", is_flag=True, help="model.implementation=auto: buffers are computed here, never missing.")
+@click.option("--safe-load", is_flag=True, help="model.safe_load=true: transformers loads its layers.")
 def command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -72,7 +72,7 @@ def command(
 
 
 _MEANING = {
-    "--safe-load": "    every load is safe: what files do not hold is computed, a missing tensor is an error",
+    "--safe-load": "    transformers loads the layers that are its own; ours need nothing that files lack",
     "--log-peak-memory": "    events.jsonl has memory_gib of every step in any case",
 }
 
@@ -93,7 +93,7 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
         "--chat-template": "data.chat.template={}",
         "--gradient-checkpointing": "train.activation_checkpointing=full",
         "--log-peak-memory": "monitor.memory=true",
-        "--safe-load": "model.implementation=auto",
+        "--safe-load": "model.safe_load=true",
     }
     told = {flag: words[flag].format(value) for flag, value in given.items()}
     if folder is None:

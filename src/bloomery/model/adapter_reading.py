@@ -18,6 +18,7 @@ from bloomery.model.base import AGAIN, CONFIG, TENSORS, read_settings, right_bas
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.names import places
+from bloomery.model.presets import grown
 from bloomery.model.tensors import Reader, Stored, stored_in
 
 # Keys that do not change what the adapter computes, or whose meaning is read from the tensors.
@@ -188,7 +189,7 @@ def _brought(config: ModelConfig, rest: Mapping[str, Stored]) -> ModelConfig:
     embedding = rest.get(places(config)[f"{EMBEDDING}.weight"].name)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] <= config.vocab_size:
         return config
-    return replace(config, vocab_size=embedding.shape[0])
+    return grown(config, embedding.shape[0])
 
 
 def _whole(rest: Mapping[str, Stored], config: ModelConfig, where: str) -> tuple[str, ...]:

@@ -170,8 +170,8 @@ def _empty_past() -> Any:
 
 
 @torch.no_grad()
-def load_safely(backbone: ForeignBackbone, head: nn.Module, folder: Path) -> None:
-    """Transformers reads the folder by itself, from safetensors alone; parameters and buffers are copied from there."""
+def loaded_safely(backbone: ForeignBackbone, folder: Path) -> dict[str, Tensor]:
+    """Transformers reads the folder by itself, from safetensors alone: its parameters by our names, its buffers set."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -184,14 +184,12 @@ def load_safely(backbone: ForeignBackbone, head: nn.Module, folder: Path) -> Non
         problem = f"transformers cannot load it: {str(error).splitlines()[0][:200]}"
         raise UserError(problem, where=str(folder), remedy="save or download the model again") from error
     backbone.set_buffers(dict(theirs.named_buffers()), backbone.embed_tokens.weight.device)
-    named = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
-    ours = {f"model.{name}": module for name, module in parts(backbone.whole, backbone.config.num_layers).items()}
-    for name, module in {**named, "lm_head": theirs.get_output_embeddings()}.items():
-        target = ours.get(name, head)
-        values = dict(module.named_parameters())
-        for leaf, parameter in target.named_parameters():
-            if leaf in values:  # what an adapter adds is not the model's
-                parameter.copy_(values[leaf])
+    found = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
+    return {
+        f"{part}.{name}": parameter.data
+        for part, module in {**found, "lm_head": theirs.get_output_embeddings()}.items()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def foreign_facts(whole: Any, num_layers: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
 LARGEST_CONFIG = 16 * 2**20
+SAFE = "model.safe_load asks for it"
 _AGAIN = "download or save the model again"
 
 
@@ -136,7 +137,7 @@ _COPIED = ("norm", "norm_eps", "activation", "qk_norm", "rope_theta", "tie_embed
 
 def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     assert model.from_ is not None
-    free = {"from_", "implementation", "dropout"}
+    free = {"from_", "implementation", "safe_load", "dropout"}
     fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
     if fixed:
         raise UserError(
@@ -145,14 +146,22 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
             remedy="take them out, or name a family instead of model.from",
             code=2,
         )
-    config = known_config(model.from_, model.implementation)
-    if config.foreign is not None and (vocab_size or 0) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}, and layers of transformers do "
-            "not grow here", where="tokenizer", remedy="set tokenizer.from=same and tokenizer.add_tokens=[]", code=2,
-        )  # fmt: skip
-    grown = max(config.vocab_size, vocab_size or 0)  # `weights.read_model` gives new tokens rows of their own
-    return replace(config, vocab_size=grown, **_dropout(model))
+    config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
+    if config.foreign is not None and model.safe_load:
+        config = replace(config, foreign=replace(config.foreign, safe_because=SAFE))
+    return replace(config, **_dropout(model))
+
+
+def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:
+    """The same with at least `vocab_size` tokens; `weights.read_model` gives those that are new rows of their own."""
+    if vocab_size <= config.vocab_size:
+        return config
+    if config.foreign is None:
+        return replace(config, vocab_size=vocab_size)
+    said = json.loads(config.foreign.stated) | {"vocab_size": vocab_size}
+    larger = foreign_config(said, where="model.from")
+    assert larger.foreign is not None
+    return replace(larger, foreign=replace(larger.foreign, safe_because=config.foreign.safe_because))
 
 
 def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
@@ -183,7 +192,7 @@ def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
         derived["num_kv_heads"] = sizes["num_heads"]
     if {"hidden_size", "num_heads"} & sizes.keys():
         derived["head_dim"] = sizes.get("hidden_size", config.hidden_size) // sizes.get("num_heads", config.num_heads)
-    return replace(config, **{**derived, **sizes})  # type: ignore[arg-type]
+    return replace(config, **{**derived, **sizes})  # type: ignore[arg-type]  # the fields of that name are ints
 
 
 def _facts(model: schema.Model) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
-from bloomery.model.foreign import ForeignBackbone, load_safely
+from bloomery.model.foreign import ForeignBackbone, loaded_safely
 from bloomery.model.foreign_check import TOLERANCE, check_head
 from bloomery.model.names import Place, places
 from bloomery.model.peft_methods import open_method
-from bloomery.model.presets import read_config
+from bloomery.model.presets import grown, read_config
 from bloomery.model.quantize import quantised_weights
 from bloomery.model.quantize_weight import QuantisedWeight
 from bloomery.model.randomness import stream
@@ -36,7 +36,7 @@ COMPUTED = (
 )  # fmt: skip
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 VALUES = "score.weight"  # of a reward model
 RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
@@ -65,7 +65,7 @@ def load_decoder(
     other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"  # a method of PEFT's own
     if is_adapter_folder(folder) and not other:
         settings, config = read_adaptation(folder, config)
-    config = replace(config, vocab_size=max(config.vocab_size, vocab_size))
+    config = grown(config, vocab_size)
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
     materialize(decoder, dtype=dtype or stored["model.embed_tokens.weight"].dtype, device=device)
@@ -180,10 +180,12 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
     """
     config = decoder.config
     if isinstance(decoder.model, ForeignBackbone) and decoder.model.foreign.safe_because:
-        load_safely(decoder.model, decoder.lm_head, folder)
+        _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
-    known = min(config.vocab_size, read_config(folder).vocab_size)
-    stored = stored_parameters(folder, replace(config, vocab_size=known), headless=seed is not None)
+    of_folder = read_config(folder, "auto" if config.foreign is None else "foreign")
+    known = min(config.vocab_size, of_folder.vocab_size)
+    saved = replace(config, vocab_size=known) if config.foreign is None else of_folder
+    stored = stored_parameters(folder, saved, headless=seed is not None)
     where = places(config)
     with Reader() as reader:
         for name, parameter in decoder.named_parameters():
@@ -200,6 +202,17 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
                 _fill_new_rows(parameter, known, new)
         for name, weight in quantised_weights(decoder):
             _read_quantised(weight, stored[name], where[name], reader, name)
+
+
+def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
+    for name, parameter in decoder.named_parameters():
+        if is_adapter(name):
+            continue
+        parameter.data[: len(values[name])] = values[name].to(parameter.device)
+        if name in VOCABULARY:
+            _fill_new_rows(parameter, len(values[name]), new)
+    for name, weight in quantised_weights(decoder):
+        weight.fill([values[name].to(weight.codes.device)], name=name)
 
 
 def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:

@@ -29,7 +29,7 @@ def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int)
         where, remedy = "model.dropout", "take it out, or set the rates in the model's config.json"
     elif _head_of_two_names(recipe, config.foreign):
         problem = "files and layers of this architecture name its head differently, and PEFT would not find it again"
-        where, remedy = "adapter.train_also", "take lm_head out"
+        where, remedy = "adapter.train_also", "take lm_head out, or train the whole model: adapter.kind=none"
     elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get("modules_to_save"):
         problem = "a method of PEFT changes the layers of this architecture and nothing beside them"
         where, remedy = "adapter.modules_to_save", "take it out, or set adapter.kind=lora adapter.train_also=[...]"
@@ -84,6 +84,9 @@ def unrun_programs(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
 def foreign_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
     """By key, whose layers compute the model, and how they are loaded."""
     if config.foreign is None:
+        if recipe.model.safe_load:
+            because = "our decoder computes all that files do not hold, and refuses a file that lacks a tensor"
+            yield "model.safe_load", Choice("every load is safe", because)
         return
     asked = f"our decoder lacks {config.family}"
     if recipe.model.implementation == "foreign":

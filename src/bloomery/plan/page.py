@@ -32,6 +32,7 @@ LEAN = (
     "data.chat.train_on",
     "adapter.kind",
     "model.from",
+    "model.safe_load",
     "model.vocab_size",
     "quantize.base",
     "optimizer.states",

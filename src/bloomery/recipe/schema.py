@@ -67,6 +67,7 @@ class Model(Section):
     preset: Preset | None = None
     family: Family | None = None
     implementation: Auto | Literal["native", "foreign"] = "auto"
+    safe_load: bool = False
     vocab_size: PositiveInt | None = None
     hidden_size: PositiveInt | None = None
     intermediate_size: PositiveInt | None = None
