@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from bloomery.choice import Choice
 from bloomery.data.tokenizer_source import new_ids
@@ -14,7 +14,6 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.presets import build_config
 from bloomery.model.quantize_facts import backend
 from bloomery.plan import aims, batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
-from bloomery.plan.activations import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.adapted import adapter_choices
 from bloomery.plan.arithmetic import arithmetic_choices
 from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
@@ -28,11 +27,12 @@ from bloomery.plan.memory import estimate_memory
 from bloomery.plan.methods import method_choices, refuse_method_misfits
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.quantised import quantised_choices, refuse_quantised_misfits
+from bloomery.plan.settled import Settled, decision
 from bloomery.plan.states import learning_bytes, optimizer_bytes, way_of
 from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
-from bloomery.units import GIB, MIB
+from bloomery.units import MIB
 
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
@@ -118,30 +118,15 @@ class _Resolution:
 
     def plan(self, prepared: Path) -> tuple[Plan, batch.Cut]:
         """The plan without what is said of it: claims, doubts, remedies."""
-        recipe, config = self.recipe, self.config
-        tokens = batch.choose_tokens_per_step(recipe.train.tokens_per_step, config, recipe.data.sequence_length)
-        precision = choose_precision(recipe, self.profile)
-        attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)
-        scale = self.scale(tokens.value)
-        compiled = self.compiled(precision.value, attention.value, scale)
-        device, base = self.profile.device.value, recipe.quantize.base
-        reader = backend(self.machine, base, device=device, compiled=compiled.value)
-        load = self.occupancy(precision.value, attention.value, compiled.value)
-        cut, parts, mesh = self.laid(load, scale.rows_per_step)
-        free = recipe.train.tokens_per_step == "auto"
-        if load.way.in_backward and free and cut.micro_batch.value < scale.rows_per_step:
-            tokens = batch.one_micro_batch(cut)
-            scale = self.scale(tokens.value)
-            cut, parts, mesh = self.laid(load, scale.rows_per_step)
-        seconds = speed.total(parts) if parts else None
-        scale = self.timed(scale, seconds)
-        train = self.train(cut, tokens.value, precision.value, compiled.value, scale, mesh)
+        recipe, settled = self.recipe, self.settle()
+        scale, cut = settled.scale, settled.cut
+        train = self.train(settled)
         plan = Plan(
             name=self.loaded.name,
             model=ModelPlan(
-                config=config,
+                config=self.config,
                 source=None if recipe.model.from_ is None else place_of(recipe.model.from_),
-                attention=attention.value,
+                attention=settled.attention.value,
                 score_chunk=cut.score_chunk.value,
                 new_ids=new_ids(recipe) if recipe.model.from_ is not None else (),
             ),
@@ -154,23 +139,14 @@ class _Resolution:
             objective=recipe.objective,
             adapter=recipe.adapter,
             quantize=recipe.quantize,
-            quantised_by=reader.value,
+            quantised_by=settled.reader.value,
             torch=self.torch or "",
             memory=cut.memory,
-            step_seconds=seconds,
-            step_parts=parts or {},
-            mesh=mesh,
-            total_tokens=None if train.steps is None else train.steps * tokens.value,
-            decisions=(
-                _decision("train.precision", _worded(precision)),
-                _decision("train.attention", self.with_price(attention, cut)),
-                _decision("train.compile", Choice("compiled" if compiled.value else "uncompiled", compiled.because)),
-                _decision("train.tokens_per_step", tokens),
-                *self.length(scale),
-                *self.decisions(cut),
-                *(_decision(*told) for told in quantised_choices(recipe, reader)),
-                *self.lean(precision.value),
-            ),
+            step_seconds=settled.seconds,
+            step_parts=settled.parts or {},
+            mesh=settled.mesh,
+            total_tokens=None if train.steps is None else train.steps * settled.tokens.value,
+            decisions=self.decided(settled),
             contradictions=(),
             claims=(),
             remedies=(),
@@ -179,6 +155,48 @@ class _Resolution:
             environment=self.profile.environment.value,
         )
         return plan, cut
+
+    def settle(self) -> Settled:
+        """The choices that depend on each other, in the order in which they do."""
+        recipe, config = self.recipe, self.config
+        tokens = batch.choose_tokens_per_step(recipe.train.tokens_per_step, config, recipe.data.sequence_length)
+        precision = choose_precision(recipe, self.profile)
+        attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)
+        scale = self.scale(tokens.value)
+        compiled = self.compiled(precision.value, attention.value, scale)
+        device, base = self.profile.device.value, recipe.quantize.base
+        load = self.occupancy(precision.value, attention.value, compiled.value)
+        cut, parts, mesh = self.laid(load, scale.rows_per_step)
+        free = recipe.train.tokens_per_step == "auto"
+        if load.way.in_backward and free and cut.micro_batch.value < scale.rows_per_step:
+            tokens = batch.one_micro_batch(cut)
+            scale = self.scale(tokens.value)
+            cut, parts, mesh = self.laid(load, scale.rows_per_step)
+        return Settled(
+            tokens=tokens,
+            precision=precision,
+            attention=attention,
+            compiled=compiled,
+            reader=backend(self.machine, base, device=device, compiled=compiled.value),
+            scale=self.timed(scale, speed.total(parts) if parts else None),
+            cut=cut,
+            parts=parts,
+            mesh=mesh,
+        )
+
+    def decided(self, settled: Settled) -> tuple[Decision, ...]:
+        """Every choice with its reason, in the order in which they are told."""
+        fused = self.profile.attention.value != "plain"
+        return (
+            decision("train.precision", settled.told_precision),
+            decision("train.attention", settled.attention if fused else settled.priced_attention),
+            decision("train.compile", settled.told_compile),
+            decision("train.tokens_per_step", settled.tokens),
+            *self.length(settled.scale),
+            *self.decisions(settled.cut),
+            *(decision(*told) for told in quantised_choices(self.recipe, settled.reader)),
+            *self.lean(settled.precision.value),
+        )
 
     def laid(
         self, load: Occupancy, rows_per_step: int
@@ -194,22 +212,13 @@ class _Resolution:
         )  # fmt: skip
         return found.laid.cut, found.laid.parts, found.plan
 
-    def with_price(self, attention: Choice[str], cut: batch.Cut) -> Choice[str]:
-        """What the fallback that was not taken would have cost."""
-        if self.profile.attention.value != "plain" or keeps_scores(cut.load):
-            return attention
-        layers = max(1, kept_layers(cut.load.checkpointing, self.config.num_layers))
-        price = quadratic_bytes(cut.load) * layers / GIB
-        added = f"{int(price * 10 + 0.5) / 10:.1f} GiB"
-        return Choice(attention.value, f"{attention.because}; PyTorch's fallback would add {added}")
-
     def length(self, scale: lengths.Scale) -> tuple[Decision, ...]:
         """Epochs rarely end with a whole step, and what is left out is said."""
         rows = lengths.left_out(self.recipe.train.length, scale)
         if not rows or scale.steps is None:
             return ()
         because = f"the last {rows:,} rows of {self.recipe.train.length} fill no step and are left out"
-        return (_decision("train.length", Choice(f"{scale.steps:,} steps", because)),)
+        return (decision("train.length", Choice(f"{scale.steps:,} steps", because)),)
 
     def lean(self, precision: str) -> tuple[Decision, ...]:
         gpu = self.profile.accelerator is not None
@@ -218,38 +227,36 @@ class _Resolution:
         told += aims.objective_choices(self.recipe, self.corpus)
         told += arithmetic_choices(self.recipe, self.config, precision=precision)
         told += lean_choices(self.recipe, accelerator=gpu, precision=precision)
-        return tuple(_decision(*each) for each in told)
+        return tuple(decision(*each) for each in told)
 
     def decisions(self, cut: batch.Cut) -> tuple[Decision, ...]:
         environment = self.profile.environment
         words = " ".join(f"{key}={value}" for key, value in environment.value.items())
         return (
-            _decision("train.micro_batch", cut.micro_batch),
-            _decision("train.activation_checkpointing", cut.checkpointing),
-            _decision("train.deterministic", choose_deterministic(self.recipe, self.profile)),
-            _decision("train.device", self.profile.device),
-            _decision("model.score_chunk", cut.score_chunk),
-            _decision("data.workers", sections.workers(self.recipe, self.profile)),
-            _decision("data.pin_memory", sections.pin_memory(self.recipe, self.profile)),
-            _decision("data.prefetch", sections.prefetch(self.recipe, self.profile)),
-            _decision("optimizer.fused", sections.fused(self.recipe, self.profile)),
-            *([_decision("environment", Choice(words, environment.because))] if words else []),
+            decision("train.micro_batch", cut.micro_batch),
+            decision("train.activation_checkpointing", cut.checkpointing),
+            decision("train.deterministic", choose_deterministic(self.recipe, self.profile)),
+            decision("train.device", self.profile.device),
+            decision("model.score_chunk", cut.score_chunk),
+            decision("data.workers", sections.workers(self.recipe, self.profile)),
+            decision("data.pin_memory", sections.pin_memory(self.recipe, self.profile)),
+            decision("data.prefetch", sections.prefetch(self.recipe, self.profile)),
+            decision("optimizer.fused", sections.fused(self.recipe, self.profile)),
+            *([decision("environment", Choice(words, environment.because))] if words else []),
         )
 
-    def train(
-        self, cut: batch.Cut, tokens: int, precision: str, compiled: bool, scale: lengths.Scale, mesh: MeshPlan | None
-    ) -> TrainPlan:
-        asked = self.recipe.train
+    def train(self, settled: Settled) -> TrainPlan:
+        asked, cut, scale, mesh = self.recipe.train, settled.cut, settled.scale, settled.mesh
         timed = asked.length.unit == "seconds"
         accumulation = scale.rows_per_step // cut.micro_batch.value
         return TrainPlan(
             steps=None if timed else scale.steps,
             seconds=asked.length.amount if timed else None,
-            tokens_per_step=tokens,
+            tokens_per_step=settled.tokens.value,
             micro_batch=cut.micro_batch.value,
             accumulation=accumulation if mesh is None else mesh.layouts[mesh.chosen].accumulation,
-            precision=cast(Precision, precision),
-            compile=compiled,
+            precision=cast(Precision, settled.precision.value),
+            compile=settled.compiled.value,
             activation_checkpointing=cut.checkpointing.value,
             clip=asked.clip,
             seed=asked.seed,
@@ -382,15 +389,3 @@ class _Resolution:
 def expandable(profile: Profile) -> bool:
     """Whether the run's allocator joins what was freed."""
     return any("expandable_segments:True" in value for value in profile.environment.value.values())
-
-
-def _decision(key: str, choice: Choice[Any]) -> Decision:
-    value = choice.value
-    if isinstance(value, bool):
-        value = "yes" if value else "no"
-    return Decision(key=key, value=str(value), because=choice.because)
-
-
-def _worded(precision: Choice[str]) -> Choice[str]:
-    """float16 never trains without loss scaling, and the plan says so."""
-    return Choice("float16 + loss scaling", precision.because) if precision.value == "float16" else precision
