@@ -88,10 +88,10 @@ def foreign_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, 
             because = "our decoder computes all that files do not hold, and refuses a file that lacks a tensor"
             yield "model.safe_load", Choice("every load is safe", because)
         return
-    asked = f"our decoder lacks {config.family}"
+    asked = f"our decoder lacks {architecture_of(config)}"
     if recipe.model.implementation == "foreign":
         asked = "the recipe asks for it"
     lacks = "no tensor, pipeline or context parallelism"
     yield "model.implementation", Choice("transformers' layers", f"{asked}; {lacks}, adapters and our head as ever")
     if because := config.foreign.safe_because:
-        yield "model.from", Choice("safe load", f"transformers reads the weights itself, as {because}")
+        yield "model.safe_load", Choice("safe load", f"transformers reads the weights itself, as {because}")

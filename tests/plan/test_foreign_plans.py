@@ -1,0 +1,42 @@
+"""What a plan says of architectures that transformers computes: whose layers, how they are loaded, what they lack."""
+
+import pytest
+from plan_help import SMALL, loaded, machine
+
+from bloomery.errors import UserError
+from bloomery.plan.page import page
+from bloomery.plan.resolve import resolve
+from foreign_models import saved_model
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phi")
+    saved_model("phi", folder, max_position_embeddings=128)
+    return {**dict.fromkeys(SMALL), "from": str(folder)}
+
+
+def told(**sections):
+    plan = resolve(loaded(**sections), machine())
+    return " ".join(" ".join(page(plan, machine(), source="r", verbs=["train"])).split())
+
+
+def test_the_page_names_the_architecture_and_a_safe_load(phi):
+    said = told(model=phi)
+    assert "Phi shape" in said and "our decoder lacks PhiForCausalLM" in said and "safe load" not in said
+    assert "safe load transformers reads the weights itself" in told(model={**phi, "safe_load": True})
+
+
+def test_our_decoder_says_that_every_load_is_safe():
+    assert "every load is safe" in told(model={"safe_load": True})
+
+
+@pytest.mark.parametrize(("sections", "remedy"), [
+    ({"objective": {"kind": "reward"}}, "docs/models.md"),
+    ({"train": {"compile": True}}, "train.compile=auto"),
+    ({"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}}, "take it out"),
+])  # fmt: skip
+def test_what_they_lack_is_refused_with_a_remedy(phi, sections, remedy):
+    with pytest.raises(UserError) as refused:
+        resolve(loaded(model=phi, **sections), machine())
+    assert remedy in refused.value.remedy
