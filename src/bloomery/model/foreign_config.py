@@ -94,7 +94,7 @@ def _probed(stated: str, where: str) -> ModelConfig:
     facts_of_all: dict[str, Any] = {**sizes, **_tokens(fields, sizes["vocab_size"])}
     config = ModelConfig(
         family=fields.get("model_type"), **facts_of_all, norm="layer", gated_mlp=_gated(facts["matrices"]),
-        activation=ACTIVATIONS.get(str(activation), "gelu"),  # type: ignore[arg-type]
+        activation=ACTIVATIONS.get(str(activation), "gelu"),
         tie_embeddings=tied, final_softcap=fields.optional_number("final_logit_softcapping"), attention_dropout=rate,
         sliding_window=_windows(fields, sizes["num_layers"]),
         foreign=Foreign(
