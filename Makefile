@@ -13,7 +13,7 @@ demo: setup
 
 test:
 	@$(PYTHON) scripts/setup.py test
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check:
 	@$(PYTHON) scripts/setup.py check

@@ -1,5 +1,6 @@
 import pytest
 
+from bloomery.bench import measuring
 from bloomery.bench.measuring import Bench
 from bloomery.hardware.detect import detect
 
@@ -15,6 +16,8 @@ train: {length: 100 steps, tokens_per_step: 2048, compile: false}
 def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(measuring, "SECONDS", 0.5)
+    monkeypatch.setattr(measuring, "SEARCH_SECONDS", 0.2)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
 

@@ -16,6 +16,8 @@ from bloomery.bench import measuring
 from bloomery.cli import cli
 from bloomery.errors import UserError
 
+PATIENCE_SECONDS = 120.0  # the machine may be busy
+
 TINY = """
 model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
 tokenizer: {train: {vocab_size: 512}}
@@ -29,6 +31,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(measuring, "DISTURBED", 2.0)  # tests run on busy machines
+    monkeypatch.setattr(measuring, "SECONDS", 0.5)  # what is measured is that every setting is
+    monkeypatch.setattr(measuring, "SEARCH_SECONDS", 0.2)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     Path("tiny.yaml").write_text(TINY)
@@ -105,7 +109,7 @@ def test_ctrl_c_leaves_nothing_behind(here):
     )  # fmt: skip
     child = first_child(process.pid)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130 and "interrupted" in told
     assert gone(child)
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
@@ -119,14 +123,11 @@ def test_a_child_does_not_outlive_a_killed_bench(here):
     child = first_child(process.pid)
     process.kill()
     process.wait()
-    until = time.monotonic() + 20
-    while alive(child) and time.monotonic() < until:
-        time.sleep(0.05)
     assert gone(child)
 
 
 def first_child(pid: int) -> int:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for each in found:
@@ -136,7 +137,7 @@ def first_child(pid: int) -> int:
     raise AssertionError("no child was started")
 
 
-def gone(pid: int, seconds: float = 10.0) -> bool:
+def gone(pid: int, seconds: float = PATIENCE_SECONDS) -> bool:
     """A killed process of this size takes a moment to be taken down."""
     until = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < until:
