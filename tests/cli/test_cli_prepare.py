@@ -56,6 +56,8 @@ def test_each_of_several_sources_is_told_with_its_weight(workshop):
     first, second = output.partition("sources    ")[2].splitlines()[:2]
     assert first.startswith("text: 9 documents, ") and first.endswith(" tokens, 2 times an epoch")
     assert second.strip().startswith("text/3.txt: 1 document") and "times" not in second
+    shown = typed("prepare", "mixed.yaml", "--preview", "2")
+    assert "10.txt" in shown and "3.txt  " in shown.replace("13.txt", "")  # one of each
 
 
 def test_preview_shows_documents_tokens_and_what_is_cut(workshop):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -126,10 +127,12 @@ class Work:
             return None
         return Rendering(self._data.chat.template, train_on(self._recipe), ANSWERS[self.kind])
 
-    def documents(self, splitter: Splitter) -> Iterator[tuple[Name, Document]]:
-        """What goes into the shards, in order, and where to."""
-        for job in self._jobs(splitter, Journal(identity="", sources="")):
-            yield from job.documents
+    def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[Name, Document]]:
+        """The first of each source that is trained on, `count` in all as far as there are so many."""
+        for source in range(self._num_train):
+            share = count // self._num_train + (source < count % self._num_train)
+            jobs = self._jobs(splitter, Journal(identity="", sources=""), only=source) if share else ()
+            yield from islice((found for job in jobs for found in job.documents), share)
 
     def run(self) -> Manifest:
         splitter, tokenizer = self.begin()
@@ -254,12 +257,12 @@ class Work:
             self._failed, self._first_failed = 0, ""
             return opened()
 
-    def _jobs(self, splitter: Splitter, start: Journal) -> Iterator[Job]:
+    def _jobs(self, splitter: Splitter, start: Journal, *, only: int | None = None) -> Iterator[Job]:
         """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
-        are read and passed over.
+        are read and passed over. `only`: of one source.
         """
         empty, held_back = start.empty, start.held_back
-        for source in range(len(self._corpora)):
+        for source in range(len(self._corpora)) if only is None else (only,):
             batch, size, read = list[tuple[Name, Document]](), 0, 0
             passed = start.read if source == start.source else 0
             corpus = self._corpora[source]

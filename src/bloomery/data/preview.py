@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -33,11 +32,11 @@ class Seen:
 
 
 def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Seen]:
-    """The first `count` documents. The tokenizer is trained and kept when it is not there yet; nothing else is
-    written.
+    """The first `count` documents, of several sources some of each. The tokenizer is trained and kept when it is not
+    there yet; nothing else is written.
     """
     splitter, tokenizer = work.begin()
-    documents = islice(work.documents(splitter), count)
+    documents = work.first_documents(splitter, count)
     if work.rendering is None:
         yield from (_plain(*found, tokenizer, sequence_length, layout) for found in documents)
         return
