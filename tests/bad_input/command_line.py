@@ -23,7 +23,7 @@ train: {{length: 6 steps, tokens_per_step: 64, micro_batch: 2, precision: float3
 checkpoint: {{every: 2 steps, keep: 2}}
 eval: {{every: 3 steps}}
 """
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 LIMIT_LINES = 4
 
 
@@ -45,8 +45,9 @@ def here(*words: str) -> Result:
 
 
 def process(
-    *words: str, folder: Path, environment: Mapping[str, str] | None = None, code: str = "", timeout: float = 60.0
-) -> Result:
+    *words: str, folder: Path, environment: Mapping[str, str] | None = None, code: str = "",
+    timeout: float = PATIENCE_SECONDS,
+) -> Result:  # fmt: skip
     """`bloomery words` as a process in `folder`; `code` runs in it before."""
     done = subprocess.run(
         [*python(code), *words], cwd=folder, env=os.environ | dict(environment or {}), stdin=subprocess.DEVNULL,

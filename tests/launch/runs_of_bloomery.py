@@ -1,5 +1,6 @@
 """A tiny run: a folder with text and a recipe, the command line as a process, and what a run left behind."""
 
+import io
 import os
 import random
 import signal
@@ -7,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery import cli
 from bloomery.monitor.events import Event, StepDone, last_per_step, read_events
 
 RECIPE = """
@@ -59,6 +62,13 @@ class Bloomery:
         with self.start(*words) as process:
             out, err = process.communicate(timeout=PATIENCE_SECONDS)
             return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def here(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """The same in this process, which need not start: for words that are refused or lead to nothing."""
+        out, err = io.StringIO(), io.StringIO()
+        with chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
+            code = cli._run(list(words), debug=False)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def run_until(self, moment: Callable[[], bool], number: int, *words: str, repeat: int = 1) -> int:
         """Sends the signal when `moment` has come (or the process has ended); returns the exit code."""

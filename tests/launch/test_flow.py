@@ -84,23 +84,23 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
 def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert bloomery.run(*TRAIN, "train.length=4 steps", "checkpoint.every=2 steps").returncode == 0
     before = (bloomery.run_dir / "events.jsonl").read_bytes()
-    again = bloomery.run(*RESUME)
+    again = bloomery.here(*RESUME)
     assert again.returncode == 0
     assert "is done" in again.stdout
     assert "train.length" in again.stdout
-    refused = bloomery.run(*TRAIN)
+    refused = bloomery.here(*TRAIN)
     assert refused.returncode == 1
     assert "already holds a run" in refused.stderr
     assert "bloomery resume one" in refused.stderr
-    other = bloomery.run(*RESUME, "optimizer.learning_rate=1")
+    other = bloomery.here(*RESUME, "optimizer.learning_rate=1")
     assert other.returncode == 2
     assert "optimizer.learning_rate" in other.stderr
     assert (bloomery.run_dir / "events.jsonl").read_bytes() == before
-    shorter = bloomery.run(*RESUME, "train.length=3 steps")
+    shorter = bloomery.here(*RESUME, "train.length=3 steps")
     assert shorter.returncode == 1
     assert "already taken 4" in shorter.stderr
-    assert bloomery.run(*RESUME, "--from", "3").returncode == 1
-    assert bloomery.run(*RESUME, "train.length=9 steps", "-d", "7").returncode == 2
+    assert bloomery.here(*RESUME, "--from", "3").returncode == 1
+    assert bloomery.here(*RESUME, "train.length=9 steps", "-d", "7").returncode == 2
     assert (bloomery.run_dir / "events.jsonl").read_bytes() == before, "a refused word is no failure of the run"
     longer = bloomery.run(*RESUME, "train.length=6 steps", "--from", "2")
     assert longer.returncode == 0, longer.stderr
@@ -113,10 +113,10 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert any("is made again" in event.because for event in bloomery.events() if isinstance(event, Warned))
     shutil.rmtree(bloomery.folder / "prepared")
     (bloomery.folder / "text/0.txt").write_text("another text " * 50)
-    other_text = bloomery.run(*RESUME, "train.length=8 steps")
+    other_text = bloomery.here(*RESUME, "train.length=8 steps")
     assert other_text.returncode == 1
     assert "made again from other sources" in " ".join(other_text.stderr.split())
-    missing = bloomery.run(*RESUME, "--from", "3")
+    missing = bloomery.here(*RESUME, "--from", "3")
     assert missing.returncode == 1
     assert "checkpoints: " in missing.stderr
 
@@ -160,7 +160,7 @@ def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery
     assert last(bloomery, RunEnded).why.startswith("failed: ")
 
     (bloomery.run_dir / "plan.json").write_text("{")
-    broken = bloomery.run(*RESUME)
+    broken = bloomery.here(*RESUME)
     assert broken.returncode == 1
     assert "the plan cannot be read" in broken.stderr
     assert "Traceback" not in broken.stderr
@@ -203,7 +203,7 @@ def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloome
     for words, said in (
         (("-d", "7"), "no device '7'"), (("train.micro_batch=3",), "micro-batches of 3"), (misspelt, "q_proj"),
     ):  # fmt: skip
-        refused = bloomery.run(*TRAIN, *words)
+        refused = bloomery.here(*TRAIN, *words)
         assert refused.returncode == 2 and said in refused.stderr
         assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
@@ -224,7 +224,7 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
     model.mkdir()
     for name, text in {"config.json": "{}", **held}.items():
         (model / name).write_text(text)
-    refused = bloomery.run(*TRAIN, "model.from=model")
+    refused = bloomery.here(*TRAIN, "model.from=model")
     assert refused.returncode == 1 and said in refused.stderr and "mend:" in refused.stderr
     assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
@@ -238,13 +238,13 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
     ],
 )
 def test_text_that_is_not_there_is_refused_before_there_is_a_folder(bloomery: Bloomery, word: str, said: str) -> None:
-    refused = bloomery.run(*TRAIN, word)
+    refused = bloomery.here(*TRAIN, word)
     assert refused.returncode == 1 and said in refused.stderr
     assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(bloomery: Bloomery) -> None:
-    refused = bloomery.run("train", "tiny.yaml", "--run-dir", "text/0.txt/run")
+    refused = bloomery.here("train", "tiny.yaml", "--run-dir", "text/0.txt/run")
     assert refused.returncode == 1
     assert "cannot be written" in refused.stderr
     assert "Traceback" not in refused.stderr
