@@ -91,7 +91,7 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
     click.echo(
-        f"text       {train.documents // each:,} {UNITS[manifest.kind]} to learn"
+        f"text       {counted(train.documents // each, UNITS[manifest.kind])} to learn"
         + f", {validation.documents // each:,} for validation"
         + (f", {manifest.empty:,} empty" if manifest.empty else "")
         + (f", {manifest.held_back:,} left out because validation holds them" if manifest.held_back else "")

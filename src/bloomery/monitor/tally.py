@@ -237,5 +237,7 @@ def thinned(values: list[float], width: int) -> list[float]:
 
 
 def in_millions(tokens: float) -> str:
-    """0.33 M, 3.19 B: two decimals so that columns stay aligned."""
+    """0.33 M, 3.19 B: two decimals so that columns stay aligned; below 10,000 the number itself."""
+    if tokens < 10_000:
+        return f"{tokens:,.0f}"
     return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
