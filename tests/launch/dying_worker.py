@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from bloomery.hardware.children import loading
 from bloomery.launch import worker
 
 
@@ -27,7 +28,10 @@ def mortal(take_step, deaths):
 
 if __name__ == "__main__":
     if sys.argv[1] == "train":
-        from bloomery.train import loop
+        with loading():
+            import torch._dynamo  # noqa: F401
+
+            from bloomery.train import loop
 
         deaths = json.loads((Path(sys.argv[2]).parent / "deaths.json").read_text())
         loop.take_step = mortal(loop.take_step, deaths)
