@@ -77,6 +77,7 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
 
 
 @pytest.mark.parametrize(("said", "remedy"), [
+    ({"method": "adalora", "traget_r": 4}, "did you mean target_r?"),
     ({"method": "adalra"}, "did you mean adapter.method=adalora?"),
     ({"method": "vera", "target_modules": ["q_proj", "o_prj"]}, "near it: o_proj"),
     ({"method": "vera", "target_modules": "v_proj"}, "a text alone is a pattern over full names"),

@@ -1,7 +1,7 @@
 """PEFT's other methods inside our decoder: they learn, resume bitwise, and their files open in PEFT."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -128,9 +128,12 @@ def test_what_peft_does_not_know_is_refused_with_a_remedy(said, words):
 
 
 def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
     assert {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - NATIVE.keys() == peft_names.METHODS
+    everywhere = set().union(*peft_names.stated_keys().values())
+    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        assert kind.value not in peft_names.METHODS or {field.name for field in fields(config)} <= everywhere, kind
 
 
 def test_all_linear_maps_are_found_where_peft_would_look_for_them_in_its_own_models_alone(prepared, base):

@@ -160,10 +160,7 @@ def start(
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
-_SEEN_WITHOUT_TEXT = (
-    "train.micro_batch", "train.tokens_per_step", "adapter.kind", "adapter.method", "adapter.targets",
-    "adapter.target_modules", "quantize.base",
-)  # fmt: skip
+_SEEN_WITHOUT_TEXT = ("train.micro_batch", "train.tokens_per_step", "adapter", "quantize.base")
 
 
 def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> None:

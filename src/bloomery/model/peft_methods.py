@@ -6,7 +6,6 @@ PEFT computes them and its files keep them; what stands here is what training, s
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, final
 
@@ -19,7 +18,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.foreign import ForeignBackbone
 from bloomery.model.names import places
-from bloomery.model.peft_names import named, targets_of
+from bloomery.model.peft_names import named, targets_of, unknown_key
 from bloomery.model.tensors import stored_in
 from bloomery.recipe.schema import Peft
 
@@ -201,9 +200,7 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
     known = {field.name for field in fields(kind)}
     for name in said:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"its keys are PEFT's {kind.__name__}"
-            raise UserError(f"{adapter.method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
+            raise unknown_key(adapter.method, name, known)
     if "target_modules" in known:
         said["target_modules"] = targets_of(adapter, config)
         _refuse_stored_otherwise(config)

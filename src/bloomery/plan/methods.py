@@ -7,7 +7,7 @@ from bloomery.choice import Choice
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import ALL_LINEAR, adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.peft_names import named, targets_of
+from bloomery.model.peft_names import named, refuse_unknown_keys, targets_of
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 RANKS = ("init_r", "r", "rank")  # the keys that say a rank; init_r is AdaLoRA's at the start, when it needs most
@@ -33,6 +33,7 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     if not isinstance(recipe.adapter, Peft):
         return
     name = named(recipe.adapter.method)
+    refuse_unknown_keys(recipe.adapter)
     method = f"adapter.method={recipe.adapter.method}"
     if recipe.objective.kind == "reward":
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
