@@ -147,7 +147,7 @@ def moments(load: Occupancy) -> Iterator[Moment]:
             gradients=reached,
             activations=before_it[left - 1] + inside + ends - last,
             copies=copy * max(1.0, kept * left / len(layers)),
-            temporaries=passing + (update if way.in_backward else 0.0),
+            temporaries=max(passing, update) if way.in_backward else passing,  # a gradient is used when it stands
         )
     doubled = head if load.accumulating or config.tie_embeddings else 0
     stream = load.rows * config.hidden_size * load.stream

@@ -253,17 +253,20 @@ def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str
 def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on_gpu: bool) -> float:
     """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
 
-    Adafactor takes three of them, four of bfloat16 weights; AdamW five, and half a one where a CPU rounds at random;
-    states that come from the processor's memory four more (measured: tests/train/test_lean_scratch.py).
+    Adafactor takes three of them and AdamW five, half a one more where a CPU rounds at random, and four more for states
+    that come from the processor's memory (measured: tests/train/test_lean_scratch.py). In backward parameters come one
+    by one.
     """
     shapes = parameters(config, way).learning
-    piece = 4.0 * min(numbers(shapes), GPU_PIECE if on_gpu else CPU_PIECE)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    together = max(sizes, default=0) if way.in_backward else sum(sizes)
+    piece = 4.0 * min(together, GPU_PIECE if on_gpu else CPU_PIECE)
     if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
         inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
         kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
         return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
-    if kind == "adafactor":
-        return (4 if weight_of(precision) == 2 else 3) * piece
+    if kind == "adafactor":  # without a gate, which backward alone has, the random bits fit into the three
+        return (3 + 0.5 * (way.rounds and way.in_backward and not on_gpu)) * piece
     drawn = (way.rounds or way.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
     return (5 + 0.5 * drawn + 4 * (way.away and on_gpu)) * piece if way.lean else 0.0
 
