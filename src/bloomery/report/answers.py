@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _QUESTIONS = 4
 _LOOKED_AT = 64  # questions of which the shortest are taken
-_MAX_TOKENS = 160
+MAX_TOKENS = 160
 _MARK = "QUESTION"
 
 
@@ -65,7 +65,7 @@ def _answers(folder: Path, questions: "list[Question]", tokenizer: Tokenizer, vo
     from bloomery.train.answers import answer
 
     decoder = load_decoder(folder, dtype=torch.float32, vocab_size=vocab_size)
-    said = [answer(decoder, tokenizer, question, max_tokens=_MAX_TOKENS) for question in questions]
+    said = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in questions]
     return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
 
 
@@ -96,13 +96,19 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def draw_answers(answered: Sequence[Answered]) -> Html | None:
     """A question and three answers each."""
-    if not answered:
+    names = "before training", "after training", "reference"
+    texts = [(one.question, list(zip(names, (one.before, one.after, one.reference), strict=True))) for one in answered]
+    return draw_asked(texts)
+
+
+def draw_asked(asked: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> Html | None:
+    """Each question with its answers side by side, each with its title."""
+    if not asked:
         return None
-    note = el("p", f"drawn alike, {_MAX_TOKENS} tokens at most; … where a model did not end by itself", class_="note")
-    return join(note, *(_drawn(one) for one in answered))
+    note = el("p", f"drawn alike, {MAX_TOKENS} tokens at most; … where a model did not end by itself", class_="note")
+    return join(note, *(_drawn(question, columns) for question, columns in asked))
 
 
-def _drawn(one: Answered) -> Html:
-    columns = [("before training", one.before), ("after training", one.after), ("reference", one.reference)]
+def _drawn(question: str, columns: Sequence[tuple[str, str]]) -> Html:
     figures = [el("figure", el("figcaption", el("b", title)), el("pre", text)) for title, text in columns]
-    return el("div", el("p", one.question, class_="asked"), el("div", *figures, class_="three"))
+    return el("div", el("p", question, class_="asked"), el("div", *figures, class_="three"))

@@ -1,11 +1,13 @@
 """A held-out text with the price of each of its tokens, before training and after."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from bloomery.data.shards import open_split
+from bloomery.data.shards import Split, open_split
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 from bloomery.monitor.scrub import scrub
@@ -14,8 +16,10 @@ from bloomery.report.html import Html, el, join
 
 _TOKENS = 260  # of one document: what two columns show without scrolling for long
 _ENOUGH = 64  # a document with fewer tokens says little
+_LOOKED_AT = 200  # documents
 MOST_PARAMETERS = 1_500_000_000  # above that, loading the model twice costs more than the picture is worth
 _EDGES = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0)  # nats; a token given half its probability costs 0.69
+Excerpt = tuple[list[int], list[bool]]  # tokens, and which of them are learned
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,26 @@ def _price(plan: Plan, checkpoint: Path, tokens: list[int], learned: list[bool],
     return HeldOut(told[0], told[1], step)
 
 
-def _document(prepared: Path, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _document(prepared: Path, tokenizer: Tokenizer) -> Excerpt:
+    split = open_split(prepared, "validation")
+    return excerpt((_flagged(split, index) for index in range(len(split))), tokenizer)
+
+
+def _flagged(split: Split, index: int) -> Excerpt:
+    tokens: list[int] = split.document(index)[:_TOKENS].tolist()
+    if split.learned is None:
+        return tokens, [True] * len(tokens)
+    start = int(split.bounds[index])
+    return tokens, split.learned[start : start + len(tokens)].astype(bool).tolist()
+
+
+def excerpt(documents: Iterable[Excerpt], tokenizer: Tokenizer) -> Excerpt:
     """The beginning of the first document that is long enough and holds no secret (a token could hide in two pieces),
     and which of its tokens are learned.
     """
-    split = open_split(prepared, "validation")
-    found: tuple[list[int], list[bool]] = ([], [])
-    for index in range(min(len(split), 200)):
-        tokens: list[int] = split.document(index)[:_TOKENS].tolist()
-        learned = [True] * len(tokens)
-        if split.learned is not None:
-            start = int(split.bounds[index])
-            learned = split.learned[start : start + len(tokens)].astype(bool).tolist()
+    found: Excerpt = ([], [])
+    for whole, flags in islice(documents, _LOOKED_AT):
+        tokens, learned = whole[:_TOKENS], flags[:_TOKENS]
         text = tokenizer.decode(tokens)
         if len(tokens) > len(found[0]) and any(learned[1:]) and scrub(text) == text:
             found = tokens, learned
@@ -120,12 +132,16 @@ def level(nats: float | None) -> int:
 
 
 def draw(told: HeldOut) -> Html:
-    """Two columns of the same text; darker cost more."""
+    return draw_priced([("before training", told.before), (f"after step {told.step:,}", told.after)])
+
+
+def draw_priced(columns: Sequence[tuple[str, list[Priced]]]) -> Html:
+    """Columns of the same text, each with its title; darker cost more."""
     names = [f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES)]
     keys = [el("span", name, class_=f"n{index}") for index, name in enumerate(names)]
-    before, after = _column("before training", told.before), _column(f"after step {told.step:,}", told.after)
-    read = [el("span", "only read", class_="read")] if any(one.nats is None for one in told.after[1:]) else []
-    return join(el("p", "nats a token: ", *keys, *read, class_="legend"), el("div", before, after, class_="two"))
+    read = [el("span", "only read", class_="read")] if any(one.nats is None for one in columns[-1][1][1:]) else []
+    figures = [_column(title, text) for title, text in columns]
+    return join(el("p", "nats a token: ", *keys, *read, class_="legend"), el("div", *figures, class_="two"))
 
 
 def _column(title: str, text: list[Priced]) -> Html:

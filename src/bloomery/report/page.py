@@ -20,6 +20,7 @@ from bloomery.units import GIB, format_bytes, format_count, format_seconds
 # No script runs and nothing is fetched, whatever the run's texts hold.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _HAPPENED = {"kill": "killed", "resume": "resumed", "skip": "step skipped", "rewind": "rewound", "save": "saved"}
+TITLE = " · Bloomery"  # ends the title of every page
 _SHOWN_SAMPLES = 24  # checkpoints whose samples are on the page
 
 
@@ -45,17 +46,22 @@ def page(
         section("Machine", machine(record)),
         section("Again", again(record, name)),
     ]
+    version = record.started.version if record.started else "?"
+    written = f"Written by Bloomery {version} from this run's events."
+    return document(name, written, headline(record, name), *sections)
+
+
+def document(name: str, written: str, *content: Html | None) -> str:
+    """One file that fetches nothing; `written` stands at its foot."""
     head = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", name="viewport", content="width=device-width,initial-scale=1"),
         el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        el("title", f"{name} · Bloomery"),
+        el("title", f"{name}{TITLE}"),
         el("style", Html(resources.files("bloomery.report").joinpath("style.css").read_text(encoding="utf-8"))),
     )
-    version = record.started.version if record.started else "?"
-    footer = el("footer", f"Written by Bloomery {version} from this run's events. This page needs no network.")
-    body = el("body", el("main", headline(record, name), *sections, footer))
+    body = el("body", el("main", *content, el("footer", f"{written} This page needs no network.")))
     return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
 
 

@@ -1,6 +1,6 @@
 """What a model writes and answers: to the prompts of a recipe, and to held-out questions of prepared conversations"""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,10 +66,18 @@ def _question(split: Split, number: int) -> Question:
 def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, *, max_tokens: int) -> Answer:
     """Until the token that ends the reference, the text, or `max_tokens`. Drawn as DRAWN says, always alike."""
     last = question.reference[-1]
-    ends = {tokenizer.eos_id, decoder.config.eos_token_id, last if tokenizer.token_bytes()[last] == 0 else None}
-    room = min(max_tokens, decoder.config.max_positions - len(question.prompt))
-    stops = tuple(sorted(end for end in ends if end is not None))
-    ids = list(sample_tokens(decoder, question.prompt, replace(DRAWN, max_tokens=room, stop_ids=stops)))
+    ends = [last] if tokenizer.token_bytes()[last] == 0 else []
+    return drawn(decoder, tokenizer, question.prompt, max_tokens=max_tokens, ends=ends)
+
+
+def drawn(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, max_tokens: int, ends: Iterable[int] = ()
+) -> Answer:
+    """What follows the prompt, up to one of the `ends` or what ends every text. Drawn as DRAWN says, always alike."""
+    room = min(max_tokens, decoder.config.max_positions - len(prompt))
+    own = {tokenizer.eos_id, decoder.config.eos_token_id, *ends}
+    stops = tuple(sorted(end for end in own if end is not None))
+    ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_tokens=room, stop_ids=stops)))
     return Answer(ids, len(ids) < room)
 
 
@@ -121,4 +129,9 @@ def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Pla
     with looking(model), precision_context(plan.train.precision, plan.train.device), eager:
         for prompt, ids in prompts.asked:
             text = tokenizer.decode(list(sample_tokens(model, ids, sampling)))
-            yield prompt, text[: min((text.find(stop) for stop in prompts.stops if stop in text), default=len(text))]
+            yield prompt, cut(text, prompts.stops)
+
+
+def cut(text: str, stops: Iterable[str]) -> str:
+    """Up to the first of the texts that end it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
