@@ -64,17 +64,29 @@ def report() -> dict[str, Any]:
 def measured() -> str:
     found = report()
     lines = [
-        "| method | held-out loss | trained | memory, MiB | of it tensors, planned | learned tokens/s | full = 1 |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-        f"| before training | {found['before']['loss']:.3f} | | | | | |",
+        "| method | held-out loss | learning rate | trained | memory, MiB | of it tensors, planned | learned tokens/s "
+        "| full = 1 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        f"| before training | {found['before']['loss']:.3f} | | | | | | |",
     ]
     for row in found["rows"]:
         share = row["trained"] / found["before"]["parameters"]
         lines.append(
-            f"| {row['name']} | {row['held_out']:.3f} | {row['trained']:,} ({share:.0%}) | {row['peak_mib']:,.0f}, "
+            f"| {row['name']} | {row['held_out']:.3f} | {row['learning_rate']:g} | {row['trained']:,} ({share:.0%}) | {row['peak_mib']:,.0f}, "
             f"planned {row['planned_mib']:,.0f} | {row['planned_tensors_mib']:,.0f} | "
             f"{row['learned_per_second']:,.0f} | {row['times_full']:.2f} |"
         )
+    return "\n".join(lines)
+
+
+def searched() -> str:
+    """Held-out loss by learning rate."""
+    tried = {row["name"]: {rate: loss for rate, loss in row["tried"]} for row in report()["rows"]}
+    rates = sorted({rate for losses in tried.values() for rate in losses})
+    lines = ["| | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "--:|" * len(rates)]
+    for name, losses in tried.items():
+        cells = (f"{losses[rate]:.3f}" if rate in losses else "" for rate in rates)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -163,7 +175,7 @@ def caught() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "measured": measured, "setting": setting, "planned": planned, "arithmetic": arithmetic, "seven": seven,
+    "measured": measured, "searched": searched, "setting": setting, "planned": planned, "arithmetic": arithmetic, "seven": seven,
     "caught": caught,
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autograd_for_tests import kept_bytes
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.model.per_document import _spare
@@ -124,18 +125,9 @@ def test_activations_are_what_autograd_keeps(family, attention):
     config = build_config(small(family), vocab_size=512)
     torch.manual_seed(0)
     decoder = Decoder(config, attention=attention).train()
-    own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
-        return tensor
-
     tokens = torch.randint(0, 512, (4, 128))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        decoder(tokens, head=LabelScores(tokens, torch.ones(4, 128), chunk=64))
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    head = LabelScores(tokens, torch.ones(4, 128), chunk=64)
+    measured = kept_bytes(decoder, lambda: decoder(tokens, head=head))
     load = replace(
         GO_CODER,
         config=config,

@@ -6,20 +6,26 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from peft import AdaLoraConfig, PeftModel, get_peft_model
-from plans_for_tests import tiny_plan
+from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run, resumed_bitwise
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from autograd_for_tests import kept_bytes
 from bloomery.data.loader import Cursor, Loader
 from bloomery.errors import UserError
 from bloomery.model import peft_names
 from bloomery.model.adapter_names import linear_modules
+from bloomery.model.adapters import adapt
+from bloomery.model.heads import LabelScores
 from bloomery.model.merge import merged
-from bloomery.model.peft_methods import method_config
+from bloomery.model.peft_methods import PeftAdapter, method_config
 from bloomery.model.peft_names import NATIVE, PROMPTS
 from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.recipe.schema import Peft
+from bloomery.plan.activations import activation_bytes
+from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.states import way_of
+from bloomery.recipe.schema import Lora, Peft
 from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -167,3 +173,33 @@ def test_a_method_whose_library_is_missing_is_a_sentence(prepared, base, monkeyp
     monkeypatch.setattr("peft.PeftModel.__init__", missing)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         build_state(method_plan(prepared, base, {"method": "vera"}))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj", "down_proj"]])
+def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
+    """What autograd keeps beyond a LoRA of ours of that rank, in bfloat16: nothing where no layers share an input."""
+    config = tiny_config(hidden_size=64)
+    lora = Lora(kind="lora", rank=8, alpha=8, targets=targets)
+    theirs = Peft(kind="peft", method="adalora", init_r=8, target_modules=targets)
+
+    def counted(adapter):
+        load = Occupancy(
+            config=config, sequence_length=128, micro_batch=4, precision="bfloat16", optimizer="adamw",
+            attention="sdpa", checkpointing="none", compiled=False, score_chunk=64, context_bytes=0.0, on_gpu=False,
+            way=way_of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
+        )  # fmt: skip
+        return activation_bytes(load)
+
+    def measured(change):
+        model = fresh_decoder(config, seed=1).train()
+        change(model)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+        tokens = torch.randint(0, config.vocab_size, (4, 128))
+        with torch.autocast("cpu", torch.bfloat16):
+            return kept_bytes(model, lambda: model(tokens, head=LabelScores(tokens, torch.ones(4, 128), chunk=64)))
+
+    ours = measured(lambda model: adapt(model, lora))
+    beyond = measured(lambda model: PeftAdapter(model, method_config(theirs, config, steps=100), seed=0)) - ours
+    assert counted(theirs) - counted(lora) == pytest.approx(beyond, abs=0.05 * ours)

@@ -13,6 +13,9 @@ from bloomery.plan.states import learns, reading_modules, trained_in_layer
 TILE = 256  # queries and keys of a tile of blockwise attention: model.blockwise
 TILE_SCORES = {False: 2**20, True: 2**23}  # scores that exist at once, by on_gpu: model.blockwise
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
+SHARING = (  # products of one input
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
+)  # fmt: skip
 MAKING, GPU_PIECE, CPU_PIECE = 6, 2**23, 2**17  # bytes of a weight that is turned back, and how many at once
 INPUT_BYTES = 36  # a token: ids, labels, positions, documents, weight
 SMALL_BYTES = 44  # a token: which labels are learned, their scores, sums and gradients
@@ -112,7 +115,8 @@ def _keeps_input(load: Occupancy, *modules: str) -> bool:
 def _adapter_bytes(load: Occupancy) -> float:
     """A layer's adapters keep what lies between their two products, and inputs that dropout made their own.
 
-    DoRA's scaling keeps the result that it scales.
+    DoRA's scaling keeps the result that it scales. In half precision each of PEFT's layers casts its input for itself,
+    where ours share one.
     """
     config, way, e = load.config, load.way, load.element
     ranks = {name: rank for name, rank in way.pairs if name.startswith("model.layers.0.")}
@@ -122,6 +126,9 @@ def _adapter_bytes(load: Occupancy) -> float:
         if rank:
             dropped = (e + (1 if load.on_gpu else e)) * columns if way.dropout else 0
             total += e * rank * (2 if way.pissa else 1) + dropped + (e * rows if way.dora else 0)
+    if way.theirs and e < 4:
+        sharing = [[name for name in group if f"model.layers.0.{name}" in ranks] for group in SHARING]
+        total += e * config.hidden_size * sum(len(group) - 1 for group in sharing if group)
     return total
 
 

@@ -44,6 +44,7 @@ SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on 
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes of a logit of each model: model.divergence, uncompiled
 CPU_RUNTIME = 420 * MIB  # the interpreter, PyTorch, its buffers and what malloc cannot give back: docs/memory.md
+CPU_PEFT = 60 * MIB  # imported beside them
 CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
 CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
 
@@ -75,7 +76,8 @@ def around(load: Occupancy, tensors: float) -> dict[str, float]:
     """What the allocator and the runtime hold beside so many bytes of tensors."""
     if not load.on_gpu:
         kept = CPU_KERNELS * document_lengths(load.sequence_length)
-        return {"runtime": CPU_RUNTIME} | ({"kernels": kept} if keeps_kernels(load) else {})
+        runtime = CPU_RUNTIME + (CPU_PEFT if load.way.theirs else 0)
+        return {"runtime": runtime} | ({"kernels": kept} if keeps_kernels(load) else {})
     return {"fragmentation": FRAGMENTATION[load.expandable] * tensors, "context": load.context_bytes}
 
 

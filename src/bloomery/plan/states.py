@@ -34,6 +34,7 @@ class Way:
     dora: bool = False
     pissa: bool = False
     dropout: bool = False
+    theirs: bool = False  # PEFT computes the adapter
     adapter_bytes: int = 4  # of a trained weight beside a frozen base
     base: str = "none"
     double: bool = True
@@ -66,7 +67,7 @@ def way_of(recipe: Recipe | Plan, config: ModelConfig) -> Way:
     adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
     if not isinstance(adapter, Lora):
         return way
-    return replace(way, **_adapted(config, adapter.model_dump_json()))
+    return replace(way, theirs=isinstance(recipe.adapter, Peft), **_adapted(config, adapter.model_dump_json()))
 
 
 @lru_cache(maxsize=64)  # a plan asks for the same adapter many times
