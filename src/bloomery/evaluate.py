@@ -22,7 +22,7 @@ from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
-from bloomery.train.model_folder import find_model
+from bloomery.train.model_folder import Found, find_model
 from bloomery.train.scoring import score_documents
 from bloomery.units import counted
 
@@ -61,11 +61,15 @@ def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Token
 
     Raises UserError when there is none, or when it is damaged.
     """
-    found = find_model(model, step)
+    return load_found(find_model(model, step), where=str(model))
+
+
+def load_found(found: Found, *, where: str, vocab_size: int = 0) -> tuple[Decoder, Tokenizer]:
+    """`load_to_evaluate` of what was found, with at least `vocab_size` tokens."""
     gpu = torch.cuda.is_available()
     dtype, device = (None, "cuda") if gpu else (torch.float32, "cpu")
-    decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base)
-    refuse_values(decoder.config, where=str(model))
+    decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base, vocab_size=vocab_size)
+    refuse_values(decoder.config, where=where)
     return decoder, load_tokenizer(found.tokenizer)
 
 
@@ -187,7 +191,7 @@ def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text
     split, sizes = open_split(folder, "validation"), tokenizer.token_bytes()
     for index in range(0, len(split), ANSWERS[split.kind]):
         ids: list[int] = split.document(index).tolist()
-        if split.learned is not None:
+        if split.learned is not None and not split.is_plain(index):
             if split.marks is None or split.marks[index]:
                 flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])]
                 yield _learned(ids, flags.astype(bool), sizes, split.kind)

@@ -253,11 +253,10 @@ def test_tokens_of_others_keep_their_masks(corpus, recipe_of, tmp_path, suffix, 
         prepare(recipe_of(objective="sft", **named), tmp_path / "r")
 
 
-def test_sources_of_several_formats_and_of_one_kind(recipe_of, tmp_path):
+def test_sources_of_several_formats(recipe_of, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
     (tmp_path / "b.json").write_text(json.dumps([{"instruction": text, "output": "yes"} for text in sentences(9)]))
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(9)))
-    (tmp_path / "d.txt").write_text("plain words")
     data = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": 0}
 
     def mixed(*names: str, **more) -> LoadedRecipe:
@@ -269,8 +268,6 @@ def test_sources_of_several_formats_and_of_one_kind(recipe_of, tmp_path):
     assert [(part.documents, part.weight) for part in manifest.train.parts] == [(20, 0.5), (9, 1.5)]
     with pytest.raises(UserError, match="its rows are preference pairs"):
         prepare(mixed("a.jsonl", "c.jsonl"), tmp_path / "q")
-    with pytest.raises(UserError, match="is plain text, and the data before it conversations"):
-        prepare(mixed("a.jsonl", "d.txt"), tmp_path / "r")
 
 
 def test_nothing_to_learn_is_said(recipe, tmp_path):

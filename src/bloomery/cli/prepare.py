@@ -1,7 +1,7 @@
 """`bloomery prepare`: text to tokens, and what training will see of it."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bloomery.data.health import Health
     from bloomery.data.preparing import Report
     from bloomery.data.preview import Seen
-    from bloomery.data.shards import Manifest
+    from bloomery.data.shards import Manifest, Part
     from bloomery.recipe.load import LoadedRecipe
 
 _NAMES = {"tokenizer": "training the tokenizer", "tokens": "making tokens", "checksums": "checking"}
@@ -83,7 +83,6 @@ def _lines() -> "Report":
 
 
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    from bloomery.data.health import UNITS
     from bloomery.data.shards import ANSWERS
     from bloomery.plan.corpus import left_aside
     from bloomery.units import counted, format_count
@@ -91,7 +90,7 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
     click.echo(
-        f"text       {counted(train.documents // each, UNITS[manifest.kind])} to learn"
+        f"text       {_units(manifest, train.parts)} to learn"
         + f", {validation.documents // each:,} for validation"
         + (f", {manifest.empty:,} empty" if manifest.empty else "")
         + (f", {manifest.held_back:,} left out because validation holds them" if manifest.held_back else "")
@@ -114,15 +113,26 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     click.echo(f"folder     {folder}")
 
 
-def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
-    """What each of several sources gives to an epoch."""
+def _units(manifest: "Manifest", parts: "Sequence[Part]") -> str:
+    """How many conversations or documents some sources gave; conversations and documents where there are both."""
     from bloomery.data.health import UNITS
     from bloomery.data.shards import ANSWERS
-    from bloomery.units import counted, format_count
+    from bloomery.units import counted
+
+    numbers = dict.fromkeys((manifest.kind_of(part) for part in parts), 0) or {manifest.kind: 0}
+    for part in parts:
+        kind = manifest.kind_of(part)
+        numbers[kind] += part.documents // ANSWERS[kind]
+    return " and ".join(counted(number, UNITS[kind]) for kind, number in numbers.items())
+
+
+def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
+    """What each of several sources gives to an epoch."""
+    from bloomery.units import format_count
 
     title, sources = "sources", loaded.recipe.data.sources
     for source, part in zip(sources, manifest.train.parts, strict=False):  # those of validation follow
-        what = counted(part.documents // ANSWERS[manifest.kind], UNITS[manifest.kind])
+        what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
         place = source.path.removeprefix(f"{Path.cwd()}/")
         click.echo(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
@@ -142,7 +152,7 @@ def _aside(loaded: "LoadedRecipe") -> list[str]:
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     """What of it is learned, and how it fits into rows."""
-    from bloomery.data.health import UNITS, fill_of
+    from bloomery.data.health import UNITS, fill_of, named
     from bloomery.data.shards import open_split
     from bloomery.units import counted
 
@@ -155,7 +165,7 @@ def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     full = fill.positions / max(1, fill.rows * data.sequence_length)
     units = UNITS[manifest.kind]
     lost = (
-        (fill.truncated, f"cut short: {counted(fill.truncated, units)} by {fill.cut:,} tokens"),
+        (fill.truncated, f"cut short: {counted(fill.truncated, named(manifest))} by {fill.cut:,} tokens"),
         (fill.dropped, f"left out: {counted(fill.dropped, units)} with nothing to learn within a row"),
         (fill.unlearned, f"left out: {counted(fill.unlearned, units)} with nothing to learn"),
     )
@@ -183,6 +193,7 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
     for seen in shown:
         role = f" ({seen.role})" if seen.role else ""
         facts = _facts(seen, data.sequence_length, pair=seen.role in ("chosen", "rejected"))
+        facts = f"{seen.kind} · {facts}" if seen.kind else facts
         console.print(_line((f"{seen.source}{role}", "bold"), (f"  {seen.split} · {facts}", "")), soft_wrap=True)
         console.print(_coloured(seen), soft_wrap=True)
         console.print()
@@ -203,10 +214,14 @@ def _line(*parts: tuple[str, str]) -> "Text":
 def _facts(seen: "Seen", sequence_length: int, *, pair: bool) -> str:
     if seen.flaw:
         return f"left out: {_visible(seen.flaw)}"
+    from bloomery.units import counted
+
     cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
     if seen.learned is None:
-        return f"{len(seen.ids):,} tokens · {seen.rows:,} row{'s' * (seen.rows != 1)} of {sequence_length:,}{cut}"
+        return f"{len(seen.ids):,} tokens · {counted(seen.rows, 'rows')} of {sequence_length:,}{cut}"
     learned = f"{len(seen.ids):,} tokens · {sum(seen.learned[1:]):,} learned{cut}"
+    if seen.kind == "text":
+        return f"{learned} · {counted(seen.rows, 'rows')} of {sequence_length:,}"
     if seen.rows:
         return learned
     where = f"in a row of {sequence_length:,} nothing learned is left" + (" of a side" if pair else "")
@@ -262,10 +277,9 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
 
 
 def _show_health(found: "Health") -> None:
-    from bloomery.data.health import UNITS
     from bloomery.units import counted
 
-    units = UNITS[found.kind]
+    units = found.named
     click.echo(
         f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off"
     )

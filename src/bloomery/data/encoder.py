@@ -22,12 +22,13 @@ import numpy as np
 
 from bloomery.data.example_wire import from_wire
 from bloomery.data.examples import Example
-from bloomery.data.render import Renderer
+from bloomery.data.render import Renderer, Sequence
 from bloomery.data.streams import Flaw
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
 
 _FAILED = 2**32 - 1
+_PLAIN = "\n"  # before a text among examples, which begin with a quotation mark
 _Tag = TypeVar("_Tag")
 
 
@@ -63,6 +64,11 @@ def packed_example(example: Example, wire: str) -> str:
     return f"{json.dumps(example.source)}\n{wire}"
 
 
+def packed_text(text: str) -> str:
+    """What travels of a text among examples."""
+    return _PLAIN + text
+
+
 def _unpacked_example(text: str) -> Example:
     source, _, wire = text.partition("\n")
     return from_wire(wire, json.loads(source))
@@ -88,27 +94,33 @@ class Inline:
 
 @final
 class Rendered:
-    """Renders and encodes in this process, with nothing added to what the template writes."""
+    """Renders and encodes in this process, with nothing added to what the template writes. A text among the examples is
+    encoded as Inline does, and all of it is learned.
+    """
 
     def __init__(self, tokenizer: Tokenizer, rendering: Rendering) -> None:
+        self._inline = Inline(tokenizer)
         self._renderer = Renderer(tokenizer, template=rendering.template, train_on=rendering.train_on)
         self._answers, self._dtype = rendering.answers, tokenizer.dtype
 
     def encode(self, texts: list[str]) -> Encoded:
-        examples = [_unpacked_example(text) for text in texts]
-        ids, learned, lengths, flaws = list[int](), list[bool](), list[int](), dict[int, Flaw]()
-        for number, found in enumerate(self._renderer.encode_batch(examples)):
+        examples = [_unpacked_example(text) for text in texts if not text.startswith(_PLAIN)]
+        rendered = iter(self._renderer.encode_batch(examples))
+        ids, learned, flaws = [np.zeros(0, self._dtype)], [np.zeros(0, np.uint8)], dict[int, Flaw]()
+        for number, text in enumerate(texts):
+            found = self._whole(text) if text.startswith(_PLAIN) else next(rendered)
             if isinstance(found, Flaw):
                 flaws[number] = found
-                lengths += [0] * self._answers
-                continue
+                found = (Sequence([], []),) * self._answers
             assert len(found) == self._answers
-            for sequence in found:
-                ids += sequence.ids
-                learned += sequence.learned
-                lengths.append(len(sequence.ids))
-        counts = np.array(lengths, np.uint64)
-        return Encoded(np.array(ids, self._dtype), counts, np.array(learned, np.uint8), flaws)
+            ids += [np.array(sequence.ids, self._dtype) for sequence in found]
+            learned += [np.array(sequence.learned, np.uint8) for sequence in found]
+        lengths = np.array([len(part) for part in ids[1:]], np.uint64)
+        return Encoded(np.concatenate(ids), lengths, np.concatenate(learned), flaws)
+
+    def _whole(self, text: str) -> tuple[Sequence, ...]:
+        ids = self._inline.encode([text.removeprefix(_PLAIN)]).ids.tolist()
+        return (Sequence(ids, [True] * len(ids)),)
 
     def close(self) -> None:
         self._renderer.close()

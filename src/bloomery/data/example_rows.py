@@ -116,7 +116,7 @@ def refuse_text(wants: Wants, where: str) -> UserError:
     """For plain text where answers are judged."""
     needed, _ = _NEEDS[wants]
     return UserError(
-        f"is plain text, and the objective learns from {needed}",
+        f"the data is plain text, and the objective learns from {needed}",
         where=where,
         remedy="set objective.kind=sft, name other data, or say which columns hold what: data.columns={chosen: NAME}",
     )

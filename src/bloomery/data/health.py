@@ -21,6 +21,11 @@ UNITS: dict[ShardKind, str] = {
 }  # fmt: skip
 
 
+def named(manifest: Manifest) -> str:
+    """What one calls the units of all sources together."""
+    return "texts" if manifest.mixed else UNITS[manifest.kind]
+
+
 @dataclass(frozen=True)
 class Fill:
     """How structured text is laid into rows: rows, positions that hold tokens, and what was cut or left out."""
@@ -55,6 +60,7 @@ class Health:
     foreign_eos: int  # texts that end in another token than the tokenizer's end token
     lengths: tuple[tuple[int, int], ...]
     fill: Fill | None = None  # of structured text
+    named: str = "documents"
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -63,14 +69,25 @@ def fill_of(split: Split, *, sequence_length: int, layout: Layout) -> Fill | Non
     rows = Rows(split, sequence_length=sequence_length, layout=layout, pad_id=None)
     if not rows.fitted:
         return None
+    plain = [_labels(split, part) for part, record in enumerate(split.record.parts) if record.plain]
+    longer = [np.maximum(labels - sequence_length, 0) for labels in plain if layout == "padded"]
+    cut = sum(int(more.sum()) for more in longer)
+    texts = sum(int(labels.sum()) if layout == "padded" else max(int((labels + 1).sum()) - 1, 0) for labels in plain)
     return Fill(
         rows=sum(rows.counts),
-        positions=sum(int(fitted.lengths[fitted.units].sum()) for fitted in rows.fitted),
-        truncated=sum(fitted.truncated for fitted in rows.fitted),
-        cut=sum(fitted.cut for fitted in rows.fitted),
+        positions=sum(int(fitted.lengths[fitted.units].sum()) for fitted in rows.fitted) + texts - cut,
+        truncated=sum(fitted.truncated for fitted in rows.fitted) + sum(int((more > 0).sum()) for more in longer),
+        cut=sum(fitted.cut for fitted in rows.fitted) + cut,
         dropped=sum(fitted.dropped for fitted in rows.fitted),
         unlearned=sum(fitted.unlearned for fitted in rows.fitted),
     )
+
+
+def _labels(split: Split, part: int) -> Lengths:
+    """Of each text of a source: the tokens after its first."""
+    (_, begin), (_, end) = split.part_starts[part], split.part_starts[part + 1]
+    bounds: Lengths = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
+    return bounds[1:] - bounds[:-1] - 1
 
 
 def health(
@@ -98,6 +115,7 @@ def health(
         held_back=manifest.held_back, duplicates=duplicates, unknown=_unknown(split, manifest.unk_id),
         tokens=manifest.train.tokens, rows=sum(rows.counts), longer=len(longer), cut=fill.cut if fill else lost,
         double_bos=double_bos, missing_eos=missing_eos, foreign_eos=foreign_eos, lengths=_histogram(lengths), fill=fill,
+        named=named(manifest),
     )  # fmt: skip
     warnings = (
         *_warnings(found, manifest, sequence_length),
@@ -109,7 +127,7 @@ def health(
 
 def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
     """Units that repeat an earlier one; texts that begin with two begin tokens; texts without a learned end; texts
-    that end in another of `ends` than the tokenizer's.
+    that end in another of `ends` than the tokenizer's. Of text beside conversations the ends are not looked at.
     """
     keys, together = array("Q"), ANSWERS[split.kind]
     double, endless, foreign = 0, 0, 0
@@ -119,6 +137,8 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             ids = split.document(index)
             digest.update(ids.astype(np.uint32).tobytes() + b"|")
             double += manifest.bos_id is not None and ids[:2].tolist() == [manifest.bos_id] * 2
+            if split.is_plain(index):
+                continue
             learned = _where_it_ends(split, index, ids)
             if manifest.eos_id in learned or not learned or (manifest.kind == "kto" and index % 2):
                 continue
@@ -164,7 +184,7 @@ def _one_sided(split: Split) -> Iterator[str]:
 
 
 def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterator[str]:
-    units = UNITS[found.kind]
+    units = found.named
     if found.duplicates > 0.01 * found.units:
         yield f"{found.duplicates / found.units:.0%} of the {units} repeat an earlier one word for word"
     if found.unknown > 0.001 * found.tokens:
@@ -184,7 +204,8 @@ def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterat
 
 
 def _chat_warnings(found: Health, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]) -> Iterator[str]:
-    texts, units = found.units * (2 if found.kind == "pairs" else 1), UNITS[found.kind]
+    asked = sum(part.documents for part in manifest.train.parts if not part.plain)
+    texts, units = asked // (2 if found.kind == "kto" else 1), UNITS[found.kind]  # a marked answer's twin is none
     end = "(the tokenizer has none)" if manifest.eos_id is None else tokenizer.decode([manifest.eos_id])
     if found.kind == "text" and manifest.eos_id is not None and (found.missing_eos or found.foreign_eos):
         yield f"{found.missing_eos + found.foreign_eos:,} of {texts:,} texts do not end in the end token {end}"

@@ -10,6 +10,8 @@ packed  as many as fit, chosen best-fit; attention keeps them apart, positions b
 padded  one a row; both answers of a pair share theirs
 fixed   as of plain text; for conversations alone
 
+A row is of one source. A source of text beside conversations has the rows that it has alone.
+
 A position is learned when its label, the next token of the stream, belongs to the same document (fixed: to the same
 source) and, in structured text, is marked as learned.
 """
@@ -102,23 +104,26 @@ class Rows:
     def __init__(self, split: Split, *, sequence_length: int, layout: Layout, pad_id: int | None) -> None:
         self._split, self._length, self._layout = split, sequence_length, layout
         self._pad_id = pad_id or 0
-        self.fitted: list[Fitted] = []
         parts = split.record.parts
-        if split.kind == "text" or (split.kind == "chat" and layout == "fixed"):
-            self.counts = [
-                part_rows(p.tokens, p.documents, sequence_length=sequence_length, layout=layout) for p in parts
-            ]
-            return
-        if layout == "fixed":
+        if layout == "fixed" and ANSWERS[split.kind] > 1:
             raise pairs_cut()
-        self.fitted = [
-            fit_part(split, part, sequence_length=sequence_length, layout=layout) for part in range(len(parts))
+        self._fits: dict[int, Fitted] = {}
+        if layout != "fixed" and split.kind != "text":
+            structured = [number for number, part in enumerate(parts) if not part.plain]
+            self._fits = {
+                number: fit_part(split, number, sequence_length=sequence_length, layout=layout) for number in structured
+            }
+        self.fitted = list(self._fits.values())
+        self.counts = [
+            self._fits[number].rows
+            if number in self._fits
+            else part_rows(p.tokens, p.documents, sequence_length=sequence_length, layout=layout)
+            for number, p in enumerate(parts)
         ]
-        self.counts = [fitted.rows for fitted in self.fitted]
 
     def read(self, part: int, index: int) -> Row:
         assert 0 <= index < self.counts[part]
-        if self.fitted:
+        if part in self._fits:
             return self._row(self._fitted(part, index))
         if self._layout == "padded":
             return self._document_row(self._split.part_starts[part][1] + index)
@@ -131,7 +136,7 @@ class Rows:
         return self._row(_Stretch(none, none, none, none, None, marks))
 
     def _fitted(self, part: int, index: int) -> _Stretch:
-        fitted, answers = self.fitted[part], ANSWERS[self._split.kind]
+        fitted, answers = self._fits[part], ANSWERS[self._split.kind]
         units = fitted.units[fitted.starts[index] : fitted.starts[index + 1]]
         numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[part][1]
         sizes = fitted.lengths[units].ravel()

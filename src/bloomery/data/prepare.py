@@ -135,9 +135,12 @@ def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
 
 
 def _check_fitted(manifest: Manifest, data: Data, folder: Path) -> None:
-    if any(count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout).counts):
+    laid = count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout)
+    parts = manifest.train.parts
+    structured = any(part.documents for part in parts if not part.plain)  # its text cannot stand in for it
+    if any(count for count, part in zip(laid.counts, parts, strict=True) if not (structured and part.plain)):
         return
-    if not manifest.train.learned_tokens:
+    if not any(fitted.dropped for fitted in laid.fitted):
         raise UserError(
             "nothing of it is learned: no row has an answer of the assistant that the template marks",
             where="data.chat.train_on",

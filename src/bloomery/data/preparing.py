@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
 
 from bloomery.data import snapshot
 from bloomery.data.documents import Corpus, Document, Tally, open_corpora, read_documents
-from bloomery.data.encoder import Encoded, Rendering, count_workers, encode_in_order, encoders, packed_example
+from bloomery.data.encoder import (
+    Encoded,
+    Rendering,
+    count_workers,
+    encode_in_order,
+    encoders,
+    packed_example,
+    packed_text,
+)
 from bloomery.data.example_rows import wants_of
 from bloomery.data.example_wire import texts_of
 from bloomery.data.preparing_examples import (
@@ -25,12 +32,13 @@ from bloomery.data.preparing_examples import (
     add_examples,
     checked_tokens,
     keep_template,
+    kinds_of,
     refuse_mixture,
-    shard_kind,
     train_on,
 )
-from bloomery.data.shard_writer import Lost, Progress, SplitWriter
-from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name
+from bloomery.data.preparing_journal import JOURNAL, Journal, open_journal
+from bloomery.data.shard_writer import Lost, SplitWriter
+from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name, ShardKind
 from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpus, validation_share
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, write_file
 from bloomery.data.tokenizer_source import find_tokenizer
@@ -38,7 +46,6 @@ from bloomery.errors import UserError
 from bloomery.recipe.schema import Recipe
 from bloomery.units import MIB
 
-JOURNAL = "preparing.json"
 SPLITS: tuple[Name, Name] = ("train", "validation")
 Report = Callable[[str, float, float], None]  # phase, done, total (0: unknown)
 
@@ -51,21 +58,6 @@ class Limits:
     batch_bytes: int = MIB
     tokenizer_bytes: int = 2_000_000_000
     journal_seconds: float = 5.0
-
-
-class Journal(BaseModel):
-    """How far an unfinished `prepare` is: `read` documents of source `source` went into the splits."""
-
-    identity: str
-    sources: str
-    source: int = 0
-    read: int = 0
-    empty: int = 0
-    held_back: int = 0
-    failed: int = 0  # examples that could not be rendered
-    first_failed: str = ""
-    train: Progress = Progress()
-    validation: Progress = Progress()
 
 
 def streams(recipe: Recipe) -> list[Corpus]:
@@ -85,12 +77,14 @@ class Job:
     empty: int
     held_back: int
 
-    def texts(self) -> list[str]:
-        """What is encoded: texts, or examples as they travel."""
+    def texts(self, kind: ShardKind) -> list[str]:
+        """What is encoded: texts, or examples and texts among them as they travel."""
+        found = [document for _, document in self.documents if document.tokens is None]
+        if kind == "text":
+            return [document.text for document in found]
         return [
-            document.text if document.example is None else packed_example(document.example, document.text)
-            for _, document in self.documents
-            if document.tokens is None
+            packed_text(document.text) if document.example is None else packed_example(document.example, document.text)
+            for document in found
         ]
 
 
@@ -106,10 +100,11 @@ class Work:
         self._corpora = streams(recipe)
         self._num_train = len(self._corpora) - (validation_share(self._data) is None)
         self._seen = snapshot.look(self._corpora)
-        self._journal = self._open_journal()
+        self._journal = open_journal(folder, identity=identity, sources=snapshot.digest(self._seen))
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
         self._tally = Tally()
-        self.kind, self._turns = shard_kind(self._corpora, on_error=self._data.on_error)
+        self.kinds = kinds_of(self._corpora, on_error=self._data.on_error)
+        self.kind = self.kinds.whole
         self._bytes = sum(entry.bytes for entry in self._seen)
 
     def begin(self) -> tuple[Splitter, Tokenizer]:
@@ -141,54 +136,13 @@ class Work:
             size = sum(corpus.text_bytes for corpus in self._corpora)
             workers = count_workers(self._data.workers, size, rendered=self.rendering is not None)
             with encoders(self._folder, tokenizer, workers, self.rendering) as using:
-                self._write_all(
-                    encode_in_order(((job, job.texts()) for job in self._jobs(splitter, self._journal)), using),
-                    writers,
-                    tokenizer,
-                )
+                jobs = ((job, job.texts(self.kind)) for job in self._jobs(splitter, self._journal))
+                self._write_all(encode_in_order(jobs, using), writers, tokenizer)
             return self._finish(writers, tokenizer)
         except BaseException:
             for name, writer in writers.items():  # nothing half-written stays; what the journal vouches for does
                 writer.cut_back(getattr(self._journal, name))
             raise
-
-    def _open_journal(self) -> Journal:
-        """The journal that stands there when it is about the same recipe and files, else a fresh one in a cleared
-        folder. A finished folder has none and gets none.
-        """
-        fresh = Journal(identity=self._identity, sources=snapshot.digest(self._seen))
-        path = self._folder / JOURNAL
-        if (self._folder / MANIFEST).is_file():
-            return fresh
-        if path.is_file():
-            try:
-                found = Journal.model_validate_json(path.read_bytes())
-            except ValidationError:
-                found = None
-            if found and (found.identity, found.sources) == (fresh.identity, fresh.sources):
-                return found
-            self._clear()
-        foreign = sorted(entry.name for entry in self._folder.iterdir() if not entry.name.startswith("."))
-        if foreign:
-            raise UserError(
-                f"holds files that no `prepare` wrote, such as {foreign[0]}",
-                where=str(self._folder),
-                remedy="set data.prepared to an empty or a new folder",
-            )
-        write_file(path, fresh.model_dump_json().encode())
-        return fresh
-
-    def _clear(self) -> None:
-        """Removes an unfinished attempt; the journal goes last, as it says whose files these are."""
-        patterns = [
-            *(f"{name}-*.bin" for name in SPLITS),
-            "tokenizer*",
-            snapshot.SNAPSHOT,
-            "special_tokens_map.json",
-            JOURNAL,
-        ]
-        for path in [path for pattern in patterns for path in sorted(self._folder.glob(pattern))]:
-            path.unlink()
 
     def _tokenizer(self, splitter: Splitter) -> Tokenizer:
         """The one that is there; else the recipe's own; else one trained on the train documents."""
@@ -270,7 +224,7 @@ class Work:
             twins = Twins(corpus, split_of, on_error=self._data.on_error) if self.kind == "kto" else None
             for document in read_documents(corpus, on_error=self._data.on_error, tally=self._tally):
                 read += 1
-                refuse_mixture(document, self.kind)
+                refuse_mixture(document, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
                 if behind and twins is None:
                     continue
@@ -340,7 +294,7 @@ class Work:
             raise self._empty(self._tally)
         self._commit(self._last, writers)
         weights = [corpus.weight for corpus in self._corpora]
-        splits = {name: writer.finish(weights) for name, writer in writers.items()}
+        splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in writers.items()}
         sources = snapshot.record(
             self._corpora, self._seen, self._folder, lambda done, total: self._report("checksums", done, total)
         )
@@ -364,7 +318,7 @@ class Work:
             held_back=self._last.held_back,
             kind=self.kind,
             formats=tuple(sorted(self._tally.formats)),
-            turns=self._turns,
+            turns=self.kinds.turns,
         )
         write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         (self._folder / JOURNAL).unlink()

@@ -1,4 +1,4 @@
-"""What `prepare` does with examples and not with plain text: one kind of them, twins for KTO, flags beside tokens."""
+"""What `prepare` does with examples and not with plain text: which kinds go together, twins for KTO, flags of tokens"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +21,7 @@ from bloomery.errors import UserError
 from bloomery.recipe.schema import Chat, Recipe
 
 KINDS: dict[str, ShardKind] = {"chat": "chat", "completion": "chat", "pair": "pairs", "kto": "kto"}
+_MIXED: tuple[ShardKind, ShardKind] = ("text", "chat")  # the kinds that may stand beside each other
 _NAMES = {"text": "plain text", "chat": "conversations", "pairs": "preference pairs", "kto": "marked answers"}
 
 
@@ -30,27 +31,45 @@ def kind_of(document: Document) -> ShardKind:
     return KINDS[document.example.kind]
 
 
-def shard_kind(corpora: list[Corpus], *, on_error: str) -> tuple[ShardKind, bool]:
-    """The one kind of all sources, by their first documents, and whether they hold turns. Raises UserError when kinds
-    differ.
+class Kinds(NamedTuple):
+    """`whole`: what the shards hold; `sources`: what each source does; `turns`: whether any of them holds turns."""
+
+    whole: ShardKind
+    sources: tuple[ShardKind, ...]
+    turns: bool
+
+    @property
+    def plain(self) -> frozenset[int]:
+        """Numbers of the sources that are text beside conversations."""
+        return frozenset(number for number, kind in enumerate(self.sources) if kind != self.whole)
+
+
+def kinds_of(corpora: list[Corpus], *, on_error: str) -> Kinds:
+    """By the first document of each source. Text may stand beside conversations; raises UserError for what else
+    differs.
     """
     firsts = [next(read_documents(corpus, on_error=on_error, tally=Tally()), None) for corpus in corpora]
     found = [document for document in firsts if document is not None]
-    for document in found:
-        refuse_mixture(document, kind_of(found[0]))
+    mixed = {kind_of(document) for document in found} == set(_MIXED)
+    whole: ShardKind = "chat" if mixed else kind_of(found[0]) if found else "text"
+    for document in () if mixed else found:
+        refuse_mixture(document, whole)
     examples = [document.example for document in found if document.example is not None]
     turns = any(not isinstance(example.answers[0], str) for example in examples)
-    return kind_of(found[0]) if found else "text", turns
+    return Kinds(whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns)
 
 
 def refuse_mixture(document: Document, kind: ShardKind) -> None:
     """Raises UserError for a document of another kind than the ones before it."""
-    if kind_of(document) != kind:
-        raise UserError(
-            f"is {_NAMES[kind_of(document)]}, and the data before it {_NAMES[kind]}: a run learns from one kind",
-            where=document.source,
-            remedy="leave one of them out of data.sources, or say what its rows are: data.format, data.columns",
-        )
+    own = kind_of(document)
+    if own == kind:
+        return
+    if {own, kind} == set(_MIXED):
+        rule, remedy = "a source holds one kind", "make each of them a source of its own: data.sources"
+    else:
+        rule, remedy = "a run learns from one of them", "leave one of them out, or say what its rows are: data.format"
+    problem = f"the data is {_NAMES[own]} here, and {_NAMES[kind]} before it: {rule}"
+    raise UserError(problem, where=document.source, remedy=remedy)
 
 
 def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
@@ -141,7 +160,9 @@ def add_examples(
     tokenizer: Tokenizer,
     answers: int,
 ) -> None:
-    """The answers of each example of a batch into its split, in order; those of flawed examples nowhere."""
+    """The answers of each example of a batch into its split, in order, and texts as such of one answer; those of
+    flawed examples nowhere.
+    """
     sizes = tokenizer.token_bytes()
     made = _made(documents, encoded, tokenizer, answers)
     for name, writer in writers.items():
@@ -172,7 +193,8 @@ def _made(
     found, number = list[_Made | None](), 0
     for _, document in documents:
         if document.tokens is not None:
-            ids, learned = checked_tokens(document, tokenizer), np.array(document.learned, np.uint8)
+            ids = checked_tokens(document, tokenizer)
+            learned = np.ones(len(ids), np.uint8) if document.learned is None else np.array(document.learned, np.uint8)
             found.append(_Made(ids, np.array([len(ids)], np.uint64), learned))
             continue
         place = slice(int(ends[number * answers]), int(ends[(number + 1) * answers]))

@@ -1,7 +1,7 @@
 """What training will see of a corpus: single documents as tokens, and which of them are learned."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from bloomery.data.documents import Document
 from bloomery.data.fitting import kept_lengths
 from bloomery.data.packing import Layout
 from bloomery.data.preparing import Work
+from bloomery.data.preparing_examples import kind_of
 from bloomery.data.render import Encoded, Renderer, Sequence
 from bloomery.data.streams import Flaw
 from bloomery.data.tokenizer import Tokenizer
@@ -17,7 +18,8 @@ from bloomery.data.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Seen:
     """A document as training sees it. `pieces` are its tokens as text, `ids` the same as numbers, and `learned` says
-    which of them are learned (None: all). `role`: what an answer is in its pair. `flaw`: why there are none.
+    which of them are learned (None: all). `role`: what an answer is in its pair. `flaw`: why there are none. `kind`:
+    what it is, where a run learns from several.
     """
 
     source: str
@@ -29,6 +31,7 @@ class Seen:
     learned: list[bool] | None = None
     role: str = ""
     flaw: str = ""
+    kind: str = ""
 
 
 def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Seen]:
@@ -40,13 +43,19 @@ def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> 
     if work.rendering is None:
         yield from (_plain(*found, tokenizer, sequence_length, layout) for found in documents)
         return
+    mixed = bool(work.kinds.plain)
     with Renderer(tokenizer, template=work.rendering.template, train_on=work.rendering.train_on) as renderer:
         for name, document in documents:
-            sides = _encoded(document, renderer)
+            if kind_of(document) == "text":
+                seen = _plain(name, document, tokenizer, sequence_length, layout)
+                yield replace(seen, learned=[True] * len(seen.ids), kind="text")
+                continue
+            sides, kind = _encoded(document, renderer), "conversation" if mixed else ""
             if isinstance(sides, Flaw):
-                yield Seen(document.source, name, [], [], 0, 0, flaw=sides.problem)
+                yield Seen(document.source, name, [], [], 0, 0, flaw=sides.problem, kind=kind)
             else:
-                yield from _sides(name, document, sides, tokenizer, sequence_length)
+                found = _sides(name, document, sides, tokenizer, sequence_length)
+                yield from (replace(seen, kind=kind) for seen in found)
 
 
 def _encoded(document: Document, renderer: Renderer) -> Encoded | Flaw:

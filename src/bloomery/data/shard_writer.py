@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -138,14 +139,17 @@ class SplitWriter:
         while self._files:
             self._files.popitem()[1].close()
 
-    def finish(self, weights: list[float]) -> SplitRecord:
-        """Writes where the last document ends, and returns the split's record with the checksum of every file."""
+    def finish(self, weights: list[float], plain: Collection[int] = ()) -> SplitRecord:
+        """Writes where the last document ends, and returns the split's record with the checksum of every file.
+        `plain`: numbers of the sources that are text beside conversations.
+        """
         self._write(self._column_path("documents"), np.uint64(self._tokens).tobytes())
         self.sync()
         self.close()
         columns = {name: file_record(self._column_path(name)) for name in self._columns if self._made(name)}
         shards = {what: self._finish_shards(what) for what in self._sharded}
-        parts = [Part(tokens=t, documents=d, weight=w) for (t, d), w in zip(self.progress.parts, weights, strict=True)]
+        begun = enumerate(zip(self.progress.parts, weights, strict=True))
+        parts = [Part(tokens=t, documents=d, weight=w, plain=number in plain) for number, ((t, d), w) in begun]
         return SplitRecord(
             tokens=self._tokens,
             documents=self._documents,

@@ -34,6 +34,7 @@ class Part(Record):
     tokens: int
     documents: int
     weight: float = 1.0
+    plain: bool = False  # text beside conversations: every token of it is learned
 
 
 class SplitRecord(Record):
@@ -99,6 +100,14 @@ class Manifest(Record):
 
     def split(self, name: Name) -> SplitRecord:
         return self.train if name == "train" else self.validation
+
+    def kind_of(self, part: Part) -> ShardKind:
+        return "text" if part.plain else self.kind
+
+    @property
+    def mixed(self) -> bool:
+        """Whether text stands beside conversations."""
+        return any(part.plain for part in self.train.parts)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -195,6 +204,16 @@ class Split:
         for part in self.record.parts:
             starts.append((starts[-1][0] + part.tokens, starts[-1][1] + part.documents))
         return starts
+
+    def is_plain(self, index: int) -> bool:
+        """Whether a document is text beside conversations."""
+        return any(first <= index < last for first, last in self._plain)
+
+    @cached_property
+    def _plain(self) -> list[tuple[int, int]]:
+        """Documents [first, last) of each source that is."""
+        ends = zip(self.record.parts, self.part_starts, self.part_starts[1:], strict=False)
+        return [(first, last) for part, (_, first), (_, last) in ends if part.plain]
 
     def document(self, index: int) -> Ids:
         """int64 ids of one document."""

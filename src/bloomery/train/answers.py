@@ -45,7 +45,7 @@ def held_out_questions(prepared: Path, most: int) -> list[Question]:
     if split.learned is None:
         return []
     numbers = range(0, len(split), ANSWERS[split.kind])
-    found = [number for number in numbers if split.marks is None or split.marks[number]]
+    found = [n for n in numbers if (split.marks is None or split.marks[n]) and not split.is_plain(n)]
     chosen = [found[place * len(found) // most] for place in range(most)] if len(found) > most else found
     made = [_question(split, number) for number in chosen]
     return [question for question in made if question.prompt and question.reference]

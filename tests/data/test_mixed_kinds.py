@@ -1,0 +1,220 @@
+"""Text beside conversations: each source has the tokens, flags and rows that it has alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from small_text import sentences
+from test_prepare import SMALL, contents, journal_of_stopped
+from test_prepare_examples import TOKENIZER, chat_rows, pair_rows, stored
+
+from bloomery.cli import cli
+from bloomery.data.health import fill_of, health
+from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.data.packing import Rows
+from bloomery.data.prepare import prepare, working
+from bloomery.data.preview import preview
+from bloomery.data.shards import open_split, read_manifest
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import UserError
+from bloomery.evaluate import texts_of
+from bloomery.model.weights import fresh_decoder
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.train.answers import held_out_questions
+from bloomery.train.forward import forward
+from bloomery.train.losses import next_token_loss
+from bloomery.train.objectives import pretraining
+from models_for_tests import make_config
+
+LENGTH = 200
+TEXTS = ["".join(sentences(40)), *sentences(20)[9:], "one"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Path:
+    """A tokenizer's folder, and files of each kind."""
+    from bloomery.data.tokenizer import train_tokenizer
+    from bloomery.recipe.schema import TrainTokenizer
+
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "t").mkdir()
+    tokenizer = train_tokenizer(iter(sentences(40)), TrainTokenizer(**TOKENIZER["train"]), folder / "t")
+    tokens = [{"input_ids": tokenizer.encode(text)} for text in sentences(20)]
+    texts = [{"text": text} for text in TEXTS]
+    rows = {"chats": chat_rows(24), "texts": texts, "tokens": tokens, "pairs": pair_rows(9)}
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return folder
+
+
+@pytest.fixture
+def recipe(places, recipe_of):
+    def make(*names: str, objective: str = "sft", **data) -> LoadedRecipe:
+        paths = [str(places / f"{name}.jsonl") for name in names]
+        sources = [{"path": path, "weight": 1 + 0.5 * index} for index, path in enumerate(paths)]
+        settings = {"chat": {"template": "chatml"}, "sequence_length": LENGTH, "validation": 0, **data}
+        return recipe_of(tokenizer={"from": str(places / "t")}, objective=objective, sources=sources, **settings)
+
+    return make
+
+
+def test_each_source_has_the_tokens_that_it_has_alone(recipe, tmp_path):
+    manifest = prepare(recipe("chats", "texts", "tokens"), tmp_path / "mixed", limits=SMALL)
+    assert (manifest.kind, manifest.formats, manifest.turns) == ("chat", ("messages",), True)
+    assert [(part.plain, part.weight) for part in manifest.train.parts] == [(False, 1), (True, 1.5), (True, 2)]
+    split, number, learned = open_split(tmp_path / "mixed", "train"), 0, 0
+    for name in ("chats", "texts", "tokens"):
+        prepare(recipe(name), tmp_path / name, limits=SMALL)
+        alone = open_split(tmp_path / name, "train")
+        assert (alone.kind == "text") == (name != "chats")
+        for index in range(len(alone)):
+            ids = tuple(alone.document(index).tolist())
+            flags = (1,) * len(ids) if alone.learned is None else stored(alone, index)[1]
+            assert stored(split, number) == (ids, flags)
+            assert split.is_plain(number) == (name != "chats")
+            number, learned = number + 1, learned + sum(flags)
+    assert (number, learned) == (len(split), manifest.train.learned_tokens)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "fixed"])
+def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
+    names = ("texts", "chats", "tokens")
+    prepare(recipe(*names), tmp_path / "mixed")
+    split = open_split(tmp_path / "mixed", "train")
+    rows = Rows(split, sequence_length=LENGTH, layout=layout, pad_id=3)
+    for part, name in enumerate(names):
+        manifest = prepare(recipe(name), tmp_path / name)
+        alone = Rows(open_split(tmp_path / name, "train"), sequence_length=LENGTH, layout=layout, pad_id=3)
+        assert rows.counts[part] == alone.counts[0]
+        for index in range(alone.counts[0]):
+            ours, theirs = vars(rows.read(part, index)), vars(alone.read(0, index))
+            began = np.where(theirs["stored"] < 0, 0, split.part_starts[part][0])
+            assert all(np.array_equal(ours[key], theirs[key] + (began if key == "stored" else 0))
+                       for key in ours if key != "marks")  # fmt: skip
+        if name == "texts" and layout == "packed":
+            learned = sum(rows.read(part, index).weights.sum() for index in range(rows.counts[part]))
+            assert learned == manifest.train.tokens - manifest.train.documents, "a long text loses nothing"
+    fill = fill_of(split, sequence_length=LENGTH, layout=layout)
+    if layout == "fixed":
+        assert fill is None
+        return
+    read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
+    assert fill.positions == sum(int((row.documents >= 0).sum()) for row in read)
+    assert (fill.cut > 0) == (layout == "padded")
+
+
+def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
+    folders = {name: tmp_path / "-".join(name) for name in (("chats", "texts"), ("chats",), ("texts",))}
+    for names, folder in folders.items():
+        prepare(recipe(*names), folder)
+    model = fresh_decoder(make_config(load_tokenizer(folders["chats",])), seed=1, attention="mask").double()
+
+    def cost(names: tuple[str, ...], visits: list[int] | None = None) -> tuple[float, float]:
+        loader = Loader(folders[names], sequence_length=LENGTH, layout="packed", seed=3)
+        batch = loader.batch(Cursor(3, 0), loader.rows)
+        batch = Batch(**{**vars(batch), "weights": batch.weights.double()})
+        if visits is not None:
+            visits += [loader.place(index)[0] for index in range(loader.rows)]
+        head = pretraining(score_chunk=64).head(batch)
+        with torch.no_grad():
+            parts = next_token_loss(forward(model, batch, head, precision="float32"), batch.weights)
+        return float(parts.total), float(parts.count)
+
+    visits: list[int] = []
+    total, count = cost(("chats", "texts"), visits)
+    chats, texts = cost(("chats",)), cost(("texts",))
+    rows = Loader(folders["texts",], sequence_length=LENGTH, layout="packed", seed=3).rows
+    assert visits.count(1) == round(1.5 * rows) > rows, "the weight of the text counts its rows"
+    extra = [index for index in range(len(visits)) if visits[index] == 1]
+    loader = Loader(folders["chats", "texts"], sequence_length=LENGTH, layout="packed", seed=3)
+    seen = [loader.place(index)[1] for index in extra]
+    again = [row for row in seen if seen.count(row) == 2]
+    assert len(set(again)) == len(extra) - rows
+    twice_total, twice_count = 0.0, 0.0
+    for row in set(again):
+        batch = loader.batch(Cursor(3, next(i for i in extra if loader.place(i)[1] == row)), 1)
+        batch = Batch(**{**vars(batch), "weights": batch.weights.double()})
+        with torch.no_grad():
+            scores = forward(model, batch, pretraining(score_chunk=64).head(batch), precision="float32")
+        parts = next_token_loss(scores, batch.weights)
+        twice_total, twice_count = twice_total + float(parts.total), twice_count + float(parts.count)
+    assert count == chats[1] + texts[1] + twice_count
+    assert total / count == pytest.approx((chats[0] + texts[0] + twice_total) / count, rel=1e-12)
+
+
+def test_several_processes_and_a_second_start_write_the_same_bytes(recipe, tmp_path):
+    names = ("texts", "chats", "tokens")
+    prepare(recipe(*names), tmp_path / "whole", limits=SMALL)
+    prepare(recipe(*names, workers=2), tmp_path / "two", limits=SMALL)
+    journal_of_stopped(recipe(*names), tmp_path / "again", 3)
+    prepare(recipe(*names), tmp_path / "again", limits=SMALL)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "two") == contents(tmp_path / "again")
+
+
+def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, recipe_of):
+    with pytest.raises(UserError, match="the data is plain text, and the objective learns from pairs"):
+        prepare(recipe("pairs", "texts", objective="dpo"), tmp_path / "p")
+    with pytest.raises(UserError, match="the data is plain text here, and preference pairs before it: a run learns"):
+        prepare(recipe("pairs", "texts", objective="pretrain"), tmp_path / "q")
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for name in ("chats", "texts"):
+        (folder / f"{name}.jsonl").write_bytes((places / f"{name}.jsonl").read_bytes())
+    loaded = recipe_of(tokenizer={"from": str(places / "t")}, objective="sft", path=str(folder), validation=0,
+                       chat={"template": "chatml"})  # fmt: skip
+    with pytest.raises(UserError, match="plain text here, and conversations before it: a source holds one") as told:
+        prepare(loaded, tmp_path / "r")
+    assert "texts.jsonl:1" in told.value.where and "data.sources" in told.value.remedy
+
+
+def test_text_does_not_stand_in_for_conversations_without_answers(recipe, places, tmp_path, recipe_of):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}] * 3
+    (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{"path": str(tmp_path / "none.jsonl")}, {"path": str(places / "texts.jsonl")}]
+    loaded = recipe_of(tokenizer={"from": str(places / "t")}, objective="sft", sources=sources, validation=0,
+                       chat={"template": "chatml"})  # fmt: skip
+    with pytest.raises(UserError, match="nothing of it is learned"):
+        prepare(loaded, tmp_path / "p")
+
+
+def test_a_preview_tells_what_each_document_is(recipe, tmp_path):
+    loaded = recipe("chats", "texts")
+    with working(loaded, tmp_path / "p") as work:
+        seen = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
+    assert [one.kind for one in seen] == ["conversation", "conversation", "text", "text"]
+    assert [one.rows for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]
+    assert seen[2].rows > 1 and seen[2].cut == 0 and seen[2].learned == [True] * len(seen[2].ids)
+
+
+def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sources = [{"path": str(places / "chats.jsonl")}, {"path": str(places / "texts.jsonl"), "weight": 0.5}]
+    (tmp_path / "mix.yaml").write_text(json.dumps({
+        "model": {"preset": "go-coder-tiny"}, "tokenizer": {"from": str(places / "t")}, "objective": {"kind": "sft"},
+        "data": {"sources": sources, "sequence_length": LENGTH, "validation": 0, "chat": {"template": "chatml"}},
+    }))  # fmt: skip
+    told = CliRunner().invoke(cli, ["prepare", "mix.yaml", "--check"], catch_exceptions=False).stdout
+    lines = told.splitlines()
+    assert lines[0] == f"text       24 conversations and {len(TEXTS)} documents to learn, 0 for validation"
+    assert any(line.endswith("tokens") and ": 24 conversations, " in line for line in lines)
+    assert any(f": {len(TEXTS)} documents of text, " in line and "0.5 times an epoch" in line for line in lines)
+    assert any("longer than one: 1 text, 0 tokens are cut off" in line for line in lines)
+    told = CliRunner().invoke(cli, ["prepare", "mix.yaml", "--preview", "2"], catch_exceptions=False).stdout
+    assert "train · conversation · " in told and "train · text · " in told and "rows of 200" in told
+
+
+def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
+    loaded = recipe("chats", "texts", validation="30%")
+    manifest = prepare(loaded, tmp_path / "p")
+    chats, plain = (part.documents for part in manifest.validation.parts)
+    assert chats and plain
+    tokenizer: Tokenizer = load_tokenizer(tmp_path / "p")
+    texts = list(texts_of(tmp_path / "p", tokenizer))
+    assert [text.learned is None for text in texts] == [False] * chats + [True] * plain
+    assert len(held_out_questions(tmp_path / "p", 99)) == chats
+    found = health(tmp_path / "p", read_manifest(tmp_path / "p"), tokenizer, sequence_length=LENGTH, layout="packed")
+    assert (found.units, found.named) == (manifest.train.documents, "texts")
+    assert found.foreign_eos == manifest.train.parts[0].documents, "texts are not asked how an answer ends"
