@@ -1,4 +1,4 @@
-"""How well a model predicts text that it is given: nats per token, perplexity, bits per byte."""
+"""How well a model predicts text: nats per token, perplexity, bits per byte; and how well a reward model judges pairs"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from bloomery.data.documents import Corpus, Tally, open_corpus, read_documents, read_file
-from bloomery.data.example_rows import Wants
+from bloomery.data.example_rows import NAMES, Wants
 from bloomery.data.examples import Example
 from bloomery.data.files import DATA, TABLES, suffix_of
+from bloomery.data.fitting import kept_lengths
 from bloomery.data.preparing_examples import KINDS
 from bloomery.data.render import Renderer
 from bloomery.data.shards import ANSWERS, ShardKind, open_split
@@ -22,6 +23,7 @@ from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
+from bloomery.train.judging import Judgement, judge_pairs
 from bloomery.train.model_folder import Found, find_model
 from bloomery.train.scoring import score_documents
 from bloomery.units import counted
@@ -61,15 +63,14 @@ def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Token
 
     Raises UserError when there is none, or when it is damaged.
     """
-    return load_found(find_model(model, step), where=str(model))
+    return load_found(find_model(model, step))
 
 
-def load_found(found: Found, *, where: str, vocab_size: int = 0) -> tuple[Decoder, Tokenizer]:
+def load_found(found: Found, *, vocab_size: int = 0) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` of what was found, with at least `vocab_size` tokens."""
     gpu = torch.cuda.is_available()
     dtype, device = (None, "cuda") if gpu else (torch.float32, "cpu")
     decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base, vocab_size=vocab_size)
-    refuse_values(decoder.config, where=where)
     return decoder, load_tokenizer(found.tokenizer)
 
 
@@ -83,13 +84,70 @@ def evaluate(
     validation split is meant. With `bos` the tokenizer's BOS goes before each text, so that its first token is
     scored too. Of conversations, written by `template` or the tokenizer's own, what the assistant wrote is scored; of
     pairs the chosen answer, of marked answers the desirable ones. `context` bounds what a token sees (default: the
-    model's own). Raises UserError when nothing can be scored.
+    model's own). Raises UserError when nothing can be scored, and for a reward model: see judge.
     """
+    refuse_values(decoder.config, where="the model")
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     texts = list(texts_of(data, tokenizer, bos=bos, template=template))
     refuse_foreign_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes(texts, tokenizer, bos=bos, context=context)
+
+
+def judge(
+    decoder: Decoder, tokenizer: Tokenizer, data: Path, *, template: str | None = None, row: int | None = None
+) -> tuple[Judgement, list[str]]:
+    """How a reward model judges the pairs in `data`, and what a reader of that must know.
+
+    `data` is what it is to evaluate. `row`: both answers share so many tokens, as in training; without it each may fill
+    the model's context. What is longer keeps its start, and a pair of which then nothing learned is left on one side
+    is left out. Raises UserError for data of another kind, and when no pair is left.
+    """
+    sides = list(_sides_of(data, tokenizer, template))
+    refuse_foreign_ids(chain.from_iterable(ids for ids, _ in sides), decoder.config.vocab_size)
+    whole = np.array([len(ids) for ids, _ in sides], np.int64).reshape(-1, 2)
+    first = np.array([first for _, first in sides], np.int64).reshape(-1, 2)
+    lengths = np.minimum(whole if row is None else kept_lengths(whole, row), decoder.config.max_positions)
+    good = (first < lengths).all(1)
+    if not good.any():
+        remedy = "name pairs of a chosen and a rejected answer: --data PATH"
+        raise UserError("there is no pair to judge", where=str(data), remedy=remedy)
+    kept = [(ids[:count], fits) for (ids, _), count, fits in zip(sides, lengths.ravel(), good.repeat(2), strict=True)]
+    found = judge_pairs(decoder, [ids for ids, fits in kept if fits])
+    if not math.isfinite(found.loss):
+        remedy = "evaluate an earlier checkpoint with --step"
+        raise UserError("the model's values are not finite numbers: its weights are damaged", where=str(data),
+                        remedy=remedy)  # fmt: skip
+    return found, _notes_of_pairs(whole, lengths, good)
+
+
+def _notes_of_pairs(whole: np.ndarray, lengths: np.ndarray, good: np.ndarray) -> list[str]:
+    cut, out = int((lengths < whole).any(1)[good].sum()), int((~good).sum())
+    notes = [f"{cut:,} of {counted(len(whole), 'pairs')} are longer than there is room and judged by their beginnings"]
+    return notes[: bool(cut)] + [f"left out: {counted(out, 'pairs')} with nothing to judge on a side"][: bool(out)]
+
+
+def _sides_of(data: Path, tokenizer: Tokenizer, template: str | None) -> Iterator[tuple[list[int], int]]:
+    """The chosen and the rejected side of each pair in turn, and where in each the first learned token is."""
+    if (data / "manifest.json").is_file():
+        split = open_split(data, "validation")
+        if split.kind != "pairs" or split.first is None:
+            raise _no_pairs({"text": "plain text", "kto": NAMES["kto"]}.get(split.kind, NAMES["chat"]), str(data))
+        yield from ((split.document(index).tolist(), int(split.first[index])) for index in range(len(split)))
+        return
+    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
+        for content in _contents(data):
+            if not isinstance(content, Example):
+                raise _no_pairs("plain text" if isinstance(content, str) else "token ids", str(data))
+            if content.kind != "pair":
+                raise _no_pairs(NAMES[content.kind], content.source)
+            for side in renderer.encode(content):
+                yield side.ids, next((i for i, flag in enumerate(side.learned) if flag and i), len(side.ids))
+
+
+def _no_pairs(kind: str, where: str) -> UserError:
+    problem = f"a reward model judges pairs of a chosen and a rejected answer, and these are {kind}"
+    return UserError(problem, where=where, remedy="name such pairs: --data PATH")
 
 
 def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> Evaluation:

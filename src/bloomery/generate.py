@@ -9,7 +9,7 @@ import torch
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
-from bloomery.model.config import refuse_values
+from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Past, Sampling, sample_tokens
 from bloomery.model.weights import load_decoder
@@ -53,16 +53,20 @@ def continued(
 
     Raises UserError when the ids fill the model's context.
     """
-    refuse_foreign_ids(ids, decoder.config.vocab_size)
-    context = decoder.config.max_positions
-    if len(ids) >= context:
-        raise UserError(
-            f"the prompt has {len(ids):,} tokens; the model reads {context:,} with its answer", where="--prompt",
-            remedy="shorten the prompt",
-        )  # fmt: skip
+    refuse_prompt(ids, decoder.config)
     ends = {tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids} - {None}
     sampling = replace(sampling, stop_ids=tuple(sorted(end for end in ends if end is not None)))
     return _pieces(sample_tokens(decoder, ids, sampling, past), TextStream(tokenizer, ids), Stops(stop))
+
+
+def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
+    """Raises UserError for ids that the model lacks, or that leave it no room for an answer."""
+    refuse_foreign_ids(ids, config.vocab_size)
+    if len(ids) >= config.max_positions:
+        raise UserError(
+            f"the prompt has {len(ids):,} tokens; the model reads {config.max_positions:,} with its answer",
+            where="--prompt", remedy="shorten the prompt",
+        )  # fmt: skip
 
 
 def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:

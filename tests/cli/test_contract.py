@@ -51,7 +51,7 @@ FLAGS = {
     },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
-    "report": set(),
+    "report": {"--data", "--prompt", "--template", "--out"},
     "runs": {"--json"},
 }  # fmt: skip
 DEFAULTS = {

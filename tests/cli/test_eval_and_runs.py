@@ -162,18 +162,17 @@ def test_report_prints_where_it_is(tmp_path, monkeypatch):
     assert result.stdout.strip().endswith("runs/x/report.html") and (tmp_path / "runs/x/report.html").is_file()
 
 
-def test_a_checkpoint_stands_for_its_run_and_a_model_has_no_report(tmp_path, model, monkeypatch):
+def test_a_checkpoint_stands_for_its_run_and_a_model_for_itself(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "one"
     kept = run / "checkpoints" / "step-00000001"
     kept.mkdir(parents=True)
     (run / "recipe.yaml").write_text("")
+    assert _run_of(str(kept)) is None  # as in a folder where a person keeps a recipe and models
+    (run / "events.jsonl").write_text("")
     assert _run_of(str(kept)) == _run_of(f"base+{kept}") == run.resolve()
     assert _run_of("last") == _run_of("one").resolve().relative_to(tmp_path)
-    for name in (str(model), f"{model}+{model}"):
-        with pytest.raises(UserError, match="is a model, and a report is about a run") as said:
-            _run_of(name)
-        assert f"bloomery eval {name}" in said.value.remedy
+    assert _run_of(str(model)) is _run_of(f"{model}+{model}") is _run_of("no-such") is None
 
 
 def test_runs_and_the_monitor_need_no_torch():

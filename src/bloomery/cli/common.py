@@ -3,7 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -104,6 +105,36 @@ def model_path(name: str) -> Path:
         if is_hub_id(name):
             return fetch_model(name)
     return folder if folder.is_dir() and not known else find_run(name)
+
+
+def data_path(data: Path) -> Path:
+    """A path as it is; `hub:ORG/NAME` as the folder of that data set."""
+    from bloomery.hub import PREFIX, fetch_dataset
+
+    return fetch_dataset(str(data)) if str(data).startswith(PREFIX) else data
+
+
+@contextmanager
+def text_flags() -> Iterator[None]:
+    """What is wrong with a text or a chat template, said of `--data` and `--template` and not of a recipe's keys."""
+    try:
+        yield
+    except UserError as error:
+        if error.where == "data.chat.template":
+            remedy = "name one: --template chatml, llama2, llama3, qwen, mistral, gemma, or a file"
+            raise UserError(error.problem, where="--template", remedy=remedy, code=2) from error
+        if not error.where.startswith("data.path: "):
+            raise
+        remedy = "name a text: --data PATH" if error.remedy == "mend data.path" else error.remedy
+        remedy = remedy.replace("data.path=", "--data ")
+        raise UserError(error.problem, where=error.where.removeprefix("data.path: "), remedy=remedy) from error
+
+
+def refuse_undecoded(prompt: str) -> None:
+    """Raises UserError (code 2) for bytes that this terminal's encoding does not know."""
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in prompt):
+        problem, remedy = "the prompt is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
+        raise UserError(problem, where="--prompt", remedy=remedy, code=2)
 
 
 _OVERRIDES = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # of the order in which letters are shown

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import model_path, print_json
+from bloomery.cli.common import data_path, model_path, print_json, text_flags
 from bloomery.errors import UserError
 
 
@@ -24,20 +24,15 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, template: st
     Example: bloomery eval last --data ~/my-texts
     """
     folder = model_path(model)
-    text = _validation(folder) if data is None else _fetched(data)
+    text = _validation(folder) if data is None else data_path(data)
     from bloomery.hardware.adopt import adopt
 
     adopt()  # before torch is imported
     from bloomery.evaluate import evaluate, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(folder, step=step)
-    try:
+    with text_flags():
         result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
-    except UserError as error:
-        if error.where != "data.chat.template":
-            raise
-        remedy = "name one: --template chatml, llama2, llama3, qwen, mistral, gemma, or a file"
-        raise UserError(error.problem, where="--template", remedy=remedy, code=2) from error
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
@@ -54,13 +49,6 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, template: st
     }
     for name, value in rows.items():
         click.echo(f"{name:<11}{value}")
-
-
-def _fetched(data: Path) -> Path:
-    """A path as it is; `hub:ORG/NAME` as the folder of that data set."""
-    from bloomery.hub import PREFIX, fetch_dataset
-
-    return fetch_dataset(str(data)) if str(data).startswith(PREFIX) else data
 
 
 def _validation(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import harmless, model_path, print_json
+from bloomery.cli.common import harmless, model_path, print_json, refuse_undecoded
 from bloomery.cli.drawing import drawing_options, finite
 from bloomery.errors import UserError
 
@@ -68,9 +68,7 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
         problem, remedy = "say either --prompt TEXT or --prompts FILE", 'add --prompt "..."'
         raise UserError(problem, where="`bloomery generate`", remedy=remedy, code=2)
     if prompt is not None:
-        if any(0xD800 <= ord(letter) < 0xE000 for letter in prompt):
-            problem, remedy = "the prompt is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
-            raise UserError(problem, where="--prompt", remedy=remedy, code=2)
+        refuse_undecoded(prompt)
         return [prompt]
     assert prompts is not None
     try:

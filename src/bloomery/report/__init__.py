@@ -1,17 +1,22 @@
-"""`report.html`: what a run did, on one page that works offline, for readers who were not there."""
+"""`report.html`: what a run did, on one page that works offline, for readers who were not there; or what a model is"""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bloomery.errors import UserError
 from bloomery.report.charts import Bars
 
-__all__ = ["Bars", "write_report"]
+if TYPE_CHECKING:
+    from bloomery.report.model_facts import ModelFacts
+    from bloomery.report.model_page import Asked
+
+__all__ = ["Bars", "refuse_place", "write_model_report", "write_report"]
 
 
-def write_report(run_dir: Path, *, extras: Sequence[Bars] = ()) -> Path:
-    """Writes `report.html` into the run's folder, whatever state the run is in, and returns its path.
+def write_report(run_dir: Path, *, extras: Sequence[Bars] = (), out: Path | None = None) -> Path:
+    """Writes `report.html` into the run's folder or to `out`, whatever state the run is in, and returns its path.
 
     `extras` are shown at the top, such as an exam beside compressors. Holds no secrets and nobody's home folder. Raises
     UserError when the run has told nothing yet or the folder cannot be written.
@@ -31,7 +36,32 @@ def write_report(run_dir: Path, *, extras: Sequence[Bars] = ()) -> Path:
         held_out = price_held_out(record.plan, run_dir / "checkpoints", parameters)
         answers = compare_answers(record.plan, run_dir / "checkpoints", parameters)
     text = page(record, held_out, extras, run_dir.name, answers)
-    path = run_dir / "report.html"
+    return _write(text, out or run_dir / "report.html")
+
+
+def write_model_report(facts: "ModelFacts", asked: "Asked", *, name: str, command: str, out: Path) -> Path:
+    """Writes the page about a model to `out`, and returns its path. Raises UserError when it cannot be written."""
+    from bloomery.report.model_page import model_page
+
+    return _write(model_page(facts, asked, name=name, command=command), out)
+
+
+def refuse_place(path: Path) -> None:
+    """Raises UserError where no page can lie, or what lies there is none of Bloomery's."""
+    from bloomery.report.page import TITLE
+
+    remedy = "name another place: --out FILE"
+    if not path.parent.is_dir() or path.is_dir():
+        problem = "this is a folder" if path.is_dir() else "there is no such folder"
+        raise UserError(problem, where=str(path if path.is_dir() else path.parent), remedy=remedy, code=2)
+    if path.is_file():
+        with path.open("rb") as file:
+            ours = f"{TITLE}</title>".encode() in file.read(16_384)  # the title stands at the top
+        if not ours:
+            raise UserError("this file is no page of Bloomery's and is kept", where=str(path), remedy=remedy, code=2)
+
+
+def _write(text: str, path: Path) -> Path:
     draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8", errors="replace")

@@ -101,12 +101,13 @@ def draw_answers(answered: Sequence[Answered]) -> Html | None:
     return draw_asked(texts)
 
 
-def draw_asked(asked: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> Html | None:
-    """Each question with its answers side by side, each with its title."""
+def draw_asked(asked: Sequence[tuple[str, Sequence[tuple[str, str]]]], *, form: str = "") -> Html | None:
+    """Each question with its answers side by side, each with its title. `form`: how they were put."""
     if not asked:
         return None
-    note = el("p", f"drawn alike, {MAX_TOKENS} tokens at most; … where a model did not end by itself", class_="note")
-    return join(note, *(_drawn(question, columns) for question, columns in asked))
+    note = f"drawn alike, {MAX_TOKENS} tokens at most; … where a model did not end by itself"
+    told = el("p", f"{form}; {note}" if form else note, class_="note")
+    return join(told, *(_drawn(question, columns) for question, columns in asked))
 
 
 def _drawn(question: str, columns: Sequence[tuple[str, str]]) -> Html:
