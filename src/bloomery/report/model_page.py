@@ -147,8 +147,9 @@ def _files(files: Files) -> str:
 
 
 def _adapter(adapter: AdapterFacts) -> list[list[str | Html]]:
-    known = adapter.trained is not None
-    trained = ["trained" if known else "numbers in its file", f"{adapter.trained if known else adapter.stored:,}"]
+    trained = ["numbers in its file", f"{adapter.stored:,}"]
+    if adapter.trained is not None:
+        trained = ["trained numbers", f"{adapter.trained:,}"]
     full = [["trained in full", _row(adapter.in_full)]] if adapter.in_full else []
     rows = [["adapter", adapter_in_words(adapter)], ["base", adapter.base], ["adapted", _row(adapter.modules)]]
     return [list(row) for row in (*rows, *full, trained, ["adapter's file", _files(adapter.files)])]
