@@ -1,4 +1,4 @@
-"""How well a model predicts text: nats per token, perplexity, bits per byte; and how well a reward model judges pairs"""
+"""How well a model predicts text: nats per token, perplexity, bits per byte; how well a reward model judges pairs"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -63,11 +63,17 @@ def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Token
 
     Raises UserError when there is none, or when it is damaged.
     """
-    return load_found(find_model(model, step))
+    return _load(find_model(model, step), 0)
 
 
-def load_found(found: Found, *, vocab_size: int = 0) -> tuple[Decoder, Tokenizer]:
-    """`load_to_evaluate` of what was found, with at least `vocab_size` tokens."""
+def load_found(found: Found, *, where: str, vocab_size: int = 0) -> tuple[Decoder, Tokenizer]:
+    """`load_to_evaluate` of what was found, with at least `vocab_size` tokens. Raises UserError for a reward model."""
+    decoder, tokenizer = _load(found, vocab_size)
+    refuse_values(decoder.config, where=where)
+    return decoder, tokenizer
+
+
+def _load(found: Found, vocab_size: int) -> tuple[Decoder, Tokenizer]:
     gpu = torch.cuda.is_available()
     dtype, device = (None, "cuda") if gpu else (torch.float32, "cpu")
     decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base, vocab_size=vocab_size)
@@ -108,7 +114,7 @@ def judge(
     whole = np.array([len(ids) for ids, _ in sides], np.int64).reshape(-1, 2)
     first = np.array([first for _, first in sides], np.int64).reshape(-1, 2)
     lengths = np.minimum(whole if row is None else kept_lengths(whole, row), decoder.config.max_positions)
-    good = (first < lengths).all(1)
+    good = np.all(first < lengths, axis=1)
     if not good.any():
         remedy = "name pairs of a chosen and a rejected answer: --data PATH"
         raise UserError("there is no pair to judge", where=str(data), remedy=remedy)
@@ -122,7 +128,7 @@ def judge(
 
 
 def _notes_of_pairs(whole: np.ndarray, lengths: np.ndarray, good: np.ndarray) -> list[str]:
-    cut, out = int((lengths < whole).any(1)[good].sum()), int((~good).sum())
+    cut, out = int(np.any(lengths < whole, axis=1)[good].sum()), int((~good).sum())
     notes = [f"{cut:,} of {counted(len(whole), 'pairs')} are longer than there is room and judged by their beginnings"]
     return notes[: bool(cut)] + [f"left out: {counted(out, 'pairs')} with nothing to judge on a side"][: bool(out)]
 

@@ -132,11 +132,9 @@ def test_it_agrees_with_trl(tmp_path):
 
 
 def test_where_text_is_wanted_it_is_refused(tmp_path):
-    from bloomery.evaluate import load_to_evaluate
     from bloomery.generate import load_model
 
     write_model(model_state(fresh_decoder(CONFIG, seed=0)), CONFIG, tmp_path)
     make_tokenizer(tmp_path)
-    for load in (load_to_evaluate, load_model):
-        with pytest.raises(UserError, match="gives values and no text"):
-            load(tmp_path)
+    with pytest.raises(UserError, match="gives values and no text"):
+        load_model(tmp_path)

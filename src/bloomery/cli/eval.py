@@ -1,12 +1,18 @@
-"""`bloomery eval MODEL`: how well a model predicts a text."""
+"""`bloomery eval MODEL`: how well a model predicts a text, and a reward model judges pairs."""
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from bloomery.cli.common import data_path, model_path, print_json, text_flags
 from bloomery.errors import UserError
+from bloomery.units import counted
+
+if TYPE_CHECKING:
+    from bloomery.evaluate import Evaluation
+    from bloomery.train.judging import Judgement
 
 
 @click.command()
@@ -19,26 +25,38 @@ from bloomery.errors import UserError
 def command(model: str, data: Path | None, step: str, no_bos: bool, template: str | None, as_json: bool) -> None:
     """Loss, perplexity and bits per byte of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER).
 
-    Without --data a run is examined on its validation split. Of conversations only the assistant's turns are scored.
+    Without --data a run is examined on its validation split. Of conversations only the assistant's turns are scored. A
+    reward model is examined on pairs: how often the chosen answer has the higher value, and by how much.
 
     Example: bloomery eval last --data ~/my-texts
     """
     folder = model_path(model)
-    text = _validation(folder) if data is None else data_path(data)
+    text, row = _validation(folder) if data is None else (data_path(data), None)
     from bloomery.hardware.adopt import adopt
 
     adopt()  # before torch is imported
-    from bloomery.evaluate import evaluate, load_to_evaluate
+    from bloomery.evaluate import evaluate, judge, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(folder, step=step)
+    result: Evaluation | Judgement
     with text_flags():
-        result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
+        if decoder.config.head == "values":
+            result, notes = judge(decoder, tokenizer, text, template=template, row=row)
+            rows = _judged(result)
+        else:
+            result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
+            rows = _predicted(result)
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
         print_json(asdict(result))
         return
-    rows = {
+    for name, value in rows.items():
+        click.echo(f"{name:<11}{value}")
+
+
+def _predicted(result: "Evaluation") -> dict[str, str]:
+    return {
         "loss": f"{result.loss:.4f} nats a token",
         "perplexity": f"{result.perplexity:.4g}",
         "bits/byte": "unknown: these tokens stand for no text"
@@ -47,15 +65,24 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, template: st
         "tokens": f"{result.tokens:,}",
         "bytes": f"{result.bytes:,}",
     }
-    for name, value in rows.items():
-        click.echo(f"{name:<11}{value}")
 
 
-def _validation(folder: Path) -> Path:
-    """The prepared folder of a run. Raises UserError for anything that has none."""
+def _judged(result: "Judgement") -> dict[str, str]:
+    pairs = counted(result.pairs, "pairs")
+    sides = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
+    return {
+        "accuracy": f"{result.accuracy:.1%} of {pairs}: the chosen answer has the higher value",
+        "margin": f"{result.margin:.4f} on average: {sides}",
+        "loss": f"{result.loss:.4f} a pair",
+    }
+
+
+def _validation(folder: Path) -> tuple[Path, int]:
+    """The prepared folder of a run, and how long its rows are. Raises UserError for anything that has none."""
     if not (folder / "plan.json").is_file():
-        remedy = "name a text: --data PATH"
+        remedy = "name a text, or pairs for a reward model: --data PATH"
         raise UserError("this is no run with a text of its own", where=str(folder), remedy=remedy, code=2)
     from bloomery.plan.store import read_plan
 
-    return read_plan(folder / "plan.json").data.prepared
+    data = read_plan(folder / "plan.json").data
+    return data.prepared, data.sequence_length

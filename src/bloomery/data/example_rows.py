@@ -16,7 +16,7 @@ from bloomery.recipe.schema import Recipe, Source
 # text: nothing else. any: text where there is some, else examples. sft: conversations and completions, or text.
 Wants = Literal["text", "any", "sft", "pairs", "kto"]
 _TEXT_ROLES = ("text", "tokens")
-_NAMES = {"chat": "conversations", "completion": "completions", "pair": "preference pairs", "kto": "marked answers"}
+NAMES = {"chat": "conversations", "completion": "completions", "pair": "preference pairs", "kto": "marked answers"}
 _NEEDS = {
     "sft": ("conversations, completions or text", "sft"),
     "pairs": ("pairs of a chosen and a rejected answer", "dpo"),
@@ -105,7 +105,7 @@ def documents_wanted(example: Example, wants: Wants) -> Iterator[Example]:
     if not fits[wants]:
         needed, _ = _NEEDS[wants]
         raise UserError(
-            f"its rows are {_NAMES[example.kind]}, and the objective learns from {needed}",
+            f"its rows are {NAMES[example.kind]}, and the objective learns from {needed}",
             where=example.source,
             remedy=f"set objective.kind={_LEARNED_BY[example.kind]}, or name other data",
         )
