@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -18,6 +19,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Where no bytecode is kept, hundreds of children would each compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A shell that runs the suite in the background has children ignore Ctrl+C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # while libraries are imported: millions of objects come, and none goes
 
 
