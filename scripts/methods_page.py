@@ -81,7 +81,7 @@ def measured() -> str:
 
 def searched() -> str:
     """Held-out loss by learning rate."""
-    tried = {row["name"]: {rate: loss for rate, loss in row["tried"]} for row in report()["rows"]}
+    tried = {row["name"]: dict(row["tried"]) for row in report()["rows"]}
     rates = sorted({rate for losses in tried.values() for rate in losses})
     lines = ["| | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "--:|" * len(rates)]
     for name, losses in tried.items():
@@ -175,8 +175,8 @@ def caught() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "measured": measured, "searched": searched, "setting": setting, "planned": planned, "arithmetic": arithmetic, "seven": seven,
-    "caught": caught,
+    "measured": measured, "searched": searched, "setting": setting, "planned": planned, "arithmetic": arithmetic,
+    "seven": seven, "caught": caught,
 }  # fmt: skip
 
 
