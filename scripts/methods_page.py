@@ -72,8 +72,8 @@ def measured() -> str:
     for row in found["rows"]:
         share = row["trained"] / found["before"]["parameters"]
         lines.append(
-            f"| {row['name']} | {row['held_out']:.3f} | {row['learning_rate']:g} | {row['trained']:,} ({share:.0%}) | {row['peak_mib']:,.0f}, "
-            f"planned {row['planned_mib']:,.0f} | {row['planned_tensors_mib']:,.0f} | "
+            f"| {row['name']} | {row['held_out']:.3f} | {row['learning_rate']:g} | {row['trained']:,} ({share:.0%}) "
+            f"| {row['peak_mib']:,.0f}, planned {row['planned_mib']:,.0f} | {row['planned_tensors_mib']:,.0f} | "
             f"{row['learned_per_second']:,.0f} | {row['times_full']:.2f} |"
         )
     return "\n".join(lines)
