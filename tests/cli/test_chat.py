@@ -91,6 +91,18 @@ def test_an_answer_ends_where_the_template_ends_a_turn(folder):
         assert form.ends == () and "<|im_end|>" in form.stops
 
 
+def test_a_template_that_wants_a_system_message_is_talked_to_with_one(folder):
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template += "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    template += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    tokenizer = load_tokenizer(folder)
+    with chat_form(tokenizer, template) as form:
+        assert form.ends == (tokenizer.eos_id,)
+        assert tokenizer.decode(form.put([Message("system", "s"), Message("user", "u")])) == "system: suser: u"
+        with pytest.raises(UserError, match="no system"):
+            form.put([Message("user", "u")])
+
+
 def test_a_model_without_a_template_goes_on_with_one_text(folder):
     tokenizer = load_tokenizer(folder)
     with chat_form(tokenizer, None) as form:

@@ -195,3 +195,18 @@ def test_a_near_name_of_a_text_is_said_as_a_flag(here):
     with pytest.raises(UserError) as refused, text_flags():
         raise UserError("no", where="data.path: txet.py", remedy="did you mean data.path=text.py?")
     assert (refused.value.where, refused.value.remedy) == ("txet.py", "did you mean --data text.py?")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("leave it out, set data.on_error to skip, or set data.chat.template to another",
+         "leave it out, or name another with --template"),
+        ("mend it, or set data.on_error to skip", "mend it"),
+        ("name it: data.columns={messages: NAME}", "rename its column to messages"),
+    ],
+)  # fmt: skip
+def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
+    with pytest.raises(UserError) as refused, text_flags():
+        raise UserError("no", where="a.jsonl:1", remedy=recipe)
+    assert (refused.value.where, refused.value.remedy, refused.value.code) == ("a.jsonl:1", flags, 1)

@@ -88,7 +88,10 @@ def test_a_run_that_ended_before_its_plan_is_taken_over(tmp_path: Path, loaded) 
         assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml"]
 
 
-@pytest.mark.parametrize("kept", [["recipe.yaml"], ["lock", "recipe.yaml", "notes.txt"], ["lock", "checkpoints"]])
+@pytest.mark.parametrize(
+    "kept",
+    [["recipe.yaml"], ["lock", "recipe.yaml", "notes.txt"], ["lock", "checkpoints"], ["lock", "log.txt"]],
+)
 def test_what_may_be_somebody_s_is_not_taken_over(tmp_path: Path, loaded, kept) -> None:
     for name in kept:
         (tmp_path / "run" / name).mkdir(parents=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import expanded, harmless, model_path
+from bloomery.cli.common import expanded, harmless, model_path, text_flags
 from bloomery.cli.drawing import SETTINGS, drawing_options, finite, setting
 from bloomery.errors import UserError
 
@@ -51,7 +51,7 @@ def command(model: str, system: str | None, template: str | None, step: str, **d
     from bloomery.model.sampling import Sampling
 
     decoder, tokenizer = load_model(where, step=step)
-    with chat_form(tokenizer, template) as form:
+    with text_flags(), chat_form(tokenizer, template) as form:
         session = Session(decoder, tokenizer, form, Sampling(**drawing), system=system)
         _tell(f"{model}: reads {decoder.config.max_positions:,} tokens; {form.told}")
         _tell("/help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves")
@@ -89,7 +89,8 @@ class Terminal:
             if line is None or line.strip() in ("/quit", "/exit"):
                 return 1 if failed and not self.person else 0
             try:
-                self._do(line)
+                with text_flags():
+                    self._do(line)
                 warned = False
             except KeyboardInterrupt:
                 warned = True

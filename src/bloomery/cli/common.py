@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,11 +124,18 @@ def text_flags() -> Iterator[None]:
         if error.where == "data.chat.template":
             remedy = "name one: --template chatml, llama2, llama3, qwen, mistral, gemma, or a file"
             raise UserError(error.problem, where="--template", remedy=remedy, code=2) from error
-        if not error.where.startswith("data.path: "):
-            raise
-        remedy = "name a text: --data PATH" if error.remedy == "mend data.path" else error.remedy
-        remedy = remedy.replace("data.path=", "--data ")
-        raise UserError(error.problem, where=error.where.removeprefix("data.path: "), remedy=remedy) from error
+        remedy = _of_flags("name a text: --data PATH" if error.remedy == "mend data.path" else error.remedy)
+        where = error.where.removeprefix("data.path: ")
+        raise UserError(error.problem, where=where, remedy=remedy, code=error.code) from error
+
+
+def _of_flags(remedy: str) -> str:
+    """A remedy without a recipe's keys: no flag skips rows or maps columns."""
+    for words in (", or set data.on_error to skip", ", set data.on_error to skip"):
+        remedy = remedy.replace(words, "")
+    remedy = remedy.replace("set data.chat.template to another", "name another with --template")
+    remedy = re.sub(r"^name it: data\.columns=\{(\w+): NAME\}", r"rename its column to \1", remedy)
+    return remedy.replace("data.path=", "--data ")
 
 
 def refuse_undecoded(prompt: str) -> None:

@@ -7,6 +7,7 @@ from typing import final
 
 from bloomery.data.examples import Example, Message
 from bloomery.data.render import Renderer
+from bloomery.data.streams import Flaw
 from bloomery.data.templates import own_templates
 from bloomery.data.tokenizer import Tokenizer
 
@@ -43,7 +44,10 @@ def chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[Form]:
 def _ends(renderer: Renderer, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The control token that the template puts after an answer, where there is one."""
     turns = (Message("user", "a"), Message("assistant", "b"))
-    (whole,) = renderer.encode(Example("the template", "chat", (), (turns,)))
+    tried = [Example("the template", "chat", (), (said,)) for said in (turns, (Message("system", "c"), *turns))]
+    whole = next((found[0] for found in renderer.encode_batch(tried) if not isinstance(found, Flaw)), None)
+    if whole is None:
+        (whole,) = renderer.encode(tried[0])  # its error
     control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
     answer = [token for token, learned in zip(whole.ids, whole.learned, strict=True) if learned]
     return tuple(token for token in dict.fromkeys(answer) if token in control)

@@ -118,7 +118,8 @@ def _refuse_occupied(folder: RunFolder) -> None:
 def _unplanned(folder: RunFolder) -> bool:
     """Whether a run ended here before it had a plan: nothing was computed yet, and nothing else lies here."""
     names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
-    return folder.lock.name in names and names <= {folder.lock.name, folder.recipe.name, *_BEFORE_A_PLAN}
+    own = {folder.lock.name, folder.recipe.name}
+    return own <= names <= {*own, *_BEFORE_A_PLAN}  # a log beside a lock alone is another program's
 
 
 def _clear(folder: RunFolder) -> None:
