@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -189,6 +190,23 @@ def test_a_page_is_replaced_and_nothing_else(here):
     assert said("base+adapter", "--out", "mine.html").strip() == str(here / "mine.html")
     assert (here / "mine.html").read_text() != first and "--out mine.html" in (here / "mine.html").read_text()
     assert sorted(path.name for path in here.iterdir()) == ["adapter", "base", "mine.html", "talks.jsonl", "text.py"]
+
+
+def test_a_device_or_pipe_is_never_replaced(here):
+    os.mkfifo(here / "pipe")
+    with pytest.raises(UserError, match="device, a pipe"):
+        said("base", "--out", "pipe")
+    assert (here / "pipe").is_fifo()
+
+
+def test_a_page_of_somebody_in_a_run_s_folder_is_kept(here):
+    (here / "run").mkdir()
+    (here / "run/recipe.yaml").touch()
+    (here / "run/events.jsonl").touch()
+    (here / "run/report.html").write_text("mine")
+    with pytest.raises(UserError, match="no page of Bloomery's"):
+        said("run")
+    assert (here / "run/report.html").read_text() == "mine"
 
 
 def test_a_near_name_of_a_text_is_said_as_a_flag(here):

@@ -34,9 +34,8 @@ def command(model: str, data: Path | None, prompts: tuple[str, ...], template: s
 
     words = Words(data, prompts, template, out)
     run = None if data is not None or prompts else _run_of(model)
-    place = (expanded(out) if out is not None else Path("report.html")).absolute()
-    if out is not None or run is None:
-        refuse_place(place)
+    place = (expanded(out) if out is not None else (run or Path()) / "report.html").absolute()
+    refuse_place(place)
     if run is None:
         click.echo(report_model(model, words, place))
     else:

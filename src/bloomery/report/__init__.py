@@ -54,6 +54,8 @@ def refuse_place(path: Path) -> None:
     if not path.parent.is_dir() or path.is_dir():
         problem = "this is a folder" if path.is_dir() else "there is no such folder"
         raise UserError(problem, where=str(path if path.is_dir() else path.parent), remedy=remedy, code=2)
+    if path.exists() and not path.is_file():  # a page would take the place of /dev/null itself
+        raise UserError("this is no file but a device, a pipe or a socket", where=str(path), remedy=remedy, code=2)
     if path.is_file():
         with path.open("rb") as file:
             ours = f"{TITLE}</title>".encode() in file.read(16_384)  # the title stands at the top
