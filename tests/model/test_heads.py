@@ -269,7 +269,7 @@ def test_half_precision_on_a_cpu_multiplies_few_shapes_however_many_labels_are_l
         expected = reference(hidden, output, labels, (torch.arange(256) < learned).float()[None], None)
         assert_close(scores.double(), expected, atol=0.05, rtol=0)
         assert hidden.grad is not None and not hidden.grad[0, learned:].any()
-    assert len(shapes) == 3 * 4
+    assert len(shapes) == 3 * (4 + 3)  # 241, 246 and 251 nearly are the chunk and stay as they are
 
 
 def _noting(shapes: set[tuple[int, ...]]) -> Callable[..., int]:
