@@ -40,13 +40,13 @@ def test_the_layers_below_and_above_the_model_need_no_torch():
 
 
 def test_files_and_functions_stay_small():
-    """No source file above 400 lines, no function above 90: what a reader holds in mind."""
+    """No source file above 600 lines, no function above 90: what a reader holds in mind."""
     import ast
 
     long_files, long_functions = [], []
     for path in ROOT.rglob("*.py"):
         text = path.read_text()
-        if text.count("\n") > 400:
+        if text.count("\n") > 600:
             long_files.append(path.name)
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 90:

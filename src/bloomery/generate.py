@@ -11,7 +11,7 @@ from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_id
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import Past, Sampling, sample_tokens
+from bloomery.model.sampling import Past, Sampling, known_ids, sample_tokens
 from bloomery.model.weights import load_decoder
 from bloomery.train.model_folder import find_model
 
@@ -54,8 +54,8 @@ def continued(
     Raises UserError when the ids fill the model's context.
     """
     refuse_prompt(ids, decoder.config)
-    ends = {tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids} - {None}
-    sampling = replace(sampling, stop_ids=tuple(sorted(end for end in ends if end is not None)))
+    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
+    sampling = replace(sampling, stop_ids=ends)
     return _pieces(sample_tokens(decoder, ids, sampling, past), TextStream(tokenizer, ids), Stops(stop))
 
 

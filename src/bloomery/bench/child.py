@@ -14,8 +14,6 @@ def main() -> int:
     job = accept()
     _prefer_to_be_killed()
     with loading():
-        import torch._dynamo  # noqa: F401  # every optimizer of torch's imports it
-
         from bloomery.bench.rig import measure
         from bloomery.train.process import out_of_memory
 

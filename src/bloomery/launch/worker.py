@@ -139,8 +139,6 @@ def paced(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], No
 
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
     with loading():
-        import torch._dynamo  # noqa: F401  # every optimizer of torch's imports it
-
         from bloomery.plan.store import read_plan
         from bloomery.train.checkpoint import newest_valid
         from bloomery.train.loop import run

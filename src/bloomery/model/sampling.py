@@ -40,6 +40,11 @@ class Sampling:
         assert self.temperature >= 0 and self.repetition_penalty > 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1
 
 
+def known_ids(*ids: int | None) -> tuple[int, ...]:
+    """Those that are there, each once: what a tokenizer, a model and a template say ends a text."""
+    return tuple(sorted({token for token in ids if token is not None}))
+
+
 @final
 class Past:
     """What a decoder has read so far, with its keys and values, for texts that begin alike: the turns of a chat."""

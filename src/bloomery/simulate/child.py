@@ -14,8 +14,6 @@ def main() -> None:
     tell(job, {"doing": "PyTorch is starting"})
 
     with loading():
-        import torch._dynamo  # noqa: F401  # every optimizer of torch's imports it
-
         from bloomery.plan.types import Plan
         from bloomery.simulate.notes import notes_of
         from bloomery.simulate.shards import Cut

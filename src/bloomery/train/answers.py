@@ -13,7 +13,7 @@ from bloomery.data.shards import ANSWERS, Split, open_split, read_manifest
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import UserError
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import Sampling, sample_tokens
+from bloomery.model.sampling import Sampling, known_ids, sample_tokens
 from bloomery.plan.types import Plan
 from bloomery.train.forward import looking, precision_context
 
@@ -75,8 +75,7 @@ def drawn(
 ) -> Answer:
     """What follows the prompt, up to one of the `ends` or what ends every text. Drawn as DRAWN says, always alike."""
     room = min(max_tokens, decoder.config.max_positions - len(prompt))
-    own = {tokenizer.eos_id, decoder.config.eos_token_id, *ends}
-    stops = tuple(sorted(end for end in own if end is not None))
+    stops = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
     ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_tokens=room, stop_ids=stops)))
     return Answer(ids, len(ids) < room)
 
@@ -116,13 +115,12 @@ def open_prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
 
 def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Plan) -> Iterator[tuple[str, str]]:
     """(prompt, text) for each prompt, drawn from a generator of its own, the same at every step."""
-    ends = {*prompts.ends, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,))}
     sampling = Sampling(
         max_tokens=plan.eval.max_tokens,
         temperature=plan.eval.temperature,
         top_p=plan.eval.top_p,
         seed=plan.train.seed,
-        stop_ids=tuple(sorted(ends)),
+        stop_ids=known_ids(tokenizer.eos_id, model.config.eos_token_id, *prompts.ends),
     )
     # Every length of a growing text would be compiled anew.
     eager = torch.compiler.set_stance("force_eager")

@@ -6,6 +6,7 @@ from functools import partial
 from typing import final
 
 import torch
+import torch._dynamo  # making any optimizer of torch's imports it: better now, with everything else
 from torch import Tensor, nn
 
 from bloomery.errors import UserError
