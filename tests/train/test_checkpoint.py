@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.monitor.events import Saved, Warned
 from bloomery.train import checkpoint, sealed
@@ -228,9 +229,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    sealed.write_durably(path, "old")
+    write_durably(path, "old")
     with pytest.raises(OSError, match="File too large"), file_size_limit(100):
-        sealed.write_durably(path, "x" * 1000)
+        write_durably(path, "x" * 1000)
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 

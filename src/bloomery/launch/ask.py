@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.launch.journal import last_step
 from bloomery.launch.processes import host_name, start_mark
@@ -18,7 +19,7 @@ from bloomery.launch.run_folder import DEAD_SECONDS, RunFolder, alive, holder_of
 from bloomery.launch.signals import SAVE_SIGNAL
 from bloomery.monitor.events import Event, Phase, Recovered, RunEnded, Saved, Warned, follow, read_events
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED
-from bloomery.train.sealed import NOT_SAVED, write_durably
+from bloomery.train.sealed import NOT_SAVED
 
 
 @final

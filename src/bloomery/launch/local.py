@@ -16,6 +16,7 @@ from typing import final
 from bloomery.data.prepare import finished, prepared_folder
 from bloomery.data.preparing import streams
 from bloomery.data.shards import MANIFEST, read_manifest
+from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine, read_machine
@@ -47,7 +48,7 @@ from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.train.run import Run
-from bloomery.train.sealed import damage, saved_steps, step_folder, write_durably
+from bloomery.train.sealed import damage, saved_steps, step_folder
 from bloomery.units import GIB, format_bytes
 
 INTERRUPTED = 130

@@ -12,12 +12,12 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any, final
 
+from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.signals import can_hear
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
 from bloomery.train.run import name_of
-from bloomery.train.sealed import write_durably
 
 BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
 DEAD_SECONDS = 120.0  # a lock of another host that has been silent for so long is taken over

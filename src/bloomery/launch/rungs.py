@@ -8,12 +8,12 @@ from typing import final
 
 from pydantic import ValidationError
 
+from bloomery.disk import write_durably
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.supervise import Ending
 from bloomery.launch.worker import FAILED, MEMORY_FULL, UNSOUND
 from bloomery.plan.safer import Rung, blockwise, plainer, roomier
 from bloomery.plan.types import Plan
-from bloomery.train.sealed import write_durably
 
 MOST_RESTARTS = 3
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

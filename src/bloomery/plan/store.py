@@ -1,22 +1,17 @@
 """plan.json: written whole or not at all, read with every field checked."""
 
-import os
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.plan.types import Plan
 
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Replaces the file in one step: a reader sees the old plan or the new one."""
-    draft = path.with_name(path.name + ".new")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(plan.model_dump_json(indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_durably(path, plan.model_dump_json(indent=1) + "\n")
 
 
 def read_plan(path: Path) -> Plan:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bloomery.disk import flush_to_disk, write_durably
 from bloomery.errors import UserError
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.train.process import out_of_memory
@@ -30,13 +31,11 @@ from bloomery.train.sealed import (
     best_step,
     clear_drafts,
     damage,
-    flush_to_disk,
     newest_valid,
     remove_folder,
     saved_steps,
     seal,
     step_folder,
-    write_durably,
 )
 from bloomery.units import format_bytes
 

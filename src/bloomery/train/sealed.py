@@ -13,32 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bloomery.disk import flush_to_disk
+
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 NOT_SAVED = "was not saved, training goes on"  # how the warning of a failed save is told from others
-
-
-def flush_to_disk(path: Path) -> None:
-    """What `path` (a file or a folder) holds survives a power cut from here on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """The file holds the whole new text or, after a kill or a full disk, the whole old one."""
-    draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    flush_to_disk(path.parent)
 
 
 def seal(folder: Path) -> None:
