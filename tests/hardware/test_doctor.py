@@ -7,11 +7,13 @@ import pytest
 
 from bloomery.hardware.doctor import diagnose, ready
 from bloomery.hardware.doctor_torch import claimed
-from bloomery.hardware.machine import Accelerator, Package, Setting
+from bloomery.hardware.machine import Accelerator, Package, Probe, Setting
+from bloomery.hardware.wheels import torch_builds
 from bloomery.units import GIB, MIB
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
 PIN = "bloomery doctor --fix {}  # pins torch in this environment's pip constraints"
+FRONTIER = torch_builds("gfx90a", python=(3, 12), site="frontier")[0].before
 # machine -> (finding, the first line that mends it), in their order
 EXPECTED = {
     "container-without-kfd": [
@@ -31,6 +33,14 @@ EXPECTED = {
         ),
         ("torch-not-pinned", PIN.format(2)),
     ],
+    "mi250x-frontier-old-module": [
+        (
+            "amd-driver-old",
+            "# ask the cluster's administrators for amdgpu 30.20 or newer: it is the nodes' driver",
+        ),
+        ("rocm-mixed", FRONTIER[0]),
+        ("torch-not-pinned", PIN.format(3)),
+    ],
     "mi250x-frontier-slurm": [("torch-not-pinned", PIN.format(1))],
     "mi300x-node": [
         (
@@ -44,8 +54,16 @@ EXPECTED = {
             "wheel-unfit",
             "pip install --force-reinstall --index-url https://download.pytorch.org/whl/rocm6.3 torch==2.9.1+rocm6.3",
         ),
-        ("torch-not-pinned", PIN.format(2)),
+        ("amd-driver-inbox", "bloomery doctor --probe  # where all works nothing needs to change; else:"),
+        ("torch-not-pinned", PIN.format(3)),
     ],
+    "rtx-3090-old-driver": [
+        (
+            "cuda-too-new",
+            "pip install --force-reinstall --index-url https://download.pytorch.org/whl/cu126 torch==2.13.0+cu126",
+        ),
+    ],
+    "rtx-5070-ti-cuda-12.6-wheel": [("cuda-too-old", "pip install --force-reinstall torch==2.13.0")],
     "rx-6700-xt": [],
     "rx-6700-xt-override": [
         ("override-harms", "unset HSA_OVERRIDE_GFX_VERSION  # and delete that line"),
@@ -68,6 +86,18 @@ EXPECTED = {
         ),
         ("torch-not-pinned", PIN.format(2)),
     ],
+    "rx-7900-xtx-old-driver": [
+        (
+            "amd-driver-old",
+            "sudo apt install amdgpu-dkms && sudo reboot"
+            "  # after adding https://repo.radeon.com/amdgpu/30.30 as a source",
+        ),
+        (
+            "rocm-mixed",
+            """export LD_LIBRARY_PATH=$(echo "$LD_LIBRARY_PATH" | tr ':' '\\n' | grep -v rocm | paste -sd:)""",
+        ),
+        ("torch-not-pinned", PIN.format(3)),
+    ],
     "rx-7900-xtx-behind-an-igpu": [
         ("igpu-is-device-0", "export HIP_VISIBLE_DEVICES=1  # or switch the graphics off in the firmware"),
         ("torch-not-pinned", PIN.format(2)),
@@ -83,11 +113,13 @@ EXPECTED = {
     "two-zen-4-cores": [("no-gpu", "bloomery demo  # a small model, on this machine")],
     "user-added-to-render-not-logged-in-again": [
         ("login-again", "newgrp render  # in this shell; for all others log out and in again"),
-        ("torch-not-pinned", PIN.format(2)),
+        ("amd-driver-inbox", "bloomery doctor --probe  # where all works nothing needs to change; else:"),
+        ("torch-not-pinned", PIN.format(3)),
     ],
     "user-outside-render": [
         ("not-in-group", "sudo usermod -a -G render,video $LOGNAME"),
-        ("torch-not-pinned", PIN.format(2)),
+        ("amd-driver-inbox", "bloomery doctor --probe  # where all works nothing needs to change; else:"),
+        ("torch-not-pinned", PIN.format(3)),
     ],
     "wsl": [
         ("wsl-detection-off", "export HSA_ENABLE_DXG_DETECTION=1  # and put that line into ~/.bashrc"),
@@ -352,3 +384,111 @@ def test_ids_are_words():
 def test_no_compiler_is_said_where_one_would_be_used():
     assert only(machine("h200", host__compiler=None), "no-compiler").level == "slows"
     assert "no-compiler" not in ids(machine("rx-6700-xt", host__compiler=None))  # never compiled there
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "found"),
+    [
+        ("6.14.14", "2.10.0+rocm7.1", None),  # 30.10 of September 2025 under a ROCm of October
+        ("6.12.12", "2.13.0+rocm7.2", None),  # nine months, three releases
+        ("6.10.5", "2.13.0+rocm7.2", None),  # AMD lists 30.30's ROCm and 6.3 as tested, 13 months apart
+        ("6.8.5", "2.10.0+rocm7.1", "amd-driver-old stops"),
+        ("6.8.5", "2.9.1+rocm6.4", None),  # two releases
+        ("5.18.13", "2.9.1+rocm6.4", "amd-driver-old stops"),
+        ("6.19.14.31400000", "2.13.0+rocm7.2", None),
+        ("6.19.14.31400000", "2.9.1+rocm6.3", "amd-driver-newer note"),
+        ("6.19.14.31400000", "2.14.0+rocm10.1.0", None),
+    ],
+)
+def test_amds_driver_is_compared_with_the_rocm_of_the_wheel(driver, torch, found):
+    one = machine("mi300x-node", host__driver__amdgpu_version=driver, software__torch=torch, software__hip="")
+    told = [f"{finding.id} {finding.level}" for finding in diagnose(one) if finding.id.startswith("amd-driver")]
+    assert told == ([found] if found else [])
+
+
+def test_an_old_driver_that_works_is_a_note_and_the_build_that_fits_it_is_named():
+    old = machine("rx-7900-xtx-old-driver")
+    found = only(old, "amd-driver-old")
+    assert found.evidence == "amdgpu 6.8.5 came with ROCm 6.2, torch 2.13.0+rocm7.2 brings ROCm 7.2"
+    assert "torch==2.9.1+rocm6.4" in found.mend[-1]  # of September's driver 6.4 is two releases away
+    assert [fix.command in found.mend[-1] for fix in found.fixes] == [True]
+    probed = old.model_copy(update={"probes": (Probe(name="matmul-float32", outcome="ok"),)})
+    assert only(probed, "amd-driver-old").level == "note"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "torch", "found"),
+    [
+        ("6.8.0-60-generic", "2.13.0+rocm7.2", True),
+        ("6.8.0-60-generic", "2.9.1+rocm6.4", False),
+        ("6.11.0-29-generic", "2.13.0+rocm7.2", False),
+    ],
+)
+def test_the_kernels_own_driver_is_compared_with_linux(kernel, torch, found):
+    one = machine(
+        "mi300x-node", host__driver__kernel=kernel, host__driver__amdgpu_version="", software__torch=torch,
+        software__hip="",
+    )  # fmt: skip
+    assert ("amd-driver-inbox" in ids(one)) == found
+
+
+@pytest.mark.parametrize(
+    ("modules", "path", "found"),
+    [
+        (("rocm/7.1.1",), "", None),
+        (("rocm/6.0.0",), "", "rocm-mixed stops"),
+        (("rocm/7.0.2",), "", "rocm-mixed note"),
+        (("PrgEnv-gnu/8.7.0",), "/opt/rocm-6.2.4/lib:/usr/lib", "rocm-mixed stops"),
+        ((), "", "site-modules-missing note"),
+        ((), "/opt/cray/lib", "site-modules-missing note"),
+    ],
+)
+def test_loaded_libraries_are_compared_with_those_of_the_wheel(modules, path, found):
+    one = machine(
+        "mi250x-frontier-slurm", host__around__modules=modules, software__environment={"LD_LIBRARY_PATH": path}
+    )
+    told = [f"{f.id} {f.level}" for f in diagnose(one) if f.id in ("rocm-mixed", "site-modules-missing")]
+    assert told == ([found] if found else [])
+    if found:
+        finding = only(one, found.split()[0])
+        assert finding.mend == FRONTIER  # the site's own line
+
+
+def test_a_cluster_is_told_what_to_load_before_its_wheel_is_installed():
+    bare = machine("mi250x-frontier-slurm", software__torch=None, software__build=None, software__hip="")
+    assert only(bare, "no-torch").mend[:3] == (
+        *FRONTIER,
+        "pip install --index-url https://download.pytorch.org/whl/rocm7.1 torch==2.10.0+rocm7.1",
+    )
+
+
+def test_rocm_path_matters_for_what_is_compiled_here_alone():
+    one = machine("mi300x-node", software__environment={"ROCM_PATH": "/opt/rocm"})
+    assert only(one, "rocm-path-other").level == "note"
+    assert "rocm-path-other" not in ids(machine("mi300x-node"))
+    wheel = machine("mi300x-node", host__driver__rocm="7.1.0", software__environment={"ROCM_PATH": "/opt/rocm"})
+    assert "rocm-path-other" not in ids(wheel)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "arch", "found"),
+    [
+        ("535.183.01", "12.6", "sm_86", None),
+        ("470.256.02", "12.6", "sm_86", "cuda-too-new"),
+        ("570.133.07", "12.8", "sm_120", None),
+        ("565.57.01", "12.8", "sm_120", "cuda-too-new"),
+        ("580.82.07", "12.6", "sm_120", "cuda-too-old"),
+        ("580.82.07", "13.0", "sm_120", None),
+        ("", "13.0", "sm_86", None),
+    ],
+)
+def test_nvidias_driver_is_compared_with_the_cuda_of_the_wheel(driver, cuda, arch, found):
+    local = "cu" + cuda.replace(".", "")
+    one = machine(
+        "rtx-3090-old-driver", host__driver__nvidia=driver, software__cuda=cuda, software__torch=f"2.10.0+{local}"
+    )
+    card = one.accelerators[0].model_copy(update={"arch": arch})
+    one = changed_part(one, ["accelerators"], (card,))
+    assert [id for id in ids(one) if id.startswith("cuda-")] == ([found] if found else [])
+    if driver.startswith("470"):  # no build of CUDA 12 runs on it, either
+        assert only(one, "cuda-too-new").mend == ("sudo apt install nvidia-driver-525 && sudo reboot",)

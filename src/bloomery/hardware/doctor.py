@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bloomery.hardware import doctor_access, doctor_probes, doctor_system, doctor_torch
+from bloomery.hardware import doctor_access, doctor_driver, doctor_probes, doctor_system, doctor_torch
 from bloomery.hardware.doctor_finding import NUMBER, Finding, Rule
 from bloomery.hardware.machine import Machine
 
@@ -19,7 +19,10 @@ RULES: tuple[Rule, ...] = (
     doctor_torch.wrong_build,
     doctor_torch.kernels,
     doctor_torch.override,
-    doctor_torch.nvidia,
+    doctor_driver.nvidia,
+    doctor_driver.amd_driver,
+    doctor_driver.loaded_rocm,
+    doctor_driver.site_modules,
     doctor_probes.bad_probes,
     doctor_probes.experimental_attention,
     doctor_torch.allocator,
@@ -37,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     doctor_torch.two_makers,
     doctor_torch.companions,
     doctor_torch.bitsandbytes,
+    doctor_driver.system_rocm,
     doctor_probes.flash_attention,
     doctor_torch.pin,
 )

@@ -44,12 +44,12 @@ def has_amd(machine: Machine) -> bool:
     return "amd" in vendors(machine)
 
 
-def install_step(machine: Machine, *, anew: bool = True) -> str:
-    """`install` with the reason where it leaves the GPU idle."""
+def install_steps(machine: Machine, *, anew: bool = True) -> tuple[str, ...]:
+    """What a cluster loads before, then `install` with the reason where it leaves the GPU idle."""
     device = best_device(machine)
     build = fitting_builds(machine, device)[0]
     remark = f"  # for the CPU: {build.because}" if build.cpu and device is not None else ""
-    return install(machine, anew=anew) + remark
+    return (*build.before, install(machine, anew=anew) + remark)
 
 
 def installs(machine: Machine) -> tuple[Fix, ...]:

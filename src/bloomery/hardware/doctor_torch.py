@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from bloomery.hardware.assume import best_device, fitting_builds, install
-from bloomery.hardware.doctor_finding import NUMBER, PROBE, Finding, Fix, has_amd, install_step, installs
+from bloomery.hardware.doctor_finding import NUMBER, PROBE, Finding, Fix, has_amd, install_steps, installs
 from bloomery.hardware.machine import Accelerator, Machine, Package, Setting
 from bloomery.hardware.wheels import AMD_WHEELS, NOT_FROM_PYTORCH, OLDEST_TORCH, PYTORCH_ROCM, series
 
@@ -22,7 +22,7 @@ def missing(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what="PyTorch is not installed here",
             evidence=f"Python {machine.software.python} in {machine.software.prefix or 'this environment'}",
-            mend=(install_step(machine, anew=False), "# in a checkout of Bloomery, make setup does it and pins it"),
+            mend=(*install_steps(machine, anew=False), "# in a checkout of Bloomery, make setup does it and pins it"),
         )
     elif series(machine.software.torch) < OLDEST_TORCH:
         yield Finding(
@@ -30,7 +30,7 @@ def missing(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"PyTorch {machine.software.torch} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}",
             evidence=machine.software.torch_folder,
-            mend=(install_step(machine),),
+            mend=install_steps(machine),
             fixes=installs(machine),
         )
 
@@ -50,7 +50,7 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
         level="stops",
         what=f"PyTorch finds no GPU: it was built {MAKERS[software.build]} and the card is {card}",
         evidence="; ".join([fact, *_who_brought(software.packages)]),
-        mend=(install_step(machine),),
+        mend=install_steps(machine),
         prove=PROBE,
         fixes=installs(machine),
     )
@@ -123,7 +123,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"AMD's PyTorch is installed without the kernels of {device.arch}",
             evidence=f"there is no package amd-torch-device-{device.arch}",
-            mend=(install_step(machine),),
+            mend=install_steps(machine),
             prove=PROBE,
             fixes=installs(machine),
         )
@@ -133,7 +133,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"this PyTorch does not work on {device.arch}",
             evidence=f"{machine.software.torch}: {NOT_FROM_PYTORCH[device.arch]}",
-            mend=(install_step(machine),),
+            mend=install_steps(machine),
             prove=PROBE,
             fixes=installs(machine),
         )
@@ -145,7 +145,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
             level="stops",
             what=f"this PyTorch has no kernels for {device.arch}",
             evidence=f"the wheels of {local} bring {', '.join(sorted(known))}",
-            mend=(install_step(machine), *loan),
+            mend=(*install_steps(machine), *loan),
             prove=PROBE,
             fixes=installs(machine),
         )
@@ -321,25 +321,4 @@ def allocator(machine: Machine) -> Iterator[Finding]:
                 for one in machine.software.settings
                 if one.name == names[0]
             ),
-        )
-
-
-def nvidia(machine: Machine) -> Iterator[Finding]:
-    """CUDA 13 on an older driver or an older chip."""
-    device, software = best_device(machine), machine.software
-    if device is None or device.vendor != "nvidia" or software.build != "cuda" or not software.cuda.startswith("13"):
-        return
-    driver = machine.host.driver.nvidia
-    major = driver.partition(".")[0]
-    chip = re.fullmatch(r"sm_(\d+)", device.arch)
-    old_chip = chip is not None and int(chip[1]) < 75
-    if old_chip or (major.isdigit() and int(major) < 580):
-        yield Finding(
-            id="cuda-too-new",
-            level="stops",
-            what=f"this PyTorch's CUDA {software.cuda} is too new for " + ("this card" if old_chip else "this driver"),
-            evidence=f"{device.arch}, driver {driver or 'unknown'}; CUDA 13 needs sm_75 and driver 580",
-            mend=(install_step(machine),),
-            prove=PROBE,
-            fixes=installs(machine),
         )

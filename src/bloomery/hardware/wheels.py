@@ -209,6 +209,8 @@ def _borrowed(arch: str, torch: str) -> list[TorchBuild]:
 def _cuda(arch: str, torch: str, driver: int | None) -> TorchBuild:
     capability = int(arch.removeprefix("sm_"))
     old_driver = driver is not None and driver < 580
+    if capability >= 100:  # CUDA 12.8 is the first that knows it: an older driver has to be updated
+        return TorchBuild(f"torch=={torch}", None, f"the wheel of PyPI is a CUDA build that knows {arch}")
     if (capability < 75 or old_driver) and series(torch) <= (2, 14):
         reason = (
             f"CUDA 13 begins at sm_75 and this is {arch}" if capability < 75 else f"driver {driver} is older than 580"
