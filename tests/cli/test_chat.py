@@ -8,7 +8,6 @@ from click.testing import CliRunner
 from bloomery.cli import chat as verb
 from bloomery.cli import cli
 from bloomery.cli.chat_session import Session
-from bloomery.cli.common import harmless
 from bloomery.cli.drawing import SETTINGS, setting
 from bloomery.data.chat_form import Form, chat_form
 from bloomery.data.examples import Message
@@ -16,6 +15,7 @@ from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 from bloomery.generate import continued, load_model
 from bloomery.model.sampling import Sampling
+from bloomery.text import harmless
 from models_for_tests import make_model
 
 COLD = Sampling(max_tokens=12, temperature=0.0)

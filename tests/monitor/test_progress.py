@@ -1,16 +1,28 @@
 """What people see of a run."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.events import EvalDone, GpuSampled, Resumed, RunEnded, RunStarted, Saved, Warned
-from bloomery.monitor.live import picture
+from bloomery.monitor.events import (
+    EvalDone,
+    GpuSampled,
+    Phase,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    Warned,
+)
 from bloomery.monitor.progress import HEADER, PlainView, header, showing
 from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
+from bloomery.monitor.watch import Screen, Seen, frame
 
 
 def lines_of(events, every=10, **facts):
@@ -174,26 +186,95 @@ def test_sparkline():
     assert thinned([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
 
 
-def frame(events, **facts):
-    console = Console(width=100, file=io.StringIO(), force_terminal=False)
-    console.print(picture(RunFacts(**facts), tally_of(events), [], ("def f(", "x)"), now=100.0))
-    return console.file.getvalue()
+NOW = 1_800_000_000.0
+WARNING = (
+    "the learning rate is too high for this model: the gradient norm is clipped in nine steps of ten, and the "
+    "validation loss has not fallen since step 195,000; optimizer.learning_rate=3e-4 is usual"
+)
 
 
-def test_the_live_picture_holds_every_figure():
-    text = frame([*made_up_run()][:-1], flops_per_token=1e7, peak_flops=1e12, memory_limit_gib=8.0)
-    for part in ("step 40/40", "smooth", "bits/byte", "rate", "gradient", "tokens/s · MFU 16.4%", "0.58 of 8.0 GiB"):
+def a_long_run():
+    """The widest figures of a run of weeks, told in the last minute."""
+    for step in range(194_990, 195_001):
+        yield step_done(step, 12.3456, NOW - 60 + step % 10, tokens=3_194_880_000, tokens_per_second=1_222_808.0)
+    exam = EvalDone(step=195_000, loss=0.693, perplexity=None, bits_per_byte=None, tokens=9, seconds=1, time=NOW)
+    yield replace(exam, metrics={"accuracy": 0.712})
+    yield Sampled(step=195_000, prompt="def first(sentence: str) -> str:\n", text="    return sentence", time=NOW)
+    yield Saved(step=195_000, path="checkpoints/step-00195000", bytes=2**30, seconds=1.0, time=NOW)
+    devices = {"seconds": 5.0, "utilisation": 97.0, "memory_total_gib": 191.7, "temperature": 71.0, "power": 702.0}
+    yield GpuSampled(device=0, memory_gib=151.2, throttled="thermal throttling", time=NOW, **devices)
+    yield GpuSampled(device=-1, memory_gib=18.1, time=NOW, **devices)
+    yield Warned(step=195_000, because=WARNING, time=NOW)
+
+
+def screen_of(events, width=80, height=23, name="samantha-llama2-7b-full-24gb-20261122-110305", state="running"):
+    facts = RunFacts(name=name, steps=390_000, flops_per_token=1e5, peak_flops=1e12, memory_limit_gib=176.0)
+    seen = Seen(tally=Tally(steps=facts.steps))
+    for event in events:
+        seen.add(event)
+    return frame(seen, facts, Screen(width, height), state=state, now=NOW)
+
+
+def test_a_terminal_of_80_by_24_shows_every_figure_whole():
+    lines = screen_of(a_long_run())
+    text = " ".join(" ".join(lines).split())
+    assert len(lines) <= 23 and all(len(line) <= 80 for line in lines) and "…" not in text
+    for part in (
+        "samantha-llama2-7b-full-24gb-20261122-110305", "step 195,000 of 390,000", "12.3456, smoothed 12.3456",
+        "1,222,808 tokens/s, MFU 12.2%", "71.2% right at 195,000", "3.19 B", "0.58 of 176.0 GiB", "1.000",
+        "1.0% of the time waited for", "def first(sentence: str) -> str:", "slowed: thermal throttling", WARNING,
+    ):  # fmt: skip
         assert part in text, part
-    assert "1.0% of the time for data" in text and "def f(x)" in text
+
+
+def test_a_long_line_of_a_sample_goes_on_in_the_next():
+    lines = screen_of([step_done(1), Sampled(prompt="", text="ab " * 60)])
+    shown = "".join(line[11:].ljust(69) for line in lines if "ab ab" in line or line.strip().startswith("ab"))
+    assert shown.startswith(("ab " * 60).rstrip())
 
 
 def test_the_live_picture_of_a_skipped_step():
-    assert "skipped" in frame([step_done(1, None)]) and "MFU" not in frame([step_done(1, None)])
+    text = "\n".join(screen_of([step_done(1, None)]))
+    assert text.count("skipped") >= 2 and "0.0000" not in text
 
 
-def test_the_live_picture_before_the_first_step():
-    started = RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", time=1.0)
-    assert "starting" in frame([]) and "0/9" in frame([started])
+def view_of(events, before=(), **console):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, **console)
+    with showing(RunFacts(name="a-run", steps=9), terminal, before) as view:
+        for event in events:
+            view.write(event)
+        view.note(5, "said")
+    return terminal.file.getvalue()
+
+
+def test_a_resumed_run_does_not_show_how_it_ended_before():
+    before = [step_done(3), RunEnded(step=3, why="failed: the disk is full")]
+    shown = view_of([Phase(name="compile")], before)
+    assert "failed" not in shown and "a-run · starting · compile · step 3 of 9" in shown
+    assert "failed: the GPU is gone" in view_of([RunEnded(step=3, why="failed: the GPU is gone")], before)
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[2J\x9b1m\x90q\x9c\u202etxt\u2066\r\x08"
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["live view", "plain lines"])
+def test_text_of_a_dataset_never_reaches_the_terminal_raw(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=24, color_system=None)
+    events = [
+        Warned(because=f"a row {HOSTILE} is odd"), step_done(1), Sampled(step=1, prompt=HOSTILE, text=f"a{HOSTILE}b"),
+        Phase(name=f"x{HOSTILE}"), Recovered(step=1, because=HOSTILE, action=HOSTILE),
+        Saved(step=1, path=f"a/{HOSTILE}", bytes=1, seconds=1), Resumed(step=1, path=HOSTILE),
+        RunEnded(step=1, why=f"failed: {HOSTILE}"),
+    ]  # fmt: skip
+    with showing(RunFacts(name=f"run{HOSTILE}"), console, events) as view:
+        for event in events:
+            view.write(event)
+        view.note(1, HOSTILE)
+    shown = console.file.getvalue()
+    assert "red" in shown
+    if terminal:  # rich moves the cursor and clears lines
+        shown = re.sub(r"\x1b\[(\?25[hl]|[0-9]*[A-K])|\r", "", shown)
+    assert not [letter for letter in shown if letter in HOSTILE and not letter.isprintable()]
 
 
 def test_a_terminal_gets_the_live_view_and_a_pipe_gets_lines():

@@ -2,13 +2,16 @@
 
 import json
 import sys
+import time
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
-from bloomery.monitor.scrub import HIDDEN, scrub
 from bloomery.monitor.sinks import CommandSink, LogFile, TensorBoard, open_sinks, write_metrics
+from bloomery.text import HIDDEN, scrub
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
 LEAKS = {
@@ -152,3 +155,86 @@ def test_metrics_are_those_of_the_events(tmp_path):
     assert metrics["steps"] == metrics["steps_planned"] == 40 and metrics["tokens"] == 40 * 8192
     assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["ended"] == "done"
     assert metrics["best_evaluation"]["step"] == 40 and metrics["peak_memory_gib"] == 0.58
+
+
+NOISE = {
+    "a Latin-1 byte": "import sys; sys.stdout.buffer.write(b'caf\\xe9'); sys.stderr.buffer.write(b'caf\\xe9')",
+    "an end that nobody waits for": "import subprocess; subprocess.Popen(['sleep', '30'])",
+    "an event that is not read": "import os; os.close(0)",
+    "closed pipes": "import os, time; os.close(1); os.close(2); time.sleep(0.1)",
+}
+
+
+@pytest.mark.parametrize("body", NOISE.values(), ids=NOISE.keys())
+def test_whatever_a_hook_does_is_no_matter_of_the_run(body, tmp_path):
+    sink, told = hook(tmp_path, body)
+    began = time.monotonic()
+    sink.write(Warned(because="x" * 1_000_000))
+    assert not told and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_hook_that_writes_without_end_is_stopped_and_nothing_of_it_is_kept(stream, tmp_path, monkeypatch):
+    monkeypatch.setattr("bloomery.monitor.sinks._HOOK_SECONDS", 0.7)
+    sink, told = hook(tmp_path, f"import sys\nwhile True: sys.{stream}.write('y' * 65536)")
+    tracemalloc.start()
+    sink.write(Phase(name="x"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "did not answer" in told[0] and peak < 4 * 2**20
+
+
+def test_the_last_words_of_a_hook_that_fails_are_told_without_control_characters(tmp_path):
+    sink, told = hook(tmp_path, "import sys; sys.exit('x' * 100_000 + '\\nno \\x1b[31mroute\\xe9')")
+    sink.write(Phase(name="x"))
+    assert told[0].endswith("exit code 1: no [31mroute\xe9")
+
+
+def test_what_a_hook_has_started_ends_with_it_when_it_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr("bloomery.monitor.sinks._HOOK_SECONDS", 0.7)
+    body = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); open('pid', 'w').write(str(p.pid)); p.wait()"
+    sink, told = hook(tmp_path, body)
+    sink.write(Phase(name="x"))
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while lives(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "did not answer" in told[0] and not lives(child)
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Broken:
+    """A sink whose library fails as libraries do."""
+
+    def __init__(self, *_):
+        self.asked = 0
+
+    def write(self, event):
+        self.asked += 1
+        raise RuntimeError("the writer's thread has died")
+
+    def close(self):
+        raise RuntimeError("closed twice")
+
+
+def test_a_tracker_that_fails_is_one_warning_and_never_ends_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("bloomery.monitor.sinks.TensorBoard", Broken)
+    told = []
+    _, sink = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
+    for _ in range(3):
+        sink.write(step_done(1))
+    sink.close()
+    assert len(told) == 1 and "tensorboard failed" in told[0] and "thread has died" in told[0]
+
+
+def test_a_tracker_that_cannot_be_opened_is_a_warning(tmp_path):
+    told = []
+    (tmp_path / "tensorboard").write_text("a file stands here")
+    sinks = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
+    assert len(sinks) == 1 and "tensorboard could not be started" in told[0]

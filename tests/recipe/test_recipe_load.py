@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and where each value came from."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,13 @@ def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
     with pytest.raises(UserError) as caught:
         load_recipe(tmp_path / "nosuch.yaml")
     assert "bad.yaml" not in caught.value.remedy, "a common folder makes no two names alike"
+
+
+def test_a_hook_is_looked_for_where_the_recipe_lies(write, tmp_path):
+    """It runs in the run's folder, where the documented ./hook.sh does not lie."""
+    path = write(SMALL + "monitor: {to: [{command: ./hook.sh --fast ./my file}, {command: curl -d @- x/y}]}\n")
+    first, second = (sink.command for sink in load_recipe(path).recipe.monitor.to)
+    assert shlex.split(first) == [str(tmp_path / "hook.sh"), "--fast", str(tmp_path / "my"), "file"]
+    assert second == "curl -d @- x/y"
+    typed = load_recipe(path, ["monitor.to=[{command: hooks/tell.sh}]"]).recipe.monitor.to[0].command
+    assert typed == str(Path.cwd() / "hooks/tell.sh")

@@ -125,21 +125,25 @@ def _run(arguments: list[str], debug: bool) -> int:
     except UserError as error:
         if debug:
             raise
-        from bloomery.cli.common import harmless
-        from bloomery.monitor.scrub import scrub
-
-        click.echo(harmless(scrub(str(error))), err=True)  # a stranger's template or file may have said part of it
+        _tell(error)
         return error.code
     except click.ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page
             error.show()
         else:
-            click.echo(str(_wrong_words(error, arguments)), err=True)
+            _tell(_wrong_words(error, arguments))
         return error.exit_code
     except click.Abort:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     return result if isinstance(result, int) else 0
+
+
+def _tell(error: UserError) -> None:
+    """A stranger's template, file or name may have said part of it."""
+    from bloomery.text import harmless, scrub
+
+    click.echo(harmless(scrub(str(error))), err=True)
 
 
 def _refuse_vanished_folder() -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import expanded, harmless, model_path, text_flags
+from bloomery.cli.common import expanded, model_path, text_flags
 from bloomery.cli.drawing import SETTINGS, drawing_options, finite, setting
 from bloomery.errors import UserError
+from bloomery.text import harmless
 
 if TYPE_CHECKING:
     from bloomery.cli.chat_session import Session

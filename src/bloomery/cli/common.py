@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from bloomery.errors import UserError
+from bloomery.text import harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -145,13 +146,9 @@ def refuse_undecoded(prompt: str) -> None:
         raise UserError(problem, where="--prompt", remedy=remedy, code=2)
 
 
-_OVERRIDES = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # of the order in which letters are shown
-
-
-def harmless(text: str) -> str:
-    """A stranger's text without control characters but newlines and tabs: none of it commands the terminal."""
-    kept = text.replace("\r\n", "\n")
-    return "".join(a for a in kept if a in "\n\t" or not (ord(a) < 32 or 127 <= ord(a) < 160 or ord(a) in _OVERRIDES))
+def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text that may hold what others wrote: names of files and runs, parts of a dataset, answers of a model."""
+    click.echo(harmless(text), err=err, nl=nl)
 
 
 def print_json(value: object) -> None:

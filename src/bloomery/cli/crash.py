@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from bloomery.errors import UserError
-from bloomery.monitor.scrub import scrub
+from bloomery.text import harmless, scrub
 
 # Set by a verb that has a run folder, so that a traceback ends up in the run's own log.txt.
 traceback_file: ContextVar[Path | None] = ContextVar("traceback_file", default=None)
@@ -45,7 +45,7 @@ def explain(kind: type[BaseException], error: BaseException) -> None:
         click.echo("interrupted", err=True)
         return
     kept = _keep("".join(traceback.format_exception(kind, error, error.__traceback__)))
-    click.echo(scrub(str(_sentence(error, kept))), err=True)
+    click.echo(harmless(scrub(str(_sentence(error, kept)))), err=True)
 
 
 def _sentence(error: BaseException, kept: Path | None) -> UserError:

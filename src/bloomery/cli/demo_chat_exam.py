@@ -137,7 +137,7 @@ def _tell_answers(story: Story, marks: list[Mark], question: str, reference: str
 
 
 def _cut(text: str) -> list[str]:
-    from bloomery.cli.common import harmless
+    from bloomery.text import harmless
 
     lines = [line.rstrip() for line in harmless(text).splitlines() if line.strip()] or ["(nothing)"]
     cut = [line if len(line) <= 86 else line[:85] + "…" for line in lines[:LINES]]

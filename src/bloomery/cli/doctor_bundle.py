@@ -14,7 +14,7 @@ from bloomery import __version__
 from bloomery.cli.common import all_runs, expanded, plain
 from bloomery.errors import UserError
 from bloomery.hardware.machine import Machine
-from bloomery.monitor.scrub import scrub
+from bloomery.text import scrub
 
 LOG_LINES = 200
 COMMON_GROUPS = frozenset(("root", "video", "render", "sudo", "wheel", "docker", "users", "adm", "dialout", "nogroup"))

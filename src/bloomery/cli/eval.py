@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import data_path, model_path, print_json, text_flags
+from bloomery.cli.common import data_path, model_path, print_json, say, text_flags
 from bloomery.errors import UserError
 from bloomery.units import counted
 
@@ -47,12 +47,12 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, template: st
             result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
             rows = _predicted(result)
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     if as_json:
         print_json(asdict(result))
         return
     for name, value in rows.items():
-        click.echo(f"{name:<11}{value}")
+        say(f"{name:<11}{value}")
 
 
 def _predicted(result: "Evaluation") -> dict[str, str]:

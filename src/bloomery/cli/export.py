@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import model_path
+from bloomery.cli.common import model_path, say
 from bloomery.errors import UserError
 from bloomery.units import format_bytes
 
@@ -43,5 +43,5 @@ def command(model: str, layout: str, out: Path, dtype: str | None, step: str, ve
     else:
         done = export_merged(found, out, dtype=dtype, verify=verify)
     for proof in done.proofs:
-        click.echo(f"verified   {proof}", err=True)
-    click.echo(f"export     {done.folder} ({format_bytes(done.bytes)})")
+        say(f"verified   {proof}", err=True)
+    say(f"export     {done.folder} ({format_bytes(done.bytes)})")

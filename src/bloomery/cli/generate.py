@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import harmless, model_path, print_json, refuse_undecoded
+from bloomery.cli.common import model_path, print_json, refuse_undecoded
 from bloomery.cli.drawing import drawing_options, finite
 from bloomery.errors import UserError
+from bloomery.text import harmless
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import print_json, recipe_argument
+from bloomery.cli.common import print_json, recipe_argument, say
 from bloomery.cli.plan_simulate import simulated
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def show_cards(loaded: "LoadedRecipe", *, gpus: int, nodes: int, as_json: bool, 
     if as_json:
         print_json([row.document() for row in found])
     else:
-        click.echo("\n".join(cards_page(found, loaded, gpus=gpus, nodes=nodes, source=source)))
+        say("\n".join(cards_page(found, loaded, gpus=gpus, nodes=nodes, source=source)))
     return 0 if any(row.fits for row in found) else 1
 
 
@@ -87,16 +87,16 @@ def show_plan(
         verbs = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
         told, source = found.lines() if found else [], source or loaded.name
         words = _device_words(gpu, gpus, nodes)
-        click.echo("\n".join(page(plan, machine, source=source, verbs=verbs, devices=words, simulated=told)))
+        say("\n".join(page(plan, machine, source=source, verbs=verbs, devices=words, simulated=told)))
         for model in unfetched(loaded.recipe):
-            click.echo(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
+            say(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
         for model in weightless(loaded.recipe):
-            click.echo(f"note: no weights lie in {model}: `bloomery train` would stop there", err=True)
+            say(f"note: no weights lie in {model}: `bloomery train` would stop there", err=True)
         for line in left_aside(loaded.recipe):
-            click.echo(f"note: {line}", err=True)
+            say(f"note: {line}", err=True)
         for place in absent(loaded.recipe) if gpu is None and plan.corpus is None else ():
             then = "train fetches it" if place.startswith("hub:") else "`bloomery train` would stop there"
-            click.echo(f"note: nothing lies at data.path {place}: {then}", err=True)
+            say(f"note: nothing lies at data.path {place}: {then}", err=True)
     return 0 if plan.fits and (found is None or found.fits) else 1
 
 

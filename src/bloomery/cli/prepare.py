@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import recipe_argument
+from bloomery.cli.common import recipe_argument, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -77,7 +77,7 @@ def _lines() -> "Report":
         del done, total
         if phase not in said:
             said.add(phase)
-            click.echo(f"{_NAMES[phase]} ...", err=True)
+            say(f"{_NAMES[phase]} ...", err=True)
 
     return report
 
@@ -89,28 +89,28 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
 
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
-    click.echo(
+    say(
         f"text       {_units(manifest, train.parts)} to learn"
         + f", {validation.documents // each:,} for validation"
         + (f", {manifest.empty:,} empty" if manifest.empty else "")
         + (f", {manifest.held_back:,} left out because validation holds them" if manifest.held_back else "")
     )
     if manifest.formats:
-        click.echo(f"format     {', '.join(manifest.formats)}")
+        say(f"format     {', '.join(manifest.formats)}")
     _tell_sources(manifest, loaded)
     aside = _aside(loaded)
     if aside:
-        click.echo(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
+        say(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
     for line in left_aside(loaded.recipe):
-        click.echo(f"aside      {line}")
+        say(f"aside      {line}")
     if manifest.skipped:
-        click.echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {manifest.first_skipped}")
+        say(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {manifest.first_skipped}")
     counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"
-    click.echo(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes each" if size else ""))
+    say(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes each" if size else ""))
     if manifest.kind != "text":
         _tell_rows(manifest, loaded, folder)
     tell_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
-    click.echo(f"folder     {folder}")
+    say(f"folder     {folder}")
 
 
 def _units(manifest: "Manifest", parts: "Sequence[Part]") -> str:
@@ -135,7 +135,7 @@ def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
         place = source.path.removeprefix(f"{Path.cwd()}/")
-        click.echo(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
+        say(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
         title = ""
 
 
@@ -158,7 +158,7 @@ def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
 
     train, data = manifest.train, loaded.recipe.data
     share = (train.learned_tokens or 0) / max(1, train.tokens)
-    click.echo(f"learned    {share:.1%} of the tokens to learn; the others are read")
+    say(f"learned    {share:.1%} of the tokens to learn; the others are read")
     fill = fill_of(open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout)
     if fill is None:
         return
@@ -170,7 +170,7 @@ def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
         (fill.unlearned, f"left out: {counted(fill.unlearned, units)} with nothing to learn"),
     )
     told = [what for count, what in lost if count]
-    click.echo(f"rows       {'; '.join([f'{fill.rows:,} of {data.sequence_length:,}, {full:.1%} full', *told])}")
+    say(f"rows       {'; '.join([f'{fill.rows:,} of {data.sequence_length:,}, {full:.1%} full', *told])}")
 
 
 def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
@@ -178,7 +178,7 @@ def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) ->
     asked = loaded.recipe.tokenizer.train
     short = asked is not None and vocab_size < asked.vocab_size
     remark = f" · the text has no more to merge; {asked.vocab_size:,} were asked for" if asked and short else ""
-    click.echo(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
+    say(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
 
 
 def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
@@ -280,16 +280,16 @@ def _show_health(found: "Health") -> None:
     from bloomery.units import counted
 
     units = found.named
-    click.echo(
+    say(
         f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off"
     )
-    click.echo(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
-    click.echo(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")
+    say(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
+    say(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")
     if found.kind != "text":
-        click.echo(f"begin      {counted(found.double_bos, 'texts')} with two begin tokens")
-        click.echo(f"end        {counted(found.missing_eos, 'answers')} that teach no end")
+        say(f"begin      {counted(found.double_bos, 'texts')} with two begin tokens")
+        say(f"end        {counted(found.missing_eos, 'answers')} that teach no end")
     most = max((count for _, count in found.lengths), default=1)
     for edge, count in found.lengths:
-        click.echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
+        say(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
     for warning in found.warnings:
-        click.echo(f"warning    {_visible(warning)}")
+        say(f"warning    {_visible(warning)}")

@@ -6,7 +6,7 @@ from textwrap import shorten
 
 import click
 
-from bloomery.cli.common import print_json
+from bloomery.cli.common import print_json, say
 from bloomery.errors import UserError
 
 
@@ -25,14 +25,14 @@ def list_() -> None:
 
     width = max(map(len, packaged()))
     for name, path in packaged().items():
-        click.echo(f"{name:<{width}}  {shorten(_first_comment(path), 98 - width, placeholder=' ...')}")
+        say(f"{name:<{width}}  {shorten(_first_comment(path), 98 - width, placeholder=' ...')}")
 
 
 @command.command()
 @click.argument("name")
 def show(name: str) -> None:
     """Print a packaged recipe as it is."""
-    click.echo(_packaged(name).read_text(encoding="utf-8"), nl=False)
+    say(_packaged(name).read_text(encoding="utf-8"), nl=False)
 
 
 @command.command()
@@ -52,7 +52,7 @@ def copy(name: str, path: Path | None) -> None:
     except OSError as error:
         remedy = "choose another PATH"
         raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error
-    click.echo(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
+    say(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
 
 
 @command.command()

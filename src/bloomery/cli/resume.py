@@ -2,7 +2,7 @@
 
 import click
 
-from bloomery.cli.common import find_run, overrides_argument
+from bloomery.cli.common import find_run, overrides_argument, say
 
 
 @click.command()
@@ -26,6 +26,6 @@ def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str
     traceback_file.set(folder / "log.txt")
     outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
     if outcome.again:
-        click.echo(f'This run is done. `bloomery resume {outcome.name} train.length="..."` makes it longer.')
+        say(f'This run is done. `bloomery resume {outcome.name} train.length="..."` makes it longer.')
         return 0
     return conclude(outcome)

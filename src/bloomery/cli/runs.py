@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import all_runs, print_json
+from bloomery.cli.common import all_runs, print_json, say
 from bloomery.monitor.events import read_events
 from bloomery.monitor.tally import tally_of
 from bloomery.units import format_bytes
@@ -42,16 +42,16 @@ def command(as_json: bool) -> None:
         print_json({"runs": [asdict(line) for line in lines]})
         return
     if not lines:
-        click.echo("there are no runs here yet; `bloomery demo` makes one")
+        say("there are no runs here yet; `bloomery demo` makes one")
         return
     rows = [_HEAD, *(_cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for row in rows:
         name, state, *figures = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
+        say("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
     unfinished = [line.command for line in lines if line.command]
     for offered in unfinished[-3:]:
-        click.echo(f"{'goes on' if offered == unfinished[-3:][0] else '':<11}{offered}")
+        say(f"{'goes on' if offered == unfinished[-3:][0] else '':<11}{offered}")
 
 
 def describe(folder: Path) -> RunLine:

@@ -2,7 +2,7 @@
 
 import click
 
-from bloomery.cli.common import find_run
+from bloomery.cli.common import find_run, say
 from bloomery.recipe.schema import LONGEST_TRACE
 
 
@@ -28,14 +28,14 @@ def command(run: str, steps: int | None) -> int:
     folder = existing(find_run(run))
     runner = runner_of(folder)
     if steps is not None:
-        click.echo(f"asked      process {runner.pid} to record its next {steps} steps")
+        say(f"asked      process {runner.pid} to record its next {steps} steps")
         with waiting(folder.path) as told:
             files = profile_run(runner, steps, on_event=told)
-        click.echo(f"recorded   {files}.trace.json.gz, for https://ui.perfetto.dev or chrome://tracing")
-        click.echo(f"tables     {files.name}.operators.txt, {files.name}.memory.txt beside it")
+        say(f"recorded   {files}.trace.json.gz, for https://ui.perfetto.dev or chrome://tracing")
+        say(f"tables     {files.name}.operators.txt, {files.name}.memory.txt beside it")
         return 0
-    click.echo(f"asked      process {runner.pid} to save after the step that it is taking")
+    say(f"asked      process {runner.pid} to save after the step that it is taking")
     with waiting(folder.path) as told:
         saved = save_run(runner, on_event=told)
-    click.echo(f"saved      step {saved.step:,}, {format_bytes(saved.bytes)}: {saved.path}")
+    say(f"saved      step {saved.step:,}, {format_bytes(saved.bytes)}: {saved.path}")
     return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import find_run, literal
+from bloomery.cli.common import find_run, literal, say
 from bloomery.errors import UserError
 from bloomery.monitor.events import Event, Phase, Saved, StepDone
 
@@ -24,7 +24,7 @@ def command(run: str) -> int:
 
     folder = existing(find_run(run))
     runner = runner_of(folder)
-    click.echo(f"asked      process {runner.pid} to save and stop; it ends after the step that it is taking")
+    say(f"asked      process {runner.pid} to save and stop; it ends after the step that it is taking")
     with waiting(folder.path) as told:
         ended = stop_run(runner, on_event=told)
     if ended is None or ended.why not in ("stopped", "done"):
@@ -33,9 +33,9 @@ def command(run: str) -> int:
         raise UserError(f"the run ended otherwise: {why}", where=str(folder.log), remedy=remedy)
     steps = saved_steps(folder.checkpoints)
     kept = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "there was nothing to save yet"
-    click.echo(f"{ended.why:<11}after step {ended.step:,}; {kept}")
+    say(f"{ended.why:<11}after step {ended.step:,}; {kept}")
     if ended.why == "stopped":
-        click.echo(f"next       bloomery resume {folder.name}")
+        say(f"next       bloomery resume {folder.name}")
     return 0
 
 

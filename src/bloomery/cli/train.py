@@ -1,14 +1,13 @@
 """`bloomery train`: a recipe becomes a run."""
 
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import recipe_argument
+from bloomery.cli.common import recipe_argument, say
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def command(
 
     given = keys_of(flags)
     for flag, word in given.items():
-        click.echo(f"{flag} -> {word}{_MEANING.get(flag, '')}", err=True)
+        say(f"{flag} -> {word}{_MEANING.get(flag, '')}", err=True)
     loaded = load_recipe(recipe, (*overrides, *given.values()))
     if dry_run:
         from bloomery.cli.plan import show_plan
@@ -112,7 +111,7 @@ def conclude(run: "Run") -> int:
         75: f"stopped    everything is saved; `bloomery resume {run.name}` goes on",
         130: f"stopped    at once; `bloomery resume {run.name}` goes on from the last checkpoint",
     }
-    click.echo(lines[run.code], file=sys.stdout if run.code == 0 else sys.stderr)
+    say(lines[run.code], err=run.code != 0)
     return run.code
 
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import find_run, print_json
+from bloomery.cli.common import find_run, print_json, say
 from bloomery.cli.runs import alive
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from bloomery.monitor.tally import RunFacts
     from bloomery.monitor.watch import Screen
 
@@ -44,7 +42,7 @@ def command(run: str, once: bool, as_json: bool) -> None:
     try:
         _follow(folder, picture)
     except KeyboardInterrupt:
-        click.echo(f"The run goes on; this only looked. `bloomery stop {_typed(folder)}` would stop it.")
+        say(f"The run goes on; this only looked. `bloomery stop {_typed(folder)}` would stop it.")
     else:
         _print(picture)
 
@@ -145,28 +143,22 @@ def _typed(folder: Path) -> str:
 
 def _print(picture: _Picture) -> None:
     for line in picture.lines(picture.screen(get_terminal_size((WIDTH, 40)).columns)):
-        click.echo(line)
+        say(line)
 
 
 def _follow(folder: Path, picture: _Picture) -> None:
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.live import Live
+
+    from bloomery.monitor.watch import styled
 
     console = Console(highlight=False)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while alive(folder):
             size = console.size
             rows = picture.lines(picture.screen(size.width, size.height))
-            live.update(Group(*(_row(at, row) for at, row in enumerate(rows))), refresh=True)
+            live.update(styled(rows), refresh=True)
             time.sleep(REDRAW_SECONDS)
-
-
-def _row(at: int, row: str) -> "Text":
-    """Colour is an ornament: nothing is told by it alone. Rich leaves it out where NO_COLOR or the terminal says so."""
-    from rich.text import Text
-
-    style = "bold" if at == 0 else "cyan" if at == 1 or "│" in row else ""
-    return Text(row, style, no_wrap=True, overflow="crop")
 
 
 def _facts(folder: Path) -> "RunFacts | None":

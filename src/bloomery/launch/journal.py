@@ -14,12 +14,12 @@ from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.explain import Diagnosis
 from bloomery.monitor.progress import showing
-from bloomery.monitor.scrub import scrub
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.tally import RunFacts, tally_of
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.plan.facts import run_facts
 from bloomery.plan.types import Plan
+from bloomery.text import harmless, scrub
 
 
 @final
@@ -92,9 +92,9 @@ class Journal:
         with ExitStack() as stack:
             if not self._quiet:
                 facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
-                tally = tally_of(read_events(self._folder.events)) if plan is not None else None
+                before = read_events(self._folder.events) if plan is not None else ()
                 console = Console(file=cast("IO[str]", Patient(sys.stdout)))
-                self._sinks.append(stack.enter_context(showing(facts, console, tally)))
+                self._sinks.append(stack.enter_context(showing(facts, console, before)))
             self._sinks += self._opened(plan, stack)
             untold, self._untold = self._untold, []
             for event in untold if not self._quiet else ():
@@ -135,7 +135,7 @@ class Journal:
             return
         self.emit(warning)
         if not (self._sinks or self._quiet):  # at its end, after the view
-            print(f"warning    {scrub(because)}", file=sys.stderr)
+            print(f"warning    {harmless(scrub(because))}", file=sys.stderr)
 
     def close(self) -> None:
         self._log.close()

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Self, TypeVar, final, get_args, get_origin
 
 from bloomery.errors import UserError
-from bloomery.monitor.scrub import scrub
+from bloomery.text import harmless, scrub
 
 E = TypeVar("E", bound="Event")
 
@@ -196,8 +196,17 @@ def _finite(value: object) -> object:
 
 def without_secrets(event: E) -> E:
     """The event with its texts scrubbed: what a failing child said last may hold a token."""
+    return _reworded(event, scrub)
+
+
+def as_shown(event: E) -> E:
+    """The event without what would steer a terminal: samples, warnings and names are not Bloomery's own words."""
+    return _reworded(event, harmless)
+
+
+def _reworded(event: E, change: Callable[[str], str]) -> E:
     texts = {name: text for name, text in vars(event).items() if isinstance(text, str)}
-    clean: dict[str, Any] = {name: scrub(text) for name, text in texts.items()}
+    clean: dict[str, Any] = {name: change(text) for name, text in texts.items()}
     return event if clean == texts else replace(event, **clean)
 
 

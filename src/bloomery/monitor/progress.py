@@ -1,13 +1,16 @@
 """What the parent process shows of a run while it reads its events: plain lines, or a live view on a terminal."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol, final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from bloomery.monitor.events import (
     EvalDone,
@@ -23,16 +26,19 @@ from bloomery.monitor.events import (
     StepDone,
     Vitals,
     Warned,
+    as_shown,
 )
-from bloomery.monitor.live import LiveView
 from bloomery.monitor.sinks import Sink
 from bloomery.monitor.tally import RunFacts, Tally, in_millions, sparkline
+from bloomery.monitor.watch import Screen, Seen, frame, styled
+from bloomery.text import harmless
 from bloomery.units import format_seconds
 
 WIDTH = 100
 _INDENT = 11
 _BARS = 11
 _SAMPLE_LINES = 6
+_REDRAWS_PER_SECOND = 2
 _PHASE_SECONDS = 10.0  # between two lines of one phase
 _PHASE_WORDS = {
     "stopping": "a checkpoint is written after this step, then the run ends",
@@ -59,13 +65,18 @@ class View(Sink, Protocol):
 
 
 @contextmanager
-def showing(facts: RunFacts, console: Console | None = None, tally: Tally | None = None) -> Iterator[View]:
+def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Event] = ()) -> Iterator[View]:
     """The view that fits where the output goes: live on a terminal, lines anywhere else.
 
-    `tally` holds what a resumed run reached before (`tally_of(read_events(path))`).
+    `before`: what a run that goes on has told until now.
     """
     console = console or Console()
-    view: View = LiveView(facts, console, tally) if console.is_terminal else PlainView(facts, _printer(console), tally)
+    seen = Seen(tally=Tally(steps=facts.steps))
+    for event in before:
+        seen.add(event)
+    seen.begin_again()
+    live = console.is_terminal
+    view: View = LiveView(facts, console, seen) if live else PlainView(facts, _printer(console), seen.tally)
     try:
         yield view
     finally:
@@ -74,6 +85,41 @@ def showing(facts: RunFacts, console: Console | None = None, tally: Tally | None
 
 def _printer(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@final
+class LiveView:
+    """The picture of `bloomery watch`, redrawn while the run goes on; `close` leaves the last one on the screen."""
+
+    def __init__(self, facts: RunFacts, console: Console, seen: Seen) -> None:
+        self._facts, self._console, self._seen = facts, console, seen
+        self._lock = threading.Lock()  # the drawing thread reads what `write` changes
+        self._live = Live(
+            console=console,
+            get_renderable=self._picture,
+            refresh_per_second=_REDRAWS_PER_SECOND,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            self._seen.add(event)
+
+    def note(self, step: int, text: str) -> None:
+        """A line among what happened."""
+        with self._lock:
+            self._seen.incidents.append((Event(step=step), harmless(text)))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _picture(self) -> RenderableType:
+        plain = (self._console.encoding or "ascii").lower() not in ("utf-8", "utf8")
+        screen = Screen(self._console.width, self._console.height - 1, plain)
+        with self._lock:
+            return styled(frame(self._seen, self._facts, screen, state=self._seen.state, now=time.time()))
 
 
 @dataclass
@@ -96,7 +142,8 @@ class PlainView:
     """One aligned line every `monitor.every` steps and at each exam. The loss is the mean since the line before."""
 
     def __init__(self, facts: RunFacts, write: Callable[[str], None], tally: Tally | None = None) -> None:
-        self._facts, self._write = facts, write
+        self._facts = facts
+        self._write: Callable[[str], None] = lambda line: write(harmless(line))
         self._tally = tally or Tally(steps=facts.steps)
         self._line: _Line | None = None
         self._since: list[StepDone] = []
@@ -105,6 +152,7 @@ class PlainView:
         self._phase: tuple[str, float] = ("", 0.0)
 
     def write(self, event: Event) -> None:
+        event = as_shown(event)  # before lines are cut: what is not seen takes no room
         self._tally.add(event)
         match event:
             case StepDone():

@@ -2,13 +2,17 @@
 
 import json
 import math
+import os
+import select
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol, final
 
 from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, lines, summary
@@ -31,12 +35,14 @@ from bloomery.monitor.events import (
     to_json,
     without_secrets,
 )
-from bloomery.monitor.scrub import scrub
 from bloomery.monitor.tally import Tally, tally_of
-from bloomery.units import format_bytes, format_seconds
+from bloomery.text import harmless, scrub
+from bloomery.units import MIB, format_bytes, format_seconds
 
 Warn = Callable[[str], None]
 _HOOK_SECONDS = 10.0
+_LOOK_MILLISECONDS = 20  # between two looks whether a hook has ended
+_CHUNK = 2**14  # of a hook's last words
 _SAMPLE_SECONDS = 60.0
 _HOOK_FAILURES = 3  # in a row, after which the hook is left alone
 
@@ -137,7 +143,7 @@ class LogFile:
     def text(self, text: str, when: float | None = None) -> None:
         """Any text, each line stamped."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-        for line in scrub(text).splitlines() or [""]:
+        for line in map(harmless, scrub(text).splitlines() or [""]):
             with suppress(OSError):
                 self._file.write(f"{stamp}  {line}\n".encode("utf-8", errors="backslashreplace"))
 
@@ -215,7 +221,10 @@ def scalars(event: Event) -> dict[str, float]:
 
 @final
 class CommandSink:
-    """Runs the user's program with each event's JSON on its standard input; a hook that fails never stops a run."""
+    """Runs the user's program with each event's JSON on its standard input; a hook that fails never stops a run.
+
+    What it prints is passed over, but for the end of its standard error where it fails.
+    """
 
     def __init__(self, command: str, folder: Path, warn: Warn, every_steps: int = 1) -> None:
         self._words, self._folder, self._warn, self._pace = shlex.split(command), folder, warn, Pace(every_steps)
@@ -224,26 +233,93 @@ class CommandSink:
     def write(self, event: Event) -> None:
         if self._failures >= _HOOK_FAILURES or not self._pace.lets_through(event):
             return
-        problem = self._run(to_json(without_secrets(event)))
+        problem = self._run(to_json(without_secrets(event)).encode(errors="backslashreplace") + b"\n")
         self._failures = self._failures + 1 if problem else 0
         if problem:
             more = "; it is not called again" if self._failures == _HOOK_FAILURES else ""
             self._warn(f"the hook {self._words[0]} {problem}{more}")
 
-    def _run(self, line: str) -> str:
+    def _run(self, line: bytes) -> str:
+        """What went wrong, or nothing. The event is a file: a hook that does not read it blocks nobody."""
         try:
-            done = subprocess.run(
-                self._words, input=line + "\n", cwd=self._folder, text=True, capture_output=True, timeout=_HOOK_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            return f"did not answer within {_HOOK_SECONDS:.0f} s"
-        except OSError as error:
-            return f"could not be started: {error.strerror}"
-        last = done.stderr.strip().splitlines()[-1:] or [""]
-        return f"failed with exit code {done.returncode}: {last[0]}"[:300] if done.returncode else ""
+            with TemporaryFile() as event:
+                event.write(line)
+                event.seek(0)
+                process = subprocess.Popen(
+                    self._words,
+                    cwd=self._folder,
+                    stdin=event,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # so that what it has started ends with it when it hangs
+                )
+        except (OSError, ValueError) as error:
+            return f"could not be started: {getattr(error, 'strerror', None) or error}"
+        assert process.stderr is not None
+        with process.stderr as pipe:
+            said = _last_words(process, pipe.fileno(), time.monotonic() + _HOOK_SECONDS)
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"did not answer within {_HOOK_SECONDS:.0f} s"
+        last = harmless(said.decode(errors="replace")).strip().splitlines()[-1:] or [""]
+        return f"failed with exit code {process.returncode}: {last[0]}"[:300] if process.returncode else ""
 
     def close(self) -> None:
         """Nothing is held open between events."""
+
+
+def _last_words(process: "subprocess.Popen[bytes]", pipe: int, deadline: float) -> bytes:
+    """The end of what a process writes until it ends or the time is up. All else is read and forgotten, and a child
+    that it leaves behind with the pipe in its hands is not waited for.
+    """
+    said, total, ended = b"", 0, False
+    ready = select.poll()
+    ready.register(pipe, select.POLLIN)
+    while time.monotonic() < deadline:
+        ended = ended or process.poll() is not None  # before the look: what it wrote is in the pipe by then
+        if not ready.poll(0 if ended else _LOOK_MILLISECONDS):
+            if ended:
+                break
+            continue
+        chunk = os.read(pipe, _CHUNK)
+        said, total = (said + chunk)[-_CHUNK:], total + len(chunk)
+        if not chunk:  # closed; only its end is waited for
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            break
+        if total > MIB:
+            time.sleep(_LOOK_MILLISECONDS / 1000)  # whoever writes without end waits for us
+    return said
+
+
+@final
+class _Guarded:
+    """A sink whose failure, whatever its library raises, is one warning; it then gets nothing more of the run."""
+
+    def __init__(self, name: str, sink: Sink, warn: Warn) -> None:
+        self._name, self._sink, self._warn, self._works = name, sink, warn, True
+
+    def write(self, event: Event) -> None:
+        self._try(lambda: self._sink.write(event))
+
+    def close(self) -> None:
+        self._try(self._sink.close)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        if not self._works:
+            return
+        try:
+            work()
+        except Exception as error:
+            self._works = False
+            self._warn(f"{self._name} failed and gets no more of this run, training goes on: {_words(error)}")
+
+
+def _words(error: Exception) -> str:
+    said = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def open_sinks(
@@ -254,14 +330,20 @@ def open_sinks(
 
     sinks: list[Sink] = [LogFile(run_dir / "log.txt", every_steps)]
     for name in names:
-        if name != "tensorboard":
-            sinks.append(TrackerSink(name, run_dir, warn, every_steps))
-            continue
         try:
-            sinks.append(TensorBoard(run_dir / "tensorboard", every_steps))
+            sink: Sink
+            if name == "tensorboard":
+                sink = TensorBoard(run_dir / "tensorboard", every_steps)
+            else:
+                sink = TrackerSink(name, run_dir, warn, every_steps)
+            sinks.append(_Guarded(name, sink, warn))
         except ImportError as error:
             warn(f"TensorBoard files are not written ({error}); mend: pip install 'bloomery[track]'")
-    sinks += [CommandSink(command, folder, warn, every_steps) for command in commands]
+        except Exception as error:
+            warn(f"{name} could not be started, this run is not tracked there: {_words(error)}")
+    sinks += [
+        _Guarded(f"the hook {command}", CommandSink(command, folder, warn, every_steps), warn) for command in commands
+    ]
     return sinks
 
 

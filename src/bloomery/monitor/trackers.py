@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from bloomery.monitor.events import Event, RunEnded, from_json
-from bloomery.monitor.scrub import scrub
 from bloomery.monitor.sinks import scalars
+from bloomery.text import scrub
 
 LONGEST_PARAMETER = 500  # letters, the least that any MLflow server takes
 PARAMETERS_AT_ONCE = 100  # what one MLflow call takes
@@ -151,6 +151,7 @@ TRACKERS: dict[str, type[Wandb] | type[Trackio] | type[Mlflow]] = {
 def main(name: str) -> None:
     """The first line is the job, each further one an event. Ends when its input does: the run has ended, or died."""
     told = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)  # what its library, or a program that it starts, prints past Python is no answer either
 
     def warn(text: str) -> None:
         told.write(json.dumps(scrub(text)[:300]) + "\n")

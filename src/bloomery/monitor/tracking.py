@@ -16,12 +16,14 @@ from typing import Any, final
 
 from bloomery.errors import UserError
 from bloomery.monitor.events import Event, RunEnded, to_json, without_secrets
-from bloomery.monitor.scrub import scrub
 from bloomery.monitor.sinks import paced, scalars
+from bloomery.text import scrub
 
 MODULE = "bloomery.monitor.trackers"
 FINISH_SECONDS = 20.0  # to send what is left at the end
 WAITING_EVENTS = 5_000  # kept for a tracker that is slow; what comes then is left out
+_LONGEST_ANSWER = 2**14  # bytes of a line
+_MOST_WARNINGS = 10  # of one tracker in a run
 NAMES = ("wandb", "trackio", "mlflow")
 
 
@@ -83,9 +85,13 @@ class TrackerSink:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with suppress(ValueError):
-                self._warn(str(json.loads(line)))
+        told = 0
+        while line := self._process.stdout.readline(_LONGEST_ANSWER):
+            with suppress(ValueError, RecursionError):
+                warning = str(json.loads(line))
+                told += 1
+                if told <= _MOST_WARNINGS:
+                    self._warn(warning)
         code = self._process.wait()
         if code and not self._left:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -3,11 +3,14 @@
 import textwrap
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.console import Group
+from rich.text import Text
 
 from bloomery.monitor.devices import format_joules, lines, short_lines
 from bloomery.monitor.events import (
@@ -22,9 +25,11 @@ from bloomery.monitor.events import (
     Saved,
     StepDone,
     Warned,
+    as_shown,
 )
 from bloomery.monitor.plot import Point, plot, settled_top
 from bloomery.monitor.tally import RunFacts, Tally, in_millions
+from bloomery.text import harmless
 from bloomery.units import format_seconds
 
 _TITLE = 11  # columns
@@ -32,6 +37,7 @@ _KEPT = 200  # incidents
 _SAMPLES = 2
 _POINTS = 20_000  # of a curve that are kept: more than any screen shows
 _LEAST_ROOM = 11  # lines for the curve and what happened, below which other things are shortened
+_ROOM_FOR_STRIPS = 16  # of rate and speed below the curve
 _SHORT = 40  # columns of a device that shares its line
 _CLOCK_SECONDS = 600.0  # left, from which on the time of the end is told, too
 
@@ -52,6 +58,7 @@ class Seen:
     _open: bool = False  # steps were told and no end of them
 
     def add(self, event: Event) -> None:
+        event = as_shown(event)
         if isinstance(event, RunStarted | Resumed) and self._open:
             self.incidents.append((replace(event, step=self.tally.step), "killed, without a word"))
             self._open = False
@@ -82,6 +89,21 @@ class Seen:
                 self.incidents.append((event, "training waits"))
             case Phase(name="stopping"):
                 self.incidents.append((event, "asked to stop: it saves after this step"))
+
+    def begin_again(self) -> None:
+        """Another process goes on: how the one before it ended is history, and no state of this one."""
+        self.tally.ended, self.tally.stopping, self.tally.phase = None, False, None
+        self.tally.recent.clear()
+        self.incidents.clear()
+
+    @property
+    def state(self) -> str:
+        """What the run does, as far as its events tell."""
+        if self.tally.ended is not None:
+            return self.tally.ended.why.partition(":")[0]
+        if self.tally.stopping:
+            return "stopping"
+        return "running" if self.tally.recent else "starting"
 
     def _step(self, event: StepDone) -> None:
         self.rates = _longer(self.rates, event.step, event.learning_rate)
@@ -115,36 +137,43 @@ class Screen:
 
 def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
     """The picture, no line wider than the screen. `state`: what the run does; `now`: seconds since 1970."""
-    head = [_headline(seen, facts, state), _bar(seen.tally, screen, _times(seen.tally, state, now))]
+    head = [*_headline(seen, facts, screen, state), _bar(seen.tally, screen, _times(seen.tally, state, now))]
     figures, all_devices = _figures(seen, facts, screen.width), seen.tally.devices.all
     devices = lines(all_devices, screen.width)
     if screen.height is None:
-        chart, happened, samples = _chart(seen, screen, 10), _happened(seen, screen.width, 16), _samples(seen, 8)
+        chart, happened = _chart(seen, screen, 10), _happened(seen, screen.width, 16, now=now)
+        samples = _samples(seen, screen.width, 8)
     else:
         room = screen.height - len(head) - len(figures) - len(devices) - 4  # one of them between blocks
         if room < _LEAST_ROOM and len(all_devices) > 2 and screen.width >= 2 * _SHORT:
             devices = short_lines(all_devices, screen.width)
             room = screen.height - len(head) - len(figures) - len(devices) - 4
-        chart = _chart(seen, screen, max(3, min(12, room // 2 - 3)), strips=room >= _LEAST_ROOM)
+        wordy = bool(seen.incidents) and len(seen.incidents[-1][1]) > 2 * screen.width - 40
+        lowest = 2 if wordy and room < _LEAST_ROOM else 3
+        chart = _chart(seen, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS)
         left = max(room - len(chart), 0)
-        happened = _happened(seen, screen.width, min(12, max(left // 2, 2)))
-        samples = _samples(seen, max(left - len(happened) - 2, 0))
+        happened = _happened(seen, screen.width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now)
+        samples = _samples(seen, screen.width, max(left - len(happened) - 1, 0))
     blocks = [head, chart, figures, devices, samples, happened]
     told = [line for block in blocks if block for line in ("", *block)][1:]
     return [_cut(_ascii(line) if screen.plain else line, screen.width) for line in told[: screen.height]]
 
 
-def _headline(seen: Seen, facts: RunFacts, state: str) -> str:
+def _headline(seen: Seen, facts: RunFacts, screen: Screen, state: str) -> list[str]:
+    """One line, or two where a name is long."""
     tally = seen.tally
     steps = tally.steps or facts.steps
     phase = tally.phase
-    doing = f" · {phase.name}" if phase is not None and state == "running" and phase.name != "length" else ""
-    return f"{facts.name} · {state}{doing} · step {tally.step:,}" + (f" of {steps:,}" if steps else "")
+    works = state in ("starting", "running")
+    doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
+    told = f"{state}{doing} · step {tally.step:,}" + (f" of {steps:,}" if steps else "")
+    whole = f"{facts.name} · {told}" if facts.name else told
+    return [whole] if cell_len(whole) <= screen.width else [facts.name, told]
 
 
 def _times(tally: Tally, state: str, now: float) -> str:
     """Gone and left."""
-    lives = state in ("running", "stopping", "paused")
+    lives = state in ("starting", "running", "stopping", "paused")
     end = now if lives or tally.latest is None else tally.latest
     return format_seconds(tally.clock.until(end)) + (_left(tally, now) if state == "running" else "")
 
@@ -188,7 +217,7 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
     used = facts.utilisation(speed)
     loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
     pairs = [
-        ("loss", f"{loss}, smoothed {tally.smoothed or 0:.4f}"),
+        ("loss", loss if tally.smoothed is None else f"{loss}, smoothed {tally.smoothed:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
         ("exam", "none yet" if exam is None else f"{_score(exam, tally.per)} at {exam.step:,}"),
         ("best", "" if best is None or best == exam else f"{_score(best, tally.per)} at {best.step:,}"),
@@ -203,10 +232,14 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
         ("energy", _energy(tally)),
         ("saved", "nothing yet" if seen.saved is None else f"step {seen.saved.step:,}"),
     ]
-    shown = [(title, text) for title, text in pairs if text]
     half = width // 2
-    rows = zip(shown[::2], [*shown[1::2], ("", "")], strict=False)
-    return [f"{f'{a:<{_TITLE}}{b}':<{half}}{f'{c:<{_TITLE}}{d}' if c else ''}".rstrip() for (a, b), (c, d) in rows]
+    rows: list[str] = []
+    for cell in [f"{title:<{_TITLE}}{text}" for title, text in pairs if text]:
+        if rows and len(rows[-1]) < half and len(cell) <= width - half:  # what needs more has a line of its own
+            rows[-1] = f"{rows[-1]:<{half}}{cell}"
+        else:
+            rows.append(cell)
+    return rows
 
 
 def _score(exam: EvalDone, per: str) -> str:
@@ -224,11 +257,12 @@ def _energy(tally: Tally) -> str:
     return format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
 
 
-def _samples(seen: Seen, room: int) -> list[str]:
+def _samples(seen: Seen, width: int, room: int) -> list[str]:
+    """The beginnings of the newest samples; long lines go on in the next."""
     found: list[str] = []
-    told = [*seen.samples] if room >= _SAMPLES * 3 else [*seen.samples][-1:]
+    told = [*seen.samples] if room >= _SAMPLES * 5 else [*seen.samples][-1:]
     for sample in told:
-        text = sample.whole.expandtabs(4).splitlines()
+        text = [part for line in sample.whole.expandtabs(4).splitlines() for part in _folded(line, width - _TITLE)]
         found += [
             f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
             for at, line in enumerate(text[: max(room // len(told), 1)])
@@ -236,20 +270,36 @@ def _samples(seen: Seen, room: int) -> list[str]:
     return found[:room]
 
 
-def _happened(seen: Seen, width: int, room: int) -> list[str]:
-    """The newest incidents, the newest last; where it is narrow, each in two lines."""
+def _folded(line: str, width: int) -> list[str]:
+    """A line as pieces of so many columns, its blanks kept."""
+    return [*chop_cells(line, max(width, 10))] or [""]
+
+
+def _happened(seen: Seen, width: int, room: int, newest: int = 0, *, now: float) -> list[str]:
+    """The newest incidents, the newest last; where it is narrow, each in two lines, that one in up to `newest`."""
     found: list[str] = []
-    most = 4 if room >= 8 else 2
+    today = all(time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in seen.incidents)
+    stamped, indent = ("%H:%M", 7) if today else ("%d %b %H:%M", 14)
     for event, text in reversed(seen.incidents):
-        stamp = time.strftime("%d %b %H:%M", time.localtime(event.time))
-        wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - 14, 20))
-        told = [f"{stamp if at == 0 else '':<14}{line}" for at, line in enumerate(wrapped[:most])]
+        most = max(4 if room >= 8 else 2, 0 if found else newest)
+        stamp = time.strftime(stamped, time.localtime(event.time))
+        wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - indent, 20))
+        told = [f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])]
         if len(wrapped) > most:
             told[-1] = told[-1][: width - 1] + "…"
-        if len(found) + len(told) > room:
+        if found and len(found) + len(told) > room:
             break
         found = told + found
     return found
+
+
+def styled(rows: Iterable[str]) -> Group:
+    """A picture for rich. Colour is an ornament: nothing is told by it alone, and NO_COLOR takes it away."""
+
+    def style(at: int, row: str) -> str:
+        return "bold" if at == 0 else "cyan" if at == 1 or "│" in row else ""
+
+    return Group(*(Text(row, style(at, row), no_wrap=True, overflow="crop") for at, row in enumerate(rows)))
 
 
 _ASCII = str.maketrans({"█": "#", "░": "-", "·": "-", "…": "~", "°": " ", "│": "|"})
@@ -260,6 +310,6 @@ def _ascii(text: str) -> str:
 
 
 def _cut(line: str, width: int) -> str:
-    """To so many columns; control characters, which may hold a terminal's commands, are shown as blanks."""
-    line = "".join(letter if letter.isprintable() else " " for letter in line)
+    """To so many columns, and one line."""
+    line = harmless(line).replace("\t", " ").replace("\n", " ")
     return line if cell_len(line) <= width else set_cell_size(line, width)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -309,6 +310,9 @@ def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict
     sources = result.get("data", {}).get("sources") if isinstance(result.get("data"), dict) else None
     for index in range(len(sources) if isinstance(sources, list) else 0):
         _replace(result, ("data", "sources", index, "path"), _absolute, origins)
+    sinks = result.get("monitor", {}).get("to") if isinstance(result.get("monitor"), dict) else None
+    for index in range(len(sinks) if isinstance(sinks, list) else 0):
+        _replace(result, ("monitor", "to", index, "command"), _found_from_anywhere, origins)
     names: list[KeyPath] = [
         ("model", "from"), ("tokenizer", "from"), ("data", "chat", "template"), ("objective", "teacher"),
     ]  # fmt: skip
@@ -327,6 +331,18 @@ def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Or
 
 def _absolute(value: str, folder: Path) -> str:
     return value if "://" in value or value.startswith("hub:") else str((folder / Path(value).expanduser()).absolute())
+
+
+def _found_from_anywhere(command: str, folder: Path) -> str:
+    """A command whose program and other words such as ./hook.sh are absolute paths: hooks run in the run's folder."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command  # which is refused as such
+    paths = [at for at, word in enumerate(words) if word.startswith(("./", "../", "~/")) or (not at and "/" in word)]
+    for at in paths:
+        words[at] = _absolute(words[at], folder)
+    return shlex.join(words) if paths else command
 
 
 def _local_or_name(value: str, folder: Path) -> str:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
-from bloomery.monitor.scrub import scrub
 from bloomery.plan.types import Plan
 from bloomery.report.heldout import MOST_PARAMETERS
 from bloomery.report.html import Html, el, join
+from bloomery.text import scrub
 
 if TYPE_CHECKING:
     from bloomery.train.answers import Question

@@ -10,9 +10,9 @@ import numpy as np
 from bloomery.data.shards import Split, open_split
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import UserError
-from bloomery.monitor.scrub import scrub
 from bloomery.plan.types import Plan
 from bloomery.report.html import Html, el, join
+from bloomery.text import scrub
 
 _TOKENS = 260  # of one document: what two columns show without scrolling for long
 _ENOUGH = 64  # a document with fewer tokens says little

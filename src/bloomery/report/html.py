@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from bloomery.monitor.scrub import scrub
+from bloomery.text import scrub
 
 
 class Html(str):

@@ -1,4 +1,4 @@
-"""Takes secrets out of text that people pass around: logs, reports, what hooks and trackers receive."""
+"""Text that others wrote: without its secrets before it is passed on, without control characters before it is shown."""
 
 import os
 import re
@@ -36,3 +36,19 @@ def scrub(text: str, environment: Mapping[str, str] = os.environ) -> str:
     text = _WANDB_KEY.sub(rf"\1{HIDDEN}", text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
+
+
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # they change the order in which letters are shown
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"}
+_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")  # bytes of a name that no encoding has
+_UNPRINTED = _CONTROLS | _SURROGATES
+
+
+def harmless(text: str) -> str:
+    """`text` without control characters other than newlines and tabs: no dataset, model or file name steers a terminal.
+
+    Everything that Bloomery prints and did not write itself passes through here.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return text.replace("\r\n", "\n").translate(_UNPRINTED)
