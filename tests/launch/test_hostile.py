@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about
         wait_for(bloomery.saw(Saved))
         shutil.move(bloomery.run_dir / "checkpoints", bloomery.folder / "aside")
         (bloomery.run_dir / "checkpoints").write_text("in the way")
-        (bloomery.run_dir / "metrics.json.partial").mkdir()
+        (bloomery.run_dir / "metrics.json").mkdir()
         saved = bloomery.run("save", "one")
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert saved.returncode == 1

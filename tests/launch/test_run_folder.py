@@ -187,6 +187,64 @@ def test_another_host_counts_as_alive_while_it_beats(tmp_path: Path) -> None:
         pass
 
 
+def test_a_time_far_ahead_is_no_sign_of_life(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock.write_text(json.dumps({"pid": 1, "started": "x", "host": "node17"}))
+    with pytest.raises(UserError, match="process 1 on node17") as caught, locked(folder):
+        pass
+    assert f"delete {folder.lock}" in caught.value.remedy
+    os.utime(folder.lock, (time.time() + 10_000,) * 2)
+    with locked(folder):
+        pass
+
+
+def test_a_deleted_lock_lets_nobody_in_and_comes_back(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_folder, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(run_folder, "PATIENCE_SECONDS", 0.1)
+    folder = RunFolder(tmp_path)
+    with locked(folder):
+        folder.lock.unlink()
+        with pytest.raises(UserError, match="in use"), locked(folder):
+            pass
+        time.sleep(0.3)
+        assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
+    assert folder.lock.read_text() == ""
+    with locked(folder):
+        pass
+
+
+def test_drafts_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for name in (".tmp-machine.json-4194999", ".tmp-x", f".tmp-report.html-{os.getpid()}"):
+        (tmp_path / name).touch()
+    (tmp_path / ".tmp-base-4194999").mkdir()
+    (tmp_path / "letter").write_text("mine")
+    (tmp_path / ".tmp-plan.json-4194999").symlink_to(tmp_path / "letter")
+    with locked(folder):
+        left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [f".tmp-report.html-{os.getpid()}", "letter", "lock"]
+
+
+def test_a_kill_while_the_recipe_is_written_leaves_a_folder_that_can_be_used(tmp_path: Path, loaded) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("lock", ".tmp-recipe.yaml-4194999"):
+        (tmp_path / "run" / name).touch()
+    with new_run(loaded, tmp_path / "run") as (folder, _):
+        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml"]
+
+
+@pytest.mark.parametrize("name", ["lock", "events.jsonl", "plan.json", "checkpoints", ".reference-train.bin.tmp"])
+def test_a_link_that_leads_out_of_the_folder_is_refused_and_not_followed(tmp_path: Path, name: str) -> None:
+    """It used to be truncated, appended to or written through by who resumed a stranger's run."""
+    outside = tmp_path / "precious"
+    outside.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(outside)
+    with pytest.raises(UserError, match=f"{name} is a link to {outside}"), locked(RunFolder(tmp_path / "run")):
+        pass
+    assert outside.read_text() == "mine"
+
+
 def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.lock.write_text('{"pid": 17, "sta')

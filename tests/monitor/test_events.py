@@ -2,14 +2,16 @@
 
 import json
 import math
+import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -156,11 +158,50 @@ def test_a_folder_that_went_away_ends_the_writing(tmp_path, away):
     assert not run.exists()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence(tmp_path):
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    with EventLog(tmp_path / "events.jsonl") as emit, pytest.raises(UserError, match="No space left"):
-        emit(step_done(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventLog(tmp_path / "events.jsonl") as emit, pytest.raises(UserError, match="File too large"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+        try:
+            emit(step_done(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_flipped_bit_of_a_line_never_reads_as_another_event(tmp_path):
+    path, told = tmp_path / "events.jsonl", [step_done(1), Sampled(step=1, prompt="a", text="ä\ud800b"), step_done(2)]
+    with EventLog(path) as emit:
+        for event in told:
+            emit(event)
+    assert list(read_events(path)) == told
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        content = bytearray(whole)
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        assert all(event in told for event in read_events(path)), (place, content)
+
+
+def test_lines_without_an_end_are_bounded(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        file.truncate(200 * 2**20)
+    tracemalloc.start()
+    assert list(read_events(path)) == []
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
+def test_what_is_no_file_is_refused_and_nothing_follows_it(tmp_path, kind):
+    path = tmp_path / "events.jsonl"
+    (tmp_path / "letter").write_text("mine")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "letter")
+    with pytest.raises(UserError, match="own folder"):
+        EventLog(path)
+    with pytest.raises(UserError, match="own folder"):
+        list(read_events(path))
+    assert (tmp_path / "letter").read_text() == "mine"
 
 
 def test_metrics_are_numbers_and_absent_from_old_logs():

@@ -157,6 +157,49 @@ def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
 
 
+def test_a_checkpoint_that_is_a_link_is_read_and_pruned_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    """It used to leave a draft that no later start could clear: the run could not be resumed any more."""
+    save(tmp_path / "run", 1, 2)
+    (tmp_path / "run/step-00000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "run/step-00000001").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run/.tmp-step-00000000-17-gone").symlink_to(tmp_path / "elsewhere")
+    assert sealed.damage(tmp_path / "run/step-00000001") is None
+    events = save(tmp_path / "run", 3, 4, keep=2)
+    assert [type(event) for event in events] == [Saved, Saved]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000003", "step-00000004"]
+    assert sealed.damage(tmp_path / "elsewhere") is None
+
+
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path: Path, monkeypatch) -> None:
+    save(tmp_path, 1)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # permissions do not bind root
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        newest(tmp_path)
+
+
+def test_all_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "step-00000001").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("file", ["MANIFEST.json", "state.json"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_file_without_an_end_is_damage_at_once(tmp_path: Path, file: str, kind: str) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / file
+    path.unlink()
+    path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
+    assert file in (sealed.damage(path.parent) or "")
+
+
 def test_state_must_be_finite(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         Saver(tmp_path, 3, False).save(1, parts(1), {"loss": float("nan")})

@@ -88,7 +88,7 @@ def alive(folder: Path) -> bool:
         from bloomery.launch.run_folder import alive as lives
 
         holder = holder_of(lock)
-        silent = time.time() - lock.stat().st_mtime
+        silent = abs(time.time() - lock.stat().st_mtime)  # a time far ahead is no sign of life
     except OSError:
         return False
     return bool(holder) and (lives(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS)

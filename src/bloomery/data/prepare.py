@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from bloomery.data.preparing import Limits, Report, Work, streams
 from bloomery.data.preparing_examples import learns_examples, template_identity, train_on
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
 from bloomery.data.tokenizer_source import tokenizer_spec
+from bloomery.disk import open_regular
 from bloomery.errors import UserError
 from bloomery.hub import data_place
 from bloomery.recipe.load import LoadedRecipe
@@ -178,7 +180,7 @@ def writing(folder: Path) -> Iterator[None]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One `prepare` a folder; the lock ends with its process, however that ends."""
-    with (folder / ".lock").open("w") as file:
+    with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

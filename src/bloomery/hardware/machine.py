@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from bloomery.disk import read_whole
 from bloomery.errors import UserError
 
 
@@ -161,7 +162,7 @@ class Machine(Frozen):
 def read_machine(path: Path) -> Machine:
     """A recorded machine. Raises UserError when the file is damaged."""
     try:
-        return Machine.model_validate_json(path.read_bytes())
+        return Machine.model_validate_json(read_whole(path))
     except (OSError, ValidationError) as error:
         remedy = "delete it: resuming then plans again for the machine at hand"
         raise UserError("the record of the run's machine cannot be read", where=str(path), remedy=remedy) from error

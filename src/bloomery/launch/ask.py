@@ -15,7 +15,7 @@ from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.launch.journal import last_step
 from bloomery.launch.processes import host_name, start_mark
-from bloomery.launch.run_folder import DEAD_SECONDS, RunFolder, alive, holder_of, silence
+from bloomery.launch.run_folder import RunFolder, alive, beats, holder_of
 from bloomery.launch.signals import SAVE_SIGNAL
 from bloomery.monitor.events import Event, Phase, Recovered, RunEnded, Saved, Warned, follow, read_events
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED
@@ -57,7 +57,7 @@ def runner_of(folder: RunFolder) -> Runner:
     """Who works on the run, on this host and listening. Raises UserError when nobody is, or nobody who could hear."""
     entry = holder_of(folder.lock) if folder.lock.exists() else {}
     elsewhere = bool(entry) and entry["host"] != host_name()
-    if elsewhere and silence(folder.lock) < DEAD_SECONDS:
+    if elsewhere and beats(folder.lock):
         raise UserError(
             f"this run goes on on another machine: process {entry['pid']} on {entry['host']}",
             where=str(folder.path),

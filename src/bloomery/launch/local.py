@@ -69,7 +69,7 @@ class _Flow:
     """What every stage needs."""
 
     folder: RunFolder
-    lock: int
+    lock: tuple[int, ...]
     book: Journal
     requests: StopRequests
     name: str
@@ -95,7 +95,7 @@ class _Flow:
                     self.folder,
                     words=words,
                     environment=environment,
-                    inherited=(self.lock,),
+                    inherited=self.lock,
                     requests=self.requests,
                     on_event=told,
                     on_line=self.book.line,

@@ -6,13 +6,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any, final
 
-from bloomery.disk import write_durably
+from bloomery.disk import irregular, open_regular, read_whole, remove, write_durably
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.signals import can_hear
@@ -22,6 +22,7 @@ from bloomery.train.run import name_of
 BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
 DEAD_SECONDS = 120.0  # a lock of another host that has been silent for so long is taken over
 PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
+_FIRST_DRAFTS = re.compile(r"\.tmp-(recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+")
 _BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")  # what a run has written by then
 
 
@@ -80,8 +81,8 @@ def propose_folder(recipe_name: str) -> Path:
 
 
 @contextmanager
-def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, int]]:
-    """Makes the folder with its lock and its recipe; yields it and the lock's descriptor, held inside the block.
+def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple[int, ...]]]:
+    """Makes the folder with its lock and its recipe; yields it and the lock's descriptors, held inside the block.
 
     A run that ended before it had a plan is taken over. Raises UserError when the folder holds another run or anything
     else, is in use, or cannot be made.
@@ -90,12 +91,12 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, int]]
     with _explained(folder.path):
         _refuse_occupied(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as descriptor:
+    with locked(folder) as lock:
         with _explained(folder.path):
             _refuse_occupied(folder)  # somebody else may have been as quick
             _clear(folder)
             write_durably(folder.recipe, dump_recipe(loaded))
-        yield folder, descriptor
+        yield folder, lock
 
 
 def _refuse_occupied(folder: RunFolder) -> None:
@@ -107,7 +108,7 @@ def _refuse_occupied(folder: RunFolder) -> None:
             where=str(folder.path),
             remedy=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
         )
-    if folder.path.is_dir() and any(entry.name != folder.lock.name for entry in folder.path.iterdir()):
+    if _names(folder) - {folder.lock.name}:
         raise UserError(
             "the run folder is not empty, and nothing in it is overwritten",
             where=str(folder.path),
@@ -117,9 +118,14 @@ def _refuse_occupied(folder: RunFolder) -> None:
 
 def _unplanned(folder: RunFolder) -> bool:
     """Whether a run ended here before it had a plan: nothing was computed yet, and nothing else lies here."""
-    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
     own = {folder.lock.name, folder.recipe.name}
-    return own <= names <= {*own, *_BEFORE_A_PLAN}  # a log beside a lock alone is another program's
+    return own <= _names(folder) <= {*own, *_BEFORE_A_PLAN}  # a log beside a lock alone is another program's
+
+
+def _names(folder: RunFolder) -> set[str]:
+    """What the folder holds, less the drafts that a kill in its first moments leaves."""
+    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+    return {name for name in names if not _FIRST_DRAFTS.fullmatch(name)}
 
 
 def _clear(folder: RunFolder) -> None:
@@ -140,35 +146,53 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[int]:
-    """Only one process at a time trains in a folder; yields the lock's descriptor, which ranks inherit.
+def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
+    """Only one process at a time trains in a folder; yields the lock's descriptors, which ranks inherit.
 
-    The kernel's lock dies with its holders. The text beside it (process, start time, host) tells people who they are,
-    and guards against other hosts where file locks do not reach them: a lock whose process is dead is taken over, one
-    of another host when it has been silent for two minutes. Raises UserError when the run is in use.
+    The kernel's lock dies with its holders; it is on the folder, too, as people delete files. The text in the file
+    (process, start time, host) says who they are, and guards against other hosts where file locks do not reach them: a
+    lock whose process is dead is taken over, one of another host when it has been silent for two minutes. Raises
+    UserError when the run is in use, and when a link leads out of its folder.
     """
-    with _explained(folder.path):
-        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _acquire(folder, descriptor)
+    with ExitStack() as stack:
+        with _explained(folder.path):
+            place = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, place)
+            descriptor = open_regular(folder.lock, os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, descriptor)
+        text = _acquire(folder, place, descriptor)
         try:
-            with _beating(folder.lock):
-                yield descriptor
+            with _explained(folder.path):
+                _sweep(folder)
+            with _beating(folder.lock, descriptor, text):
+                yield place, descriptor
         finally:
             os.ftruncate(descriptor, 0)
-    finally:
-        os.close(descriptor)
+            if holder_of(folder.lock) == json.loads(text):  # it was deleted, and stands again
+                os.truncate(folder.lock, 0)
 
 
-def _acquire(folder: RunFolder, descriptor: int) -> None:
+def _sweep(folder: RunFolder) -> None:
+    """Deletes what killed processes were writing. Raises UserError for a link: nothing is written through one."""
+    for path in folder.path.iterdir():
+        writer = path.name.rpartition("-")[2]
+        writing = writer.isdecimal() and start_mark(int(writer)) is not None
+        if path.name.startswith(".tmp-") and not writing:
+            remove(path)
+        elif path.is_symlink():
+            raise irregular(path)
+
+
+def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
+    """The text that the lock holds from here on."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not _try_kernel_lock(descriptor):
+    while not (_try_kernel_lock(place) and _try_kernel_lock(descriptor)):
         holder = holder_of(folder.lock)
         if alive(holder) or time.monotonic() > deadline:
             raise _in_use(folder, holder)
         time.sleep(0.1)
     holder = holder_of(folder.lock)
-    if holder and (alive(holder) if holder["host"] == host_name() else silence(folder.lock) < DEAD_SECONDS):
+    if holder and (alive(holder) if holder["host"] == host_name() else beats(folder.lock)):
         raise _in_use(folder, holder)
     who: dict[str, Any] = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
     who |= {"hears": can_hear(), "since": time.time()}  # events of before are another process's
@@ -177,6 +201,7 @@ def _acquire(folder: RunFolder, descriptor: int) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
         os.fsync(descriptor)
+    return text
 
 
 def _try_kernel_lock(descriptor: int) -> bool:
@@ -185,15 +210,15 @@ def _try_kernel_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks (Lustre without -o flock): the text in the file has to do
+        return True  # a file system without locks (Lustre without -o flock; folders on NFS): the text has to do
     return True
 
 
 def holder_of(lock: Path) -> dict[str, Any]:
     """Who wrote the lock; empty when nobody holds it or the text was cut short."""
     try:
-        entry: Any = json.loads(lock.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
+        entry: Any = json.loads(read_whole(lock, most=10_000))
+    except (ValueError, OSError, RecursionError, UserError):
         return {}
     whole = isinstance(entry, dict) and {"pid", "started", "host"} <= entry.keys() and isinstance(entry["pid"], int)
     return entry if whole else {}
@@ -204,20 +229,33 @@ def alive(holder: dict[str, Any]) -> bool:
     return bool(holder) and holder["host"] == host_name() and start_mark(int(holder["pid"])) == holder["started"]
 
 
-def silence(lock: Path) -> float:
-    """Seconds since the holder's last beat, by the file server's clock."""
+def beats(lock: Path) -> bool:
+    """Whether the holder on another host shows that it lives, by the file server's clock.
+
+    A time far ahead is no beat: it would lock the run until then.
+    """
     probe = lock.with_name(f".tmp-clock-{os.getpid()}")
-    probe.touch()
+    probe.unlink(missing_ok=True)
+    descriptor = open_regular(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        return probe.stat().st_mtime - lock.stat().st_mtime
+        return abs(os.fstat(descriptor).st_mtime - lock.stat().st_mtime) < DEAD_SECONDS
     finally:
-        probe.unlink()
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
+
+
+def _in_place(lock: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(lock.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
     who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     there = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
     stop = f"`bloomery stop {folder.name}`{there} saves and stops it" if holder else "wait until that one has ended"
+    stop += f"; if that machine is gone, delete {folder.lock}" if there else ""
     return UserError(
         f"this run is in use: {who} is working on it",
         where=str(folder.path),
@@ -226,13 +264,15 @@ def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
 
 
 @contextmanager
-def _beating(lock: Path) -> Iterator[None]:
+def _beating(lock: Path, descriptor: int, text: str) -> Iterator[None]:
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
-            if lock.exists():
-                os.utime(lock)
+            os.utime(descriptor)
+            with suppress(OSError, UserError):  # no room, or the run's folder is gone: its events say so
+                if not _in_place(lock, descriptor) and holder_of(lock) in ({}, json.loads(text)):
+                    write_durably(lock, text)  # somebody deleted it; who asks who works here finds out again
 
     thread = threading.Thread(target=beat, name="lock", daemon=True)
     thread.start()

@@ -8,7 +8,7 @@ from typing import final
 
 from pydantic import ValidationError
 
-from bloomery.disk import write_durably
+from bloomery.disk import read_whole, write_durably
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.supervise import Ending
 from bloomery.launch.worker import FAILED, MEMORY_FULL, UNSOUND
@@ -71,9 +71,9 @@ def keep(folder: RunFolder, descent: Descent) -> None:
 def take_kept(folder: RunFolder) -> Descent | None:
     """The rung that the last attempt left, once; None when there is none, or it is not one of this version."""
     try:
-        kept = json.loads(folder.safer.read_text(encoding="utf-8"))
+        kept = json.loads(read_whole(folder.safer))
         found = Descent(Rung(Plan.model_validate_json(kept["plan"]), kept["action"]), kept["because"])
-    except (FileNotFoundError, ValueError, KeyError, ValidationError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
         found = None
     folder.safer.unlink(missing_ok=True)
     return found

@@ -3,14 +3,17 @@
 import json
 import math
 import os
+import re
 import shlex
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Self, TypeVar, final, get_args, get_origin
 
+from bloomery.disk import open_regular
 from bloomery.errors import UserError
 from bloomery.text import harmless, scrub
 
@@ -215,8 +218,24 @@ def to_json(event: Event) -> str:
     return json.dumps({"event": type(event).__name__, **entry}, allow_nan=False, ensure_ascii=False)
 
 
+LONGEST_LINE = 2**20  # bytes; what is longer is no event
+_STAMPED = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}\s*', re.DOTALL)
+
+
+def to_line(event: Event) -> bytes:
+    """As it stands in the file: scrubbed, with the CRC-32 of what comes before it, so that damage shows."""
+    body = to_json(without_secrets(event))[:-1].encode("utf-8", errors="backslashreplace")
+    return body + f', "crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
+
+
 def from_json(line: str) -> Event | None:
-    """None for a line that a kill cut short, that something damaged, or of a kind that this version does not know."""
+    """None for a line that a kill cut short, that something damaged, or of a kind that this version does not know.
+
+    A line without a CRC is taken as it is.
+    """
+    stamped = _STAMPED.fullmatch(line)
+    if stamped is not None and zlib.crc32(stamped[1].encode("utf-8", errors="replace")) != int(stamped[2], 16):
+        return None
     try:
         entry: Any = json.loads(line)
     except (ValueError, RecursionError):
@@ -248,7 +267,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
     def __enter__(self) -> Self:
         return self
@@ -258,7 +277,7 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Raises UserError when the disk is full, or the file was moved or deleted: nobody reads it any more."""
-        line = (to_json(without_secrets(event)) + "\n").encode("utf-8", errors="backslashreplace")
+        line = to_line(event)
         if not self._in_place():
             raise UserError(
                 "the run's folder was moved or deleted while it went on, so it ends here",
@@ -282,7 +301,7 @@ class EventLog:
 
     def _in_place(self) -> bool:
         try:
-            return os.path.samestat(self.path.stat(), os.fstat(self._file))
+            return os.path.samestat(self.path.lstat(), os.fstat(self._file))
         except FileNotFoundError:
             return False
 
@@ -298,14 +317,8 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every event in the order of writing; a missing file has none."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
-            event = from_json(line)
-            if event is not None:
-                yield event
+    """Every event in the order of writing; a missing file has none. Raises UserError for what is no file."""
+    yield from Tail(path).read(whole=True)
 
 
 @final
@@ -316,17 +329,25 @@ class Tail:
         self._path, self._position, self._rest = path, start, b""
         self.read_lines = self.unknown_lines = 0  # unknown: damaged, or of another version
 
-    def read(self) -> Iterator[Event]:
-        """Everything up to now."""
+    def read(self, *, whole: bool = False) -> Iterator[Event]:
+        """Everything up to now; `whole`: nobody writes any more, and what stands after the last newline is a line."""
         while chunk := read_from(self._path, self._position):
             self._position += len(chunk)
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            for line in filter(None, whole):
-                event = from_json(line.decode("utf-8", errors="replace"))
-                self.read_lines += 1
-                self.unknown_lines += event is None
-                if event is not None:
-                    yield event
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            if len(self._rest) > LONGEST_LINE:
+                lines, self._rest = [*lines, self._rest], b""
+            yield from self._events(lines)
+        if whole:
+            last, self._rest = self._rest, b""
+            yield from self._events([last])
+
+    def _events(self, lines: Iterable[bytes]) -> Iterator[Event]:
+        for line in filter(None, lines):
+            event = from_json(line.decode("utf-8", errors="replace")) if len(line) <= LONGEST_LINE else None
+            self.read_lines += 1
+            self.unknown_lines += event is None
+            if event is not None:
+                yield event
 
 
 def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1) -> Iterator[Event]:
@@ -347,7 +368,7 @@ def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_second
 def read_from(path: Path, position: int) -> bytes:
     """The next piece of a growing file; nothing where it ends, or is not there yet."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             file.seek(position)
             return file.read(2**20)
     except FileNotFoundError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol, final
 
+from bloomery.disk import open_regular, write_durably
 from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, lines, summary
 from bloomery.monitor.events import (
     PROCESSOR,
@@ -133,7 +134,8 @@ class LogFile:
 
     def __init__(self, path: Path, every_steps: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)  # what could not be written is not tried again
+        # Unbuffered: what could not be written is not tried again.
+        self._file = os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
         self._pace = Pace(every_steps)
 
     def write(self, event: Event) -> None:
@@ -351,11 +353,8 @@ def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = No
     """`metrics.json`: what the run reached, computed from its events, beside what was `planned`; replaced whole."""
     tally = tally_of(read_events(run_dir / "events.jsonl"))
     path = run_dir / "metrics.json"
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(
-        json.dumps({**reached(tally), "planned": dict(planned or {})}, indent=2) + "\n", encoding="utf-8"
-    )
-    return partial.replace(path)
+    write_durably(path, json.dumps({**reached(tally), "planned": dict(planned or {})}, indent=2) + "\n")
+    return path
 
 
 def reached(tally: Tally) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from bloomery.disk import read_whole, write_durably
 from bloomery.errors import UserError
 from bloomery.monitor.events import Event, RunEnded, to_json, without_secrets
 from bloomery.monitor.sinks import paced, scalars
@@ -123,7 +124,7 @@ def job_of(run_dir: Path) -> dict[str, Any]:
     known = run_dir / "tracked.json"
     resumed = known.is_file()
     if not resumed:
-        known.write_text(json.dumps({"id": uuid.uuid4().hex[:16]}) + "\n", encoding="utf-8")
+        write_durably(known, json.dumps({"id": uuid.uuid4().hex[:16]}) + "\n")
     plan = _read(run_dir / "plan.json")
     return {
         "id": _read(known).get("id") or run_dir.name,
@@ -155,7 +156,7 @@ def _told(value: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(read_whole(path))
+    except (OSError, ValueError, UserError):
         return {}
     return found if isinstance(found, dict) else {}

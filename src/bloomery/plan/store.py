@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bloomery.disk import write_durably
+from bloomery.disk import read_whole, write_durably
 from bloomery.errors import UserError
 from bloomery.plan.types import Plan
 
@@ -17,7 +17,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(path: Path) -> Plan:
     """Raises UserError when there is no plan or it is not one that this version understands."""
     try:
-        return Plan.model_validate_json(path.read_bytes())
+        return Plan.model_validate_json(read_whole(path))
     except FileNotFoundError as missing:
         raise UserError(
             "this run has no plan yet", where=str(path), remedy="bloomery resume starts it over"

@@ -1,10 +1,10 @@
 """`report.html`: what a run did, on one page that works offline, for readers who were not there; or what a model is"""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.report.charts import Bars
 
@@ -64,12 +64,9 @@ def refuse_place(path: Path) -> None:
 
 
 def _write(text: str, path: Path) -> Path:
-    draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8", errors="replace")
-        return draft.replace(path)
+        write_durably(path, text.encode("utf-8", errors="replace").decode())
+        return path
     except OSError as error:
         problem, remedy = f"the report cannot be written: {error.strerror}", "free some space or mend the permissions"
         raise UserError(problem, where=str(path), remedy=remedy) from error
-    finally:
-        draft.unlink(missing_ok=True)

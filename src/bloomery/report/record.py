@@ -8,6 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from bloomery.data.shards import Manifest
+from bloomery.disk import read_whole
 from bloomery.errors import UserError
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.events import (
@@ -138,7 +139,7 @@ def read_record(folder: Path) -> Record:
 def _read(path: Path, kind: type[M]) -> M | None:
     """None when the file is missing or of a version that cannot be read: the page says so in its place."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_whole(path))
     except (OSError, ValidationError):
         return None
 

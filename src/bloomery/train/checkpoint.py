@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bloomery.disk import flush_to_disk, write_durably
+from bloomery.disk import flush_to_disk, read_whole, write_durably
 from bloomery.errors import UserError
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.train.process import out_of_memory
@@ -152,8 +152,11 @@ class Saver:
         """Return when the last save stands. Raises UserError when it could not be written."""
         self.drain()
         if self._failed is not None:
-            kept = saved_steps(self.folder)
-            safe = f"the newest checkpoint is of step {kept[-1]}" if kept else "there is no older checkpoint"
+            try:
+                kept = saved_steps(self.folder)
+                safe = f"the newest checkpoint is of step {kept[-1]}" if kept else "there is no older checkpoint"
+            except UserError as error:
+                safe = error.problem
             raise UserError(
                 f"the checkpoint could not be written: {self._failed}; {safe}",
                 where=str(self.folder),
@@ -267,5 +270,5 @@ def read_part(folder: Path, part: str) -> dict[str, Tensor]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint: what was given to `save`, and `step`."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state: dict[str, Any] = json.loads(read_whole(folder / "state.json"))
     return state

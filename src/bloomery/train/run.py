@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from bloomery.disk import read_whole
 from bloomery.errors import UserError
 from bloomery.recipe.schema import LONGEST_TRACE
 
@@ -24,8 +25,8 @@ class Unsound(UserError):
 def asked_steps(request: Path) -> int:
     """How many steps somebody wants recorded; 0 without such a wish, or when the file says nothing sensible."""
     try:
-        words = request.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        words = read_whole(request, most=100).decode()
+    except (OSError, ValueError, UserError):
         return 0
     return min(int(words), LONGEST_TRACE) if words.isdecimal() else 0
 

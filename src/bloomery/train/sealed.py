@@ -8,12 +8,13 @@ found by its hash before anything is read from it.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from bloomery.disk import flush_to_disk
+from bloomery.disk import flush_to_disk, read_whole, remove
+from bloomery.errors import UserError
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -21,9 +22,13 @@ NOT_SAVED = "was not saved, training goes on"  # how the warning of a failed sav
 
 
 def seal(folder: Path) -> None:
-    """Hash and flush every file of `folder`, then write its manifest. The caller renames the folder to its place."""
-    files = {}
+    """Hash and flush every file of `folder`, then write its manifest. The caller renames the folder to its place.
+
+    All files get the mode that the umask gives: safetensors writes 0600.
+    """
+    files, mode = {}, folder.stat().st_mode & 0o666
     for path in sorted(folder.iterdir()):
+        path.chmod(mode)
         flush_to_disk(path)
         files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
     body = {"format": FORMAT, "files": files}
@@ -35,9 +40,11 @@ def seal(folder: Path) -> None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder, in a few words; None when every file is as it was written."""
     try:
-        manifest: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest: Any = json.loads(read_whole(folder / MANIFEST))
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
+    except UserError as error:
+        return error.problem
     except (ValueError, OSError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     match manifest:
@@ -52,7 +59,10 @@ def damage(folder: Path) -> str | None:
 
 def _file_damage(path: Path, entry: dict[str, Any]) -> str | None:
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        size = found.st_size
+        if not S_ISREG(found.st_mode):
+            return f"{path.name} is not a regular file"
         if size != entry["bytes"]:
             return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
         return None if _digest(path) == entry["sha256"] else f"{path.name} has changed since it was written"
@@ -76,8 +86,21 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps that have a folder, damaged or not, oldest first."""
-    numbers = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*") if path.is_dir())
+    """The steps that have a folder, damaged or not, oldest first.
+
+    Raises UserError when the folder is there and cannot be read: what it holds is not known, which is not none.
+    """
+    try:
+        names = [path.name for path in checkpoints.iterdir() if path.name.startswith("step-") and path.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(
+            f"the checkpoints cannot be read: {error.strerror}",
+            where=str(checkpoints),
+            remedy="fix the permissions of that folder, then run the command again",
+        ) from error
+    numbers = (name.removeprefix("step-") for name in names)
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
@@ -95,23 +118,23 @@ def newest_valid(checkpoints: Path, *, on_damage: Callable[[str], None]) -> Path
 def best_step(checkpoints: Path) -> int | None:
     """The step with the best evaluation so far, as the last save noted it."""
     try:
-        noted: Any = json.loads((checkpoints / "best.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        noted: Any = json.loads(read_whole(checkpoints / "best.json"))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return noted["step"] if isinstance(noted, dict) and isinstance(noted.get("step"), int) else None
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a sealed folder; a kill halfway leaves a draft for the next start to clear, never a damaged checkpoint."""
+    """Delete a sealed folder; a kill halfway leaves a draft for the next start to clear, never a damaged checkpoint.
+
+    Of one that lies elsewhere only the link goes.
+    """
     doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-gone")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    remove(doomed)
 
 
 def clear_drafts(checkpoints: Path) -> None:
     """Delete what killed saves left behind. Only for the holder of the run's lock."""
     for path in checkpoints.glob(".tmp-*"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
