@@ -1,6 +1,15 @@
-"""Commands as a shell reads them, in lines that a person can copy."""
+"""Paths and commands as a shell reads them, the latter in lines that a person can copy."""
 
 from collections.abc import Iterator
+from pathlib import Path
+
+
+def expanded(name: str | Path) -> Path:
+    """A path with the home folder for `~`; as it is where `~name` is no user here."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def broken(command: str, width: int) -> list[str]:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$")
 _SHORTEST_SECRET = 8  # a shorter value, such as TOKEN=1, would blank out innocent text
 
-# Shapes as the issuers document them: Hugging Face, GitHub, OpenAI and Anthropic, AWS, Weights & Biases.
+# Shapes as the issuers document them: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Weights & Biases.
+_START = r"(?<![A-Za-z0-9])"  # a word before it may end in _
 _SHAPES = (
-    re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
-    re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"),
-    re.compile(r"\bsk-[A-Za-z0-9_-]{20,}"),
-    re.compile(r"\bAKIA[A-Z0-9]{16}\b"),
-    re.compile(r"\bwandb_v\d_\w{20,}"),
+    re.compile(_START + r"(?:hf|api_org)_[A-Za-z0-9]{20,}"),
+    re.compile(_START + r"(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"),
+    re.compile(_START + r"sk-[A-Za-z0-9_-]{20,}"),
+    re.compile(_START + r"AKIA[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    re.compile(_START + r"wandb_v\d_\w{20,}"),
 )
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
 _ASSIGNED = re.compile(

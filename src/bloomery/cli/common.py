@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
 
 from bloomery.errors import UserError
+from bloomery.shell import expanded as expanded
 from bloomery.text import harmless
 
 if TYPE_CHECKING:
@@ -64,12 +66,20 @@ def all_runs(root: Path | None = None) -> list[Path]:
     return sorted(found, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name))
 
 
-def expanded(name: str | Path) -> Path:
-    """A path with the home folder for `~`; as it is where `~name` is no user here."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
+@final
+class NewPath(click.Path):
+    """A place that will be written. `~name` of nobody here is refused: no folder is ever called that on purpose."""
+
+    def __init__(self, *, file_okay: bool = True) -> None:
+        super().__init__(path_type=Path, file_okay=file_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = expanded(Path(os.fsdecode(super().convert(value, param, ctx))))
+        if not str(value) or str(path).startswith("~"):
+            problem = f"there is no user {path.parts[0][1:]!r} here" if str(value) else "an empty name is no place"
+            where = f"{param.opts[0] if param else 'the path'} {value}".rstrip()
+            raise UserError(problem, where=where, remedy="name a folder or file that can be made", code=2)
+        return path
 
 
 def find_run(name: str) -> Path:
@@ -77,7 +87,7 @@ def find_run(name: str) -> Path:
     runs = all_runs()
     if name == "last" and runs:
         return runs[-1]
-    for folder in (expanded(name), Path("runs") / name):
+    for folder in (expanded(name), Path("runs") / name) if name else ():
         if is_run(folder):
             return folder
     where = str(Path("runs").resolve())
@@ -95,18 +105,18 @@ def model_path(name: str) -> Path:
     BASE+ADAPTER stays one path, both parts found; `train.model_folder.find_model` takes it apart.
     """
     folder = expanded(name)
-    if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+    if name and any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         return folder
     if "+" in name and not folder.exists() and not (Path("runs") / name).exists():
         base, _, adapter = name.partition("+")
         return Path(f"{model_path(base)}+{model_path(adapter)}")
     known = is_run(Path("runs") / name) or name == "last"
-    if not folder.exists() and not known:
+    if not folder.exists() and not known and name:
         from bloomery.hub import fetch_model, is_hub_id
 
         if is_hub_id(name):
             return fetch_model(name)
-    return folder if folder.is_dir() and not known else find_run(name)
+    return folder if name and folder.is_dir() and not known else find_run(name)
 
 
 def data_path(data: Path) -> Path:

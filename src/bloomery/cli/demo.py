@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self, final
 
 import click
 
+from bloomery.cli.common import NewPath
 from bloomery.errors import UserError
 from bloomery.monitor.events import Event, Phase, RunStarted, Saved, StepDone, follow
 
@@ -42,7 +43,7 @@ class Kill:
 @click.command()
 @click.argument("what", required=False, type=click.Choice(["chat"]))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end; the story goes to stderr.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run goes [default: runs/demo].")
+@click.option("--run-dir", type=NewPath(), help="Where the run goes [default: runs/demo].")
 def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     """Train a small model on this machine, kill it, resume it, examine it: about two minutes on two cores.
 

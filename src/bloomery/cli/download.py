@@ -4,11 +4,13 @@ from pathlib import Path
 
 import click
 
+from bloomery.cli.common import NewPath
+
 
 @click.command()
 @click.argument("name", metavar="ID")
 @click.option("--dataset", is_flag=True, help="ID is a data set.")
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="A folder [default: the Hub's cache].")
+@click.option("--to", type=NewPath(file_okay=False), help="A folder [default: the Hub's cache].")
 def command(name: str, dataset: bool, to: Path | None) -> None:
     """Fetch ID (ORG/NAME or ORG/NAME@REVISION) from the Hugging Face Hub; run again, it goes on with what is missing.
 
@@ -18,7 +20,7 @@ def command(name: str, dataset: bool, to: Path | None) -> None:
     """
     from bloomery.hub import download
 
-    if to is None and Path(name).is_dir():  # a folder that exists is never taken for an id, here as in recipes
+    if to is None and name and Path(name).is_dir():  # a folder that exists is never taken for an id, here as in recipes
         click.echo(f"{name} is a folder here: recipes take it as it is, and nothing is fetched", err=True)
         click.echo(name)
         return

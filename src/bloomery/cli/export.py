@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import model_path, say
+from bloomery.cli.common import NewPath, model_path, say
 from bloomery.errors import UserError
 from bloomery.units import format_bytes
 
@@ -14,7 +14,7 @@ LAYOUTS = "hf: for transformers, vLLM and kin; adapter: for PEFT; merged: an ada
 @click.command()
 @click.argument("model")
 @click.option("--to", "layout", type=click.Choice(["hf", "adapter", "merged"]), required=True, help=LAYOUTS)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="A folder that does not exist yet.")
+@click.option("--out", type=NewPath(), required=True, help="A folder that does not exist yet.")
 @click.option(
     "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Of merged weights (default: the base's); they are computed in float32.",

@@ -6,7 +6,7 @@ from textwrap import shorten
 
 import click
 
-from bloomery.cli.common import print_json, say
+from bloomery.cli.common import NewPath, print_json, say
 from bloomery.errors import UserError
 
 
@@ -37,7 +37,7 @@ def show(name: str) -> None:
 
 @command.command()
 @click.argument("name")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False, type=NewPath())
 def copy(name: str, path: Path | None) -> None:
     """Copy a packaged recipe to PATH (default: NAME.yaml here), as a start for your own."""
     source = _packaged(name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import recipe_argument, say
+from bloomery.cli.common import NewPath, expanded, recipe_argument, say
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder [default: runs/RECIPE-DATE-TIME].")
+@click.option("--run-dir", type=NewPath(), help="The run's folder [default: runs/RECIPE-DATE-TIME].")
 @click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu [default: the best].")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--rehearse", is_flag=True, help="Three real steps, then save, kill, resume, export, each with its time.")
@@ -98,7 +98,7 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
     if folder is None:
         return told
     told.pop("--model-name")
-    place = (Path(str(folder)).expanduser() / str(name)).as_posix()
+    place = (expanded(str(folder)) / str(name)).as_posix()
     return {"--models-dir, --model-name": words["--model-name"].format(place)} | told
 
 

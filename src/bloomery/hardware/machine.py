@@ -14,28 +14,29 @@ class Frozen(BaseModel, frozen=True, extra="ignore"):
 
 
 Version = Annotated[str, Field(pattern=r"^\d{1,9}\.\d{1,9}")]  # 2.13.0+rocm7.2, 3.12.4
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a record of another hand may hold 400 digits
 Opening = Literal["open", "denied", "absent", "hung"]  # hung: the driver did not answer
 
 
 class Accelerator(Frozen):
     """One device as the operating system exposes it (a GCD of an MI250X is one)."""
 
-    index: int
+    index: Whole
     vendor: Literal["amd", "nvidia"]
     name: str
     arch: str  # gfx90a, sm_90
-    memory_bytes: int
-    memory_used_bytes: int = 0
+    memory_bytes: Whole
+    memory_used_bytes: Whole = 0
     integrated: bool = False
     node: str = ""  # /dev/dri/renderD128
     access: Opening | None = None  # whether this process may open `node`; None: nobody looked
     pci_address: str = ""  # 0000:03:00.0
-    device_id: int = 0  # PCI
+    device_id: Whole = 0  # PCI
     unique_id: str = ""  # of the die: two GCDs of one card differ
-    compute_units: int = 0
-    gtt_bytes: int = 0  # system memory that the driver lends to the GPU: what processor graphics really have
+    compute_units: Whole = 0
+    gtt_bytes: Whole = 0  # system memory that the driver lends to the GPU: what processor graphics really have
     hive_id: str = ""  # devices with the same one are joined by xGMI
-    number: int | None = None  # among its vendor's, kept where others were left out; None: its place among them
+    number: Whole | None = None  # among its vendor's, kept where others were left out; None: its place among them
 
     @property
     def usable_bytes(self) -> int:
@@ -47,8 +48,8 @@ class Display(Frozen):
     """A display or accelerator device on the PCI bus, whether or not a driver has it."""
 
     address: str  # 0000:03:00.0
-    vendor: int  # 0x1002 AMD, 0x10de NVIDIA, 0x8086 Intel
-    device_id: int
+    vendor: Whole  # 0x1002 AMD, 0x10de NVIDIA, 0x8086 Intel
+    device_id: Whole
     driver: str = ""  # amdgpu, nvidia, nouveau, vfio-pci; empty: none has it
 
 
@@ -57,8 +58,8 @@ class Access(Frozen):
 
     kfd: Opening | None = None  # /dev/kfd, AMD's compute device; None: nobody looked
     kfd_group: str = ""  # the group that owns it: its name, or its number where it has none here
-    kfd_gid: int | None = None
-    render_gid: int | None = None
+    kfd_gid: Whole | None = None
+    render_gid: Whole | None = None
     groups: tuple[str, ...] = ()  # that this process runs in
     listed_groups: tuple[str, ...] = ()  # that /etc/group puts the user in: more than `groups` before a new login
 
@@ -82,8 +83,8 @@ class Surroundings(Frozen):
     wsl: bool = False
     dxg: bool = False  # /dev/dxg, WSL's way to the GPU
     container: str = ""  # docker, podman, apptainer, lxc
-    masked_gpus: int = 0  # that the kernel lists and the control group hides: not ours, not broken
-    shared_memory_bytes: int | None = None  # of /dev/shm
+    masked_gpus: Whole = 0  # that the kernel lists and the control group hides: not ours, not broken
+    shared_memory_bytes: Whole | None = None  # of /dev/shm
     slurm: dict[str, str] = {}  # SLURM_JOB_ID, SLURM_GPUS_ON_NODE, SLURM_LOCALID, ...
     site: str = ""  # frontier, lumi, setonix: a cluster with rules of its own
     modules: tuple[str, ...] = ()  # loaded environment modules, rocm/7.1.1
@@ -105,7 +106,7 @@ class Setting(Frozen):
     name: str
     value: str
     file: str  # the home folder as ~
-    line: int
+    line: Whole
 
 
 class Probe(Frozen):
@@ -122,11 +123,11 @@ class Probe(Frozen):
 class Host(Frozen):
     system: str  # Linux
     cpu_name: str
-    cpu_cores: Annotated[int, Field(ge=1)]  # that this process may use: affinity and cgroup
+    cpu_cores: Annotated[int, Field(ge=1, le=2**20)]  # that this process may use: affinity and cgroup
     cpu_flags: tuple[str, ...] = ()  # those that matter: avx2, avx512f, avx512_bf16, amx_bf16
-    memory_bytes: int  # the cgroup's limit where there is one
-    memory_free_bytes: int
-    disk_free_bytes: int
+    memory_bytes: Whole  # the cgroup's limit where there is one
+    memory_free_bytes: Whole
+    disk_free_bytes: Whole
     compiler: str | None = None  # a C++ compiler that torch.compile can use
     processor: str = "x86_64"
     distribution: str = ""  # of /etc/os-release: debian 12

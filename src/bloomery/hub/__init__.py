@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.errors import UserError
 from bloomery.hub.named import Named, Part, cache_folder, is_hub_id, parse, token
 from bloomery.hub.refusals import checked, explained, refuse, refuse_full
+from bloomery.shell import expanded
 from bloomery.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
 
 def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
     """`fetch_model` without a network: None where the Hub would have to be asked. Raises UserError."""
-    path = _expanded(str(name))
+    path = expanded(str(name))
     if path.exists():
         return path
     named = parse(str(name), "model")
@@ -71,7 +72,7 @@ def local_model(name: str | Path) -> Path:
 
 def fetch_tokenizer(name: str) -> Path:
     """A tokenizer's file or folder, as `fetch_model`; of a model it is fetched without weights, whatever they are."""
-    path = _expanded(name)
+    path = expanded(name)
     if path.exists():
         return path
     named = parse(name, "model")
@@ -139,13 +140,6 @@ def _tidy(folder: Path) -> None:
     for rest in list(rests):
         if blobs is None or (blobs / rest.name.split(".")[0]).is_file():
             rest.unlink(missing_ok=True)
-
-
-def _expanded(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
 
 
 def _say(line: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from bloomery.errors import UserError
+from bloomery.shell import expanded
 
 Kind = Literal["model", "dataset"]
 Part = Literal["model", "config", "tokenizer", "dataset"]  # config: of a model whose weights will be wanted, too
@@ -47,7 +48,7 @@ def parse(name: str, kind: Kind) -> Named:
         remedy = "train it first (runs/demo: `bloomery demo`), or name another model"
         raise UserError("that run is not here, or has no model in this place", where=name, remedy=remedy)
     if not _ID.fullmatch(name) or ".." in name:
-        if name and Path(name).expanduser().exists():
+        if name and expanded(name).exists():
             problem = "it lies on this machine: there is nothing to fetch"
             raise UserError(problem, where=name, remedy="name it as it is where it is needed")
         what = "model" if kind == "model" else "data set"

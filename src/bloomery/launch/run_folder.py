@@ -17,6 +17,7 @@ from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.signals import can_hear
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
+from bloomery.shell import expanded
 from bloomery.train.run import name_of
 
 BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
@@ -87,7 +88,7 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple
     A run that ended before it had a plan is taken over. Raises UserError when the folder holds another run or anything
     else, is in use, or cannot be made.
     """
-    folder = RunFolder(path.expanduser().absolute())
+    folder = RunFolder(expanded(path).absolute())
     with _explained(folder.path):
         _refuse_occupied(folder)
         folder.path.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from bloomery.hardware.symptoms import Match, match
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, StopRequests, held_back
 from bloomery.monitor.events import Event, follow
+from bloomery.shell import expanded
 
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # of what a child said last
@@ -174,7 +175,7 @@ def _step(step: str, folder: RunFolder) -> str:
 
 def existing(folder: Path) -> RunFolder:
     """The run in `folder`. Raises UserError when there is none."""
-    run = RunFolder(folder.expanduser().absolute())
+    run = RunFolder(expanded(folder).absolute())
     if not run.recipe.is_file():
         raise UserError("this folder holds no run", where=str(run.path), remedy="`bloomery runs` lists the runs here")
     return run

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from bloomery.errors import UserError
 from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
 from bloomery.recipe.schema import Recipe
-from bloomery.recipe.yaml import MAX_BYTES, Document, KeyPath, Mistake, Origin, read_yaml
+from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
+from bloomery.shell import expanded
 
 # Ways to say one thing: a layer that sets one of them drops the others that it would inherit.
 _ALTERNATIVES: dict[str, tuple[str, ...]] = {
@@ -126,7 +127,7 @@ def _find(source: str | Path, folder: Path | None = None) -> _Found:
     text = str(source)
     if isinstance(source, str) and text in known:
         return _Found(text, known[text], True)
-    path = Path(text).expanduser()
+    path = expanded(text)
     path = path if folder is None else folder / path
     if path.is_file():
         return _Found(path.stem, path.absolute(), False)
@@ -193,7 +194,10 @@ def _override(word: str) -> Document:
     place = _COMMAND_LINE
     parts = tuple(dotted.strip().split("."))
     if not equals or not all(parts):
-        return Document({}, {}, [Mistake((), place, f"{dotted!r} is no override", 'write train.length="2 epochs"')])
+        problem = f"{dotted[:80]!r} is no override"
+        return Document({}, {}, [Mistake((), place, problem, 'write train.length="2 epochs"')])
+    if len(parts) > MAX_DEPTH:
+        return Document({}, {}, [Mistake((), place, f"an override is nested more than {MAX_DEPTH} levels deep")])
     if parts[0] == "extends":
         return Document({}, {}, [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")])
     value = read_yaml(text, source=place, folder=Path.cwd())
@@ -330,7 +334,7 @@ def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Or
 
 
 def _absolute(value: str, folder: Path) -> str:
-    return value if "://" in value or value.startswith("hub:") else str((folder / Path(value).expanduser()).absolute())
+    return value if "://" in value or value.startswith("hub:") else str((folder / expanded(value)).absolute())
 
 
 def _found_from_anywhere(command: str, folder: Path) -> str:
@@ -347,7 +351,7 @@ def _found_from_anywhere(command: str, folder: Path) -> str:
 
 def _local_or_name(value: str, folder: Path) -> str:
     """A path when it exists or can only be one; otherwise a name such as a Hub id."""
-    local = folder / Path(value).expanduser()
+    local = folder / expanded(value)
     written_as_path = value.startswith((".", "/", "~"))
     return (
         str(local.absolute())

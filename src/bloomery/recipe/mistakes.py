@@ -12,12 +12,13 @@ from pydantic_core import ErrorDetails
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, Mistake, Origin
+from bloomery.text import scrub
 
 _SECRET_KEY = re.compile(
     r"(?i)^((hf|hub|auth|access|api|bearer|wandb)_?token|token|.*api_?key|passw(or)?d|.*secret.*)$"
 )
-_SECRET_VALUE = re.compile(  # Hugging Face, OpenAI and its like, GitHub, GitLab, Amazon
-    r"\b(hf_[A-Za-z0-9]{30,}|sk-([a-z]+\d*-)?[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|glpat-[\w-]{20}|AKIA[0-9A-Z]{16})"
+_SECRET_VALUE = re.compile(  # Hugging Face, OpenAI and its like, GitHub, GitLab, Amazon; no harmless name is one
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{30,}|sk-([a-z]+\d*-)?[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|glpat-[\w-]{20}|AKIA[0-9A-Z]{16})"
 )
 _URL_LOGIN = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 _EXPECTED = {  # pydantic's error type -> what would have been right
@@ -42,6 +43,7 @@ _EXPECTED = {  # pydantic's error type -> what would have been right
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
 }
+_MOST_TOLD = 25  # mistakes
 _ABSENT = object()
 _EVERY_KEY = "`bloomery recipes show everything` shows every key"
 _PATTERNS = {"every-": "none, selective, full or every-N (every-2)", "A-Za-z0-9": "letters, digits, dots and dashes"}
@@ -56,8 +58,9 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
         only = unique[0]
         key = f"{only.key}: " if only.path else ""
         raise UserError(f"{key}{only.problem}", where=only.place, remedy=only.remedy or _EVERY_KEY, code=2)
-    rows = [_row(mistake) for mistake in sorted(unique, key=_reading_order)]
-    problem = f"the recipe {name} has {len(unique)} mistakes\n" + "\n".join(rows)
+    rows = [_row(mistake) for mistake in sorted(unique, key=_reading_order)[:_MOST_TOLD]]
+    told = f"{len(unique)} mistakes" if len(rows) == len(unique) else f"many mistakes, the first {len(rows)} are"
+    problem = f"the recipe {name} has {told}\n" + "\n".join(rows)
     raise UserError(problem, remedy=_EVERY_KEY, code=2)
 
 
@@ -74,7 +77,7 @@ def _reading_order(mistake: Mistake) -> tuple[str, int]:
 def from_pydantic(error: ValidationError, data: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
     """One mistake for each key that pydantic complains about. Members of a union are merged into one sentence."""
     groups: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in error.errors():
+    for detail in error.errors()[: 2 * _MOST_TOLD]:
         groups.setdefault(_written_path(detail, data), []).append(detail)
     kept = {path: found for path, found in groups.items() if not _explained_deeper(path, found, groups)}
     return [_mistake(path, found, data, origins) for path, found in kept.items()]
@@ -236,6 +239,11 @@ def _nearest_key(path: KeyPath) -> str:
     return f"did you mean {prefix}{meant[0]}?" if meant else "known here: " + ", ".join(dict.fromkeys(siblings))
 
 
+def _holds_token(value: str, *, command: bool) -> bool:
+    """Of a command whatever `scrub` would hide: nobody writes a password there that is none."""
+    return bool(_SECRET_VALUE.search(value)) or (command and scrub(value, {}) != value)
+
+
 def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Iterator[Mistake]:
     """Passwords and tokens never belong in a recipe: it is copied into every run and report."""
     remedy = "keep it in the environment (HF_TOKEN, WANDB_API_KEY) and revoke it if this file was shared"
@@ -253,7 +261,7 @@ def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) ->
             yield Mistake(inner, place_of(inner, origins), "secrets do not belong in a recipe", remedy)
         elif isinstance(value, str) and _URL_LOGIN.search(value):
             yield Mistake(inner, place_of(inner, origins), "holds a password in a URL", remedy)
-        elif isinstance(value, str) and _SECRET_VALUE.search(value):
+        elif isinstance(value, str) and _holds_token(value, command=key == "command"):
             yield Mistake(inner, place_of(inner, origins), "this looks like an access token", remedy)
         else:
             yield from secrets(value, origins, inner)

@@ -133,7 +133,7 @@ class Data(Section):
     columns: dict[str, str] = {}
     builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = None
     sources: list[Source] = []
-    sequence_length: PositiveInt = 1024
+    sequence_length: Annotated[int, Field(ge=2)] = 1024  # of one token nothing is predicted
     validation: str | float = "1%"
     layout: Literal["packed", "padded", "fixed"] = "packed"
     chat: Chat = Chat()

@@ -1,6 +1,5 @@
 """The values of a recipe: lengths, counts, ranges and paths."""
 
-import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -8,12 +7,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from bloomery.units import Duration, parse_count, parse_duration, parse_range
 
+_MOST = 1e18  # of any quantity: what is beyond is a slip of the keyboard, and overflows what is computed from it
+
 
 def _duration(value: object) -> Duration:
     examples = "2000 steps, 10B tokens, 3 epochs, 20% or 8h"
     duration = value if isinstance(value, Duration) else parse_duration(_word(value, examples))
-    if not (math.isfinite(duration.amount) and duration.amount >= 0):
-        raise ValueError(f"{value} is not a length; it must be finite and not negative")
+    if not 0 <= duration.amount <= _MOST:
+        raise ValueError(f"{str(value)[:40]} is not a length; it must be finite and not negative")
     return duration
 
 
@@ -25,8 +26,8 @@ def _more_than_nothing(value: Duration) -> Duration:
 
 def _count(value: object) -> int:
     number = parse_count(_word(value, "16384, 1.5M or 10B"))
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{value!r} is not a count; it must be above 0")
+    if not 0 < number <= _MOST:
+        raise ValueError(f"{str(value)[:40]!r} is not a count; it must be above 0, and finite")
     return round(number)
 
 
@@ -63,8 +64,9 @@ def claimed(parse: Callable[[str | float], float | Duration], examples: str) -> 
             low, high = value
         else:
             low, high = parse_range(_word(value, examples), parse)
-        if not 0 <= low <= high < math.inf:
-            raise ValueError(f"{value!r} is not a range; write the smaller value first")
+        if not 0 <= low <= high <= _MOST:
+            shown = str(value)[:40]
+            raise ValueError(f"{shown!r} is not a range; write the smaller value first, and no more than {_MOST:g}")
         return low, high
 
     return BeforeValidator(read, json_schema_input_type=str | float)

@@ -12,6 +12,7 @@ from ruamel.yaml.events import (
     DocumentStartEvent,
     MappingEndEvent,
     MappingStartEvent,
+    ScalarEvent,
     SequenceEndEvent,
     SequenceStartEvent,
 )
@@ -20,7 +21,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 KeyPath = tuple[str | int, ...]
 
 MAX_BYTES, MAX_DEPTH, MAX_ALIASES = 1_000_000, 32, 64
-MAX_VALUES = 20_000  # after aliases are written out; a recipe of 300 lines holds about 400
+MAX_VALUES = 5_000  # after aliases are written out; a recipe of 300 lines holds about 400
 _CORE = "tag:yaml.org,2002:"
 _HINTS = (  # (what ruamel.yaml says, what it mostly means)
     ("expected alphabetic or numeric character", 'a value that starts with * or & needs quotes: glob: "*.go"'),
@@ -100,8 +101,11 @@ def _parser() -> YAML:
 
 def _check_events(text: str) -> None:
     """Look at the flat list of events first: the composer would recurse into whatever depth a file has."""
-    depth = aliases = 0
+    depth = aliases = scalars = 0
     for event in _parser().parse(text):
+        scalars += isinstance(event, ScalarEvent)
+        if scalars > 2 * MAX_VALUES:  # a key and its value each
+            raise _TooMuch(f"holds more than {MAX_VALUES:,} values", "a recipe is a page of text; is it a data file?")
         depth += isinstance(event, MappingStartEvent | SequenceStartEvent)
         depth -= isinstance(event, MappingEndEvent | SequenceEndEvent)
         aliases += isinstance(event, AliasEvent)
@@ -138,7 +142,7 @@ class _Reader:
 
     def value(self, node: Any, path: KeyPath) -> Any:
         self.values += 1
-        if self.values > MAX_VALUES or len(path) > MAX_DEPTH:
+        if self.values > 2 * MAX_VALUES or len(path) > MAX_DEPTH:
             raise _TooMuch("grows without end when its aliases (*name) are written out")
         place = self._place(node)
         self.origins.setdefault(path, Origin(place, self.folder))
