@@ -88,7 +88,8 @@ HOSTILE = "a\x1b]0;owned\x07\x1b[31m\u202e"
 
 
 def test_names_and_errors_never_reach_the_terminal_raw(workshop):
-    for words in (("train", HOSTILE), ("resume", HOSTILE), ("plan", "tiny.yaml", HOSTILE), (HOSTILE,), ("plan", "tiny.yaml", f"data.path={HOSTILE}")):  # fmt: skip
+    lines = (("train", HOSTILE), ("resume", HOSTILE), (HOSTILE,), ("plan", "tiny.yaml", HOSTILE))
+    for words in (*lines, ("plan", "tiny.yaml", f"data.path={HOSTILE}")):
         result = here(*words)
         assert not {*result.err, *result.out} & {"\x1b", "\x07", "\u202e"}, words
     Path(f"runs/{HOSTILE}").mkdir(parents=True)
