@@ -21,11 +21,11 @@ from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_id
 from bloomery.errors import UserError
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.weights import load_decoder
 from bloomery.recipe.schema import Source
 from bloomery.train.judging import Judgement, judge_pairs
 from bloomery.train.model_folder import Found, find_model
 from bloomery.train.scoring import score_documents
+from bloomery.train.use import Tell, Use, load_used
 from bloomery.units import counted
 
 KINDS_OF_ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # the first takes text, too
@@ -58,25 +58,30 @@ class Text:
         return max(len(self.tokens) - 1, 0) if self.learned is None else int(self.learned[1:].sum())
 
 
-def load_to_evaluate(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
-    """Decoder and tokenizer of a run's checkpoint or a model's folder: float32 on the CPU, as stored on a GPU.
+def load_to_evaluate(
+    model: Path, *, step: str = "best", use: Use | None = None, tell: Tell = lambda _: None
+) -> tuple[Decoder, Tokenizer]:
+    """Decoder and tokenizer of a run's checkpoint, computing as the run did, or of a model's folder, in float32 on the
+    CPU and as stored on a GPU.
 
     Raises UserError when there is none, or when it is damaged.
     """
-    return _load(find_model(model, step), 0)
+    return _load(find_model(model, step), 0, use, tell)
 
 
-def load_found(found: Found, *, where: str, vocab_size: int = 0) -> tuple[Decoder, Tokenizer]:
+def load_found(
+    found: Found, *, where: str, vocab_size: int = 0, use: Use | None = None, tell: Tell = lambda _: None
+) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` of what was found, with at least `vocab_size` tokens. Raises UserError for a reward model."""
-    decoder, tokenizer = _load(found, vocab_size)
+    decoder, tokenizer = _load(found, vocab_size, use, tell)
     refuse_values(decoder.config, where=where)
     return decoder, tokenizer
 
 
-def _load(found: Found, vocab_size: int) -> tuple[Decoder, Tokenizer]:
-    gpu = torch.cuda.is_available()
-    dtype, device = (None, "cuda") if gpu else (torch.float32, "cpu")
-    decoder = load_decoder(found.weights, dtype=dtype, device=device, base=found.base, vocab_size=vocab_size)
+def _load(found: Found, vocab_size: int, use: Use | None, tell: Tell) -> tuple[Decoder, Tokenizer]:
+    use = use or Use.here()
+    dtype = torch.float32 if use.device == "cpu" else None
+    decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, tell=tell)
     return decoder, load_tokenizer(found.tokenizer)
 
 

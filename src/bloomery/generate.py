@@ -5,27 +5,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-import torch
-
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Past, Sampling, known_ids, sample_tokens
-from bloomery.model.weights import load_decoder
 from bloomery.train.model_folder import find_model
+from bloomery.train.use import Tell, Use, load_used
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 
 
-def load_model(model: Path, *, step: str = "best") -> tuple[Decoder, Tokenizer]:
-    """Decoder and tokenizer of what `find_model` finds, on the GPU where one is.
+def load_model(
+    model: Path, *, step: str = "best", use: Use | None = None, tell: Tell = lambda _: None
+) -> tuple[Decoder, Tokenizer]:
+    """Decoder and tokenizer of what `find_model` finds, used as `use` says: by default on the GPU where one is.
 
     Raises UserError, for a reward model too.
     """
     found = find_model(model, step)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = load_decoder(found.weights, device=device, base=found.base)
+    decoder = load_used(found, use or Use.here(), tell=tell)
     refuse_values(decoder.config, where=str(model))
     return decoder, load_tokenizer(found.tokenizer)
 

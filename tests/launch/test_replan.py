@@ -116,10 +116,11 @@ def test_another_evaluation_changes_nothing_else(plan) -> None:
 def test_devices_are_named_one_at_a_time() -> None:
     second = MI300X.model_copy(update={"index": 1})
     two = GPU.model_copy(update={"accelerators": (MI300X, second)})
-    assert narrowed(two, None) == two
-    assert narrowed(two, "1").accelerators == (second.model_copy(update={"number": 1}),)
+    assert narrowed(two, None) == narrowed(two, "auto") == two
+    for words in ("1", "cuda:1", "hip:1"):
+        assert narrowed(two, words).accelerators == (second.model_copy(update={"number": 1}),)
     assert narrowed(two, "cpu").accelerators == ()
-    for words, said in (("0,1", "trains on one device, not on 2"), ("7", "there is no device '7'")):
+    for words, said in (("0,1", "this version uses one device, not 2"), ("7", "there is no device '7'")):
         with pytest.raises(UserError, match=said):
             narrowed(two, words)
 

@@ -84,7 +84,7 @@ def test_it_says_what_transformers_says(trained, tmp_path):
         step = ["--step", "last"] if name is run.folder else []
         found, notes = told(str(name), "--data", str(tmp_path / "pairs.jsonl"), *step)
         assert found == pytest.approx(expected, abs=1e-5)
-        assert notes == ""
+        assert "note:" not in notes
 
 
 def test_what_is_no_pair_is_refused_and_a_reward_model_prices_no_text(trained, prepared, tmp_path):

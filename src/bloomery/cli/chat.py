@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import expanded, model_path, text_flags
+from bloomery.cli.common import (
+    chosen_use,
+    devices_option,
+    expanded,
+    loading,
+    model_path,
+    quantize_option,
+    text_flags,
+)
 from bloomery.cli.drawing import SETTINGS, drawing_options, finite, setting
 from bloomery.errors import UserError
 from bloomery.text import harmless
@@ -35,23 +43,25 @@ A line that begins with two slashes is said with one; a line that ends in \\ goe
 @click.option("--system", help="What the model is told before everything.")
 @click.option("--template", help="A chat template: chatml, llama2, llama3, qwen, mistral, gemma or a file.")
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
+@devices_option
+@quantize_option
 @drawing_options
-def command(model: str, system: str | None, template: str | None, step: str, **drawing: Any) -> int:
+def command(
+    model: str, system: str | None, template: str | None, step: str, devices: str, quantize: str | None, **drawing: Any
+) -> int:
     """Talk to MODEL (a run, a folder, a Hub id, or BASE+ADAPTER). Piped, each line is a message; answers go to stdout.
 
     Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
     """
     finite(drawing)
     where = model_path(model)
-    from bloomery.hardware.adopt import adopt
-
-    adopt()  # before torch is imported
+    use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.cli.chat_session import Session
     from bloomery.data.chat_form import chat_form
     from bloomery.generate import load_model
     from bloomery.model.sampling import Sampling
 
-    decoder, tokenizer = load_model(where, step=step)
+    decoder, tokenizer = load_model(where, step=step, use=use, tell=loading)
     with text_flags(), chat_form(tokenizer, template) as form:
         session = Session(decoder, tokenizer, form, Sampling(**drawing), system=system)
         _tell(f"{model}: reads {decoder.config.max_positions:,} tokens; {form.told}")

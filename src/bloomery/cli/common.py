@@ -21,6 +21,8 @@ from bloomery.text import harmless
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from bloomery.train.use import Use
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -45,6 +47,42 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
             remedy = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
             raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", remedy=remedy, code=2)
     return tuple(value)
+
+
+def devices_option(function: F) -> F:
+    """The click option `devices: str`."""
+    told = "The device to use: auto (the GPU where one can be used), cpu, or its number."
+    return click.option("-d", "--devices", metavar="DEVICE", default="auto", show_default=True, help=told)(function)
+
+
+def quantize_option(function: F) -> F:
+    """The click option `quantize: str | None`."""
+    kinds = click.Choice(["none", "nf4", "int8"])
+    told = "Keep frozen matrices in 4 or 8 bits [default: as the run kept them that trained MODEL]."
+    return click.option("--quantize", type=kinds, help=told)(function)
+
+
+def chosen_use(devices: str, quantize: str | None = None) -> "Use":
+    """Where and how a model is used; sets what the machine wants, so that torch must not be imported yet.
+
+    Raises UserError for a device that is not here or that this PyTorch cannot use.
+    """
+    from bloomery.hardware.adopt import adopt
+    from bloomery.hardware.detect import detect
+    from bloomery.hardware.profile import build_profile
+    from bloomery.launch.replan import narrowed
+
+    machine = narrowed(detect(), devices)
+    profile = build_profile(machine)
+    adopt(machine)
+    from bloomery.train.use import Use
+
+    return Use.of(profile, quantize, machine=machine, asked=devices)
+
+
+def loading(text: str) -> None:
+    """A line on stderr about what is loaded."""
+    click.echo(f"loading    {text}", err=True)
 
 
 def literal(text: str) -> "Text":

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import data_path, model_path, print_json, say, text_flags
+from bloomery.cli.common import (
+    chosen_use,
+    data_path,
+    devices_option,
+    loading,
+    model_path,
+    print_json,
+    quantize_option,
+    say,
+    text_flags,
+)
 from bloomery.errors import UserError
 from bloomery.units import counted
 
@@ -21,8 +31,19 @@ if TYPE_CHECKING:
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--no-bos", is_flag=True, help="Put no BOS before a text: its first token is then not scored.")
 @click.option("--template", help="How conversations are written [default: the tokenizer's own chat template].")
+@devices_option
+@quantize_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; notes go to stderr.")
-def command(model: str, data: Path | None, step: str, no_bos: bool, template: str | None, as_json: bool) -> None:
+def command(
+    model: str,
+    data: Path | None,
+    step: str,
+    no_bos: bool,
+    template: str | None,
+    devices: str,
+    quantize: str | None,
+    as_json: bool,
+) -> None:
     """Loss, perplexity and bits per byte of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER).
 
     Without --data a run is examined on its validation split. Of conversations only the assistant's turns are scored. A
@@ -32,12 +53,10 @@ def command(model: str, data: Path | None, step: str, no_bos: bool, template: st
     """
     folder = model_path(model)
     text, row = _validation(folder) if data is None else (data_path(data), None)
-    from bloomery.hardware.adopt import adopt
-
-    adopt()  # before torch is imported
+    use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.evaluate import evaluate, judge, load_to_evaluate
 
-    decoder, tokenizer = load_to_evaluate(folder, step=step)
+    decoder, tokenizer = load_to_evaluate(folder, step=step, use=use, tell=loading)
     result: Evaluation | Judgement
     with text_flags():
         if decoder.config.head == "values":

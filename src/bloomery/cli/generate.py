@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import model_path, print_json, refuse_undecoded
+from bloomery.cli.common import (
+    chosen_use,
+    devices_option,
+    loading,
+    model_path,
+    print_json,
+    quantize_option,
+    refuse_undecoded,
+)
 from bloomery.cli.drawing import drawing_options, finite
 from bloomery.errors import UserError
 from bloomery.text import harmless
@@ -28,6 +36,8 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Each prompt is a question, put by the model's chat template.")
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
+@devices_option
+@quantize_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the text.")
 def command(
     model: str,
@@ -36,6 +46,8 @@ def command(
     chat: bool,
     stop: tuple[str, ...],
     step: str,
+    devices: str,
+    quantize: str | None,
     as_json: bool,
     **drawing: Any,
 ) -> None:
@@ -46,13 +58,11 @@ def command(
     finite(drawing)
     asked = _asked(prompt, prompts)
     folder = model_path(model)
-    from bloomery.hardware.adopt import adopt
-
-    adopt()  # before torch is imported
+    use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.generate import load_model
     from bloomery.model.sampling import Sampling
 
-    decoder, tokenizer = load_model(folder, step=step)
+    decoder, tokenizer = load_model(folder, step=step, use=use, tell=loading)
     sampling = Sampling(**drawing)
     with _written(decoder, tokenizer, sampling, stop, chat=chat) as answer:
         if as_json:

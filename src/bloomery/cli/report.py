@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import expanded, find_run, is_run, refuse_undecoded
+from bloomery.cli.common import chosen_use, devices_option, expanded, find_run, is_run, refuse_undecoded
 from bloomery.cli.report_model import Words, refuse_prompts, report_model
 from bloomery.errors import UserError
 
@@ -15,7 +15,10 @@ from bloomery.errors import UserError
 @click.option("--prompt", "prompts", multiple=True, help="Show an answer to this; may be given several times.")
 @click.option("--template", help="How conversations are written [default: the tokenizer's own chat template].")
 @click.option("--out", type=click.Path(path_type=Path), help="[default: RUN/report.html; of a model report.html here]")
-def command(model: str, data: Path | None, prompts: tuple[str, ...], template: str | None, out: Path | None) -> None:
+@devices_option
+def command(
+    model: str, data: Path | None, prompts: tuple[str, ...], template: str | None, out: Path | None, devices: str
+) -> None:
     """Write report.html of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER): one page that works offline.
 
     Of a run it shows curves, samples, incidents, plan against run, whatever state the run is in; a checkpoint or an
@@ -32,14 +35,14 @@ def command(model: str, data: Path | None, prompts: tuple[str, ...], template: s
         raise UserError("there is nothing that a template writes", where="--template", remedy=remedy, code=2)
     from bloomery.report import refuse_place, write_report
 
-    words = Words(data, prompts, template, out)
+    words = Words(data, prompts, template, out, devices)
     run = None if data is not None or prompts else _run_of(model)
     place = (expanded(out) if out is not None else (run or Path()) / "report.html").absolute()
     refuse_place(place)
     if run is None:
         click.echo(report_model(model, words, place))
     else:
-        click.echo(write_report(run, out=None if out is None else place))
+        click.echo(write_report(run, out=None if out is None else place, use=chosen_use(devices)))
 
 
 def _run_of(name: str) -> Path | None:

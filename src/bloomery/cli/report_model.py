@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.common import data_path, expanded, model_path, text_flags
+from bloomery.cli.common import chosen_use, data_path, expanded, model_path, text_flags
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bloomery.report.model_facts import ModelFacts
     from bloomery.report.model_page import Asked, Examined
     from bloomery.train.model_folder import Found
+    from bloomery.train.use import Use
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Words:
     prompts: tuple[str, ...] = ()
     template: str | None = None
     out: Path | None = None
+    devices: str = "auto"
 
     def command(self, model: str) -> str:
         """What repeats the page."""
@@ -32,6 +34,7 @@ class Words:
         typed += ["--data", str(self.data)] if self.data is not None else []
         typed += [word for prompt in self.prompts for word in ("--prompt", prompt)]
         typed += ["--template", self.template] if self.template is not None else []
+        typed += ["--devices", self.devices] if self.devices != "auto" else []
         return shlex.join([*typed, *(["--out", str(self.out)] if self.out is not None else [])])
 
 
@@ -49,9 +52,7 @@ class _Put:
 def report_model(name: str, words: Words, out: Path) -> Path:
     """Writes the page about the model that `name` means to `out`. Raises UserError."""
     folder = model_path(name)
-    from bloomery.hardware.adopt import adopt
-
-    adopt()  # before torch is imported
+    use = chosen_use(words.devices)  # before torch is imported
     from bloomery.model.config import refuse_values
     from bloomery.report import write_model_report
     from bloomery.report.model_facts import read_facts
@@ -63,7 +64,7 @@ def report_model(name: str, words: Words, out: Path) -> Path:
     if words.data is not None or words.prompts:
         refuse_values(facts.config, where=name)
         with text_flags():
-            asked = _examined(found, facts, words, where=name)
+            asked = _examined(found, facts, words, where=name, use=use)
     typed = name if expanded(name).exists() or "+" in name or "/" in name else str(folder)  # "last" is another one soon
     return write_model_report(facts, asked, name=_title(typed), command=words.command(typed), out=out)
 
@@ -74,7 +75,7 @@ def _title(name: str) -> str:
     return expanded(last).resolve().name if expanded(last).exists() else last
 
 
-def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str) -> "Asked":
+def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str, use: "Use") -> "Asked":
     """One model at a time is in memory."""
     from bloomery.data.tokenizer import load_tokenizer
     from bloomery.report.model_page import Asked
@@ -84,12 +85,12 @@ def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str) 
     put = _put(load_tokenizer(found.tokenizer), facts, words, data)
     models = [("model" if found.base is None else "with the adapter", found)]
     if found.base is not None:
-        models.insert(0, ("base", Found(found.base, None, found.tokenizer)))
+        models.insert(0, ("base", Found(found.base, None, found.tokenizer, found.trained)))
     examined: list[Examined] = []
     notes: list[str] = []
     for title, one in models:
         model, notes = _examine(
-            title, one, put, data, template=words.template, where=where, size=facts.config.vocab_size
+            title, one, put, data, template=words.template, where=where, size=facts.config.vocab_size, use=use
         )
         examined.append(model)
     text = None if words.data is None else words.data.name or str(words.data)
@@ -120,14 +121,14 @@ def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path |
 
 
 def _examine(
-    title: str, one: "Found", put: _Put, data: Path | None, *, template: str | None, where: str, size: int
+    title: str, one: "Found", put: _Put, data: Path | None, *, template: str | None, where: str, size: int, use: "Use"
 ) -> "tuple[Examined, list[str]]":
     from bloomery.evaluate import evaluate, load_found
     from bloomery.report.heldout import stretches
     from bloomery.report.model_page import Examined
     from bloomery.train.scoring import score_documents
 
-    decoder, tokenizer = load_found(one, where=where, vocab_size=size)
+    decoder, tokenizer = load_found(one, where=where, vocab_size=size, use=use)
     answers = tuple(_said(decoder, tokenizer, ids, put) for ids in put.prompts)
     if data is None:
         return Examined(title, None, [], answers), []

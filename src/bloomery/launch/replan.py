@@ -1,5 +1,6 @@
 """What a resumed run may change of its plan: what the user names, and what another machine forces. No torch."""
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -52,17 +53,21 @@ def _refuse_unknown(key: str) -> None:
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
-    """The machine with only the asked-for device: "cpu", or its number. Raises UserError."""
-    if devices is None:
+    """The machine with only the asked-for device: "cpu", its number, or "cuda:" and that, also on AMD's. "auto" is all.
+
+    Raises UserError.
+    """
+    if devices is None or devices == "auto":
         return machine
     if devices == "cpu":
         return remembering(machine.model_copy(update={"accelerators": ()}))
     if "," in devices:
         raise UserError(
-            f"this version trains on one device, not on {len(devices.split(','))}", where="--devices", code=2,
+            f"this version uses one device, not {len(devices.split(','))}", where="--devices", code=2,
             remedy="name one of them, for example --devices " + devices.partition(",")[0],
         )  # fmt: skip
-    chosen = next((device for device in machine.accelerators if str(device.index) == devices), None)
+    number = re.sub(r"^(cuda|hip|rocm):", "", devices)
+    chosen = next((device for device in machine.accelerators if str(device.index) == number), None)
     if chosen is None:
         here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
         remedy = f"devices here: {here}; or cpu"

@@ -1,7 +1,7 @@
 """Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,11 +49,14 @@ def load_decoder(
     attention: str | None = None,
     base: Path | None = None,
     vocab_size: int = 0,
+    arrange: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """The decoder in a folder of Hugging Face's layout, or an adapter's with its base, in evaluation mode.
 
     `dtype`: of the parameters; None keeps the one of the file. `base`: of an adapter, where it is not the one that it
-    names. `vocab_size`: at least so many tokens. Raises UserError when the folder holds no such model.
+    names. `vocab_size`: at least so many tokens. `arrange` is given the adapted decoder on the meta device, before any
+    memory is taken: it may quantize it, choose other dtypes, or refuse. Weights go from the file to the device piece by
+    piece, in the form that they are kept in. Raises UserError when the folder holds no such model.
     """
     settings = None
     source = folder
@@ -67,11 +70,14 @@ def load_decoder(
         settings, config = read_adaptation(folder, config)
     config = grown(config, vocab_size)
     with torch.device("meta"):
-        decoder = Decoder(config, attention=attention)
-    materialize(decoder, dtype=dtype or stored["model.embed_tokens.weight"].dtype, device=device)
+        decoder = Decoder(config, attention=attention).to(dtype or stored["model.embed_tokens.weight"].dtype)
+        if settings is not None:
+            adapt_as(decoder, settings)
+    if arrange is not None:
+        arrange(decoder)
+    give_memory(decoder, device)
     read_model(decoder, source, seed=0 if settings is not None else None)  # values come from the adapter
     if settings is not None:
-        adapt_as(decoder, settings)
         read_trained(decoder, settings, config, folder, shared=True)
         note_base(decoder)
     if other:
@@ -99,8 +105,13 @@ def fresh_decoder(
 
 def materialize(decoder: Decoder, *, dtype: torch.dtype, device: str | torch.device) -> None:
     """Gives a decoder on the meta device memory; its content is undefined until it is initialised or read."""
+    give_memory(decoder.to(dtype), device)
+
+
+def give_memory(decoder: Decoder, device: str | torch.device) -> None:
+    """`materialize` in the dtypes that the parameters have."""
     # As `to_empty`, which on a meta tensor imports all of sympy; torch has not annotated it.
-    decoder.to(dtype)._apply(lambda old: torch.empty(old.shape, dtype=old.dtype, device=device))  # type: ignore[no-untyped-call]
+    decoder._apply(lambda old: torch.empty(old.shape, dtype=old.dtype, device=device))  # type: ignore[no-untyped-call]
     decoder.tie()
 
 

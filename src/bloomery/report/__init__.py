@@ -11,14 +11,18 @@ from bloomery.report.charts import Bars
 if TYPE_CHECKING:
     from bloomery.report.model_facts import ModelFacts
     from bloomery.report.model_page import Asked
+    from bloomery.train.use import Use
 
 __all__ = ["Bars", "refuse_place", "write_model_report", "write_report"]
 
 
-def write_report(run_dir: Path, *, extras: Sequence[Bars] = (), out: Path | None = None) -> Path:
+def write_report(
+    run_dir: Path, *, extras: Sequence[Bars] = (), out: Path | None = None, use: "Use | None" = None
+) -> Path:
     """Writes `report.html` into the run's folder or to `out`, whatever state the run is in, and returns its path.
 
-    `extras` are shown at the top, such as an exam beside compressors. Holds no secrets and nobody's home folder. Raises
+    `extras` are shown at the top, such as an exam beside compressors. `use`: where held-out texts are put to the model;
+    None: on the CPU. Holds no secrets and nobody's home folder. Raises
     UserError when the run has told nothing yet or the folder cannot be written.
     """
     from bloomery.report.answers import Answered, compare_answers
@@ -33,8 +37,8 @@ def write_report(run_dir: Path, *, extras: Sequence[Bars] = (), out: Path | None
     if record.plan is None:
         held_out: HeldOut | str = "the run has no plan yet"
     else:
-        held_out = price_held_out(record.plan, run_dir / "checkpoints", parameters)
-        answers = compare_answers(record.plan, run_dir / "checkpoints", parameters)
+        held_out = price_held_out(record.plan, run_dir / "checkpoints", parameters, use)
+        answers = compare_answers(record.plan, run_dir / "checkpoints", parameters, use)
     text = page(record, held_out, extras, run_dir.name, answers)
     return _write(text, out or run_dir / "report.html")
 

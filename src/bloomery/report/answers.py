@@ -14,6 +14,8 @@ from bloomery.text import scrub
 
 if TYPE_CHECKING:
     from bloomery.train.answers import Question
+    from bloomery.train.model_folder import Found
+    from bloomery.train.use import Use
 
 _QUESTIONS = 4
 _LOOKED_AT = 64  # questions of which the shortest are taken
@@ -29,13 +31,14 @@ class Answered:
     after: str
 
 
-def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answered]:
+def compare_answers(plan: Plan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> list[Answered]:
     """The shortest of the held-out questions with both answers.
 
     Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
     twice.
     """
     from bloomery.train.answers import held_out_questions
+    from bloomery.train.model_folder import Found, find_model
     from bloomery.train.sealed import newest_valid
 
     if plan.model.source is None or plan.objective.kind in ("pretrain", "reward") or parameters > MOST_PARAMETERS:
@@ -48,8 +51,9 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answ
         questions = held_out_questions(plan.data.prepared, _LOOKED_AT)
         chosen = sorted(questions, key=lambda question: len(question.prompt))[:_QUESTIONS]
         size = plan.model.config.vocab_size  # a base may lack tokens that the run has added
-        before = _answers(plan.model.source, chosen, tokenizer, size)
-        after = _answers(checkpoint, chosen, tokenizer, size)
+        found = find_model(checkpoint)
+        base = Found(plan.model.source, None, found.tokenizer, found.trained)
+        before, after = (_answers(one, chosen, tokenizer, size, use) for one in (base, found))
     except UserError:  # the section above says what is wrong with the text or the model
         return []
     around = _around(tokenizer)
@@ -57,14 +61,16 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int) -> list[Answ
     return [Answered(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
 
 
-def _answers(folder: Path, questions: "list[Question]", tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+def _answers(
+    found: "Found", questions: "list[Question]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
+) -> list[str]:
     """One model at a time is in memory."""
     import torch
 
-    from bloomery.model.weights import load_decoder
     from bloomery.train.answers import answer
+    from bloomery.train.use import Use, load_used
 
-    decoder = load_decoder(folder, dtype=torch.float32, vocab_size=vocab_size)
+    decoder = load_used(found, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
     said = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in questions]
     return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
 

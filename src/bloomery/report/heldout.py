@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from bloomery.errors import UserError
 from bloomery.plan.types import Plan
 from bloomery.report.html import Html, el, join
 from bloomery.text import scrub
+
+if TYPE_CHECKING:
+    from bloomery.train.use import Use
 
 _TOKENS = 260  # of one document: what two columns show without scrolling for long
 _ENOUGH = 64  # a document with fewer tokens says little
@@ -37,7 +41,7 @@ class HeldOut:
     step: int  # of the checkpoint that `after` is from
 
 
-def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | str:
+def price_held_out(plan: Plan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> HeldOut | str:
     """Both prices of the first long enough document of the validation split, or why there are none."""
     from bloomery.train.sealed import newest_valid
 
@@ -55,22 +59,28 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int) -> HeldOut | 
         return f"the held-out text cannot be read: {error.where} {error.problem}"
     if len(tokens) < 2:
         return "the validation split is empty"
-    return _price(plan, checkpoint, tokens, learned, tokenizer)
+    return _price(plan, checkpoint, tokens, learned, tokenizer, use)
 
 
-def _price(plan: Plan, checkpoint: Path, tokens: list[int], learned: list[bool], tokenizer: Tokenizer) -> HeldOut:
+def _price(
+    plan: Plan, checkpoint: Path, tokens: list[int], learned: list[bool], tokenizer: Tokenizer, use: "Use | None"
+) -> HeldOut:
     import torch
 
-    from bloomery.model.weights import fresh_decoder, load_decoder
+    from bloomery.model.weights import fresh_decoder
+    from bloomery.train.model_folder import Found, find_model
     from bloomery.train.scoring import score_documents
+    from bloomery.train.use import Use, load_used
 
+    use, found = use or Use("cpu"), find_model(checkpoint)
     if plan.model.source is None:
-        before = fresh_decoder(plan.model.config, seed=plan.train.seed)
+        before = fresh_decoder(plan.model.config, seed=plan.train.seed, device=use.device)
     else:
-        before = load_decoder(plan.model.source, dtype=torch.float32, vocab_size=plan.model.config.vocab_size)
+        base, size = Found(plan.model.source, None, found.tokenizer, found.trained), plan.model.config.vocab_size
+        before = load_used(base, use, dtype=torch.float32, vocab_size=size)
     first = next(score_documents(before, [tokens]))
     del before  # only one model at a time
-    last = next(score_documents(load_decoder(checkpoint, dtype=torch.float32), [tokens]))
+    last = next(score_documents(load_used(found, use, dtype=torch.float32), [tokens]))
     step = int(checkpoint.name.rpartition("-")[2])
     told = [stretches(tokens, nats, tokenizer, learned) for nats in (first, last)]
     return HeldOut(told[0], told[1], step)

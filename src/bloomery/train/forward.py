@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.loader import Batch
+from bloomery.model.adapters import is_adapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 
@@ -16,11 +17,40 @@ def product_dtype(precision: str) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
 
 
+def prepare_weights(model: Decoder, precision: str) -> None:
+    """Trained weights are float32 ones, of `bfloat16-pure` bfloat16 ones; an adapter's have the dtype that was asked.
+
+    Frozen ones are kept as matrix products read them. float16 keeps frozen embeddings and norms in float32 all the
+    same, so that the sums between the layers, which outgrow 65,504 in some models, are float32 too.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_adapter(name):
+                parameter.data = parameter.data.to(_kept_as(parameter, module, model, precision))
+
+
+def _kept_as(parameter: nn.Parameter, module: nn.Module, model: Decoder, precision: str) -> torch.dtype:
+    if parameter.requires_grad:
+        return torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
+    embeds = parameter is model.model.embed_tokens.weight
+    if precision == "float16" and (embeds or not isinstance(module, nn.Linear)):
+        return torch.float32
+    return product_dtype(precision)
+
+
 def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
     """Matrix products in half precision over float32 weights. `bfloat16-pure` needs none: its weights are bfloat16."""
     if precision not in ("bfloat16", "float16"):
         return nullcontext()
     return torch.autocast(device, dtype=product_dtype(precision))
+
+
+def in_precision(model: Decoder, precision: str) -> None:
+    """In place: every forward of the model runs in that precision, on the device that it is called on."""
+    if precision in ("bfloat16", "float16"):
+        device = next(model.parameters()).device.type
+        whole = torch.autocast(device, dtype=product_dtype(precision))(model.forward)
+        model.forward = whole  # type: ignore[method-assign]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -6,9 +6,20 @@ from pathlib import Path
 
 from bloomery.errors import UserError
 from bloomery.model.base import base_folder, is_adapter_folder
+from bloomery.plan.store import read_plan
+from bloomery.recipe.schema import Quantize
 from bloomery.train.sealed import best_step, damage, newest_valid, saved_steps, step_folder
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How the run that wrote a checkpoint computed: its frozen weights, its precision, and `device`: cpu or cuda."""
+
+    quantize: Quantize
+    precision: str
+    device: str
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,7 @@ class Found:
     weights: Path
     base: Path | None
     tokenizer: Path
+    trained: Trained | None = None  # None: no run's checkpoint, or one of another version's plan
 
 
 def find_model(model: Path, step: str = "best") -> Found:
@@ -28,10 +40,22 @@ def find_model(model: Path, step: str = "best") -> Found:
         if base is not None:
             remedy = "name the folder of an adapter, or a run that trained one, after the +"
             raise UserError("this is a whole model, not an adapter", where=str(adapter), remedy=remedy)
-        return Found(weights, None, weights)
+        return Found(weights, None, weights, _trained(weights))
     base = base_folder(weights) if base is None else model_folder(base)
     own = any((weights / name).is_file() for name in TOKENIZERS)
-    return Found(weights, base, weights if own else base)
+    return Found(weights, base, weights if own else base, _trained(weights))
+
+
+def _trained(weights: Path) -> Trained | None:
+    """As the plan of the run says, in whose folder a checkpoint lies."""
+    path = weights.parent.parent / "plan.json"
+    if weights.parent.name != "checkpoints" or not path.is_file():
+        return None
+    try:
+        plan = read_plan(path)
+    except UserError:  # of another version: the weights can be used all the same
+        return None
+    return Trained(plan.quantize, plan.train.precision, plan.train.device)
 
 
 def split(model: Path) -> tuple[Path | None, Path]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bloomery.data.loader import Cursor
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import adaptation
-from bloomery.model.adapters import adapt, is_adapter
+from bloomery.model.adapters import adapt
 from bloomery.model.base import Base, base_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.peft_methods import PeftAdapter, method_config
@@ -21,7 +21,7 @@ from bloomery.parallel.apply import apply
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import Parts, read_part, read_state
-from bloomery.train.forward import product_dtype
+from bloomery.train.forward import prepare_weights
 from bloomery.train.kept import Injected, Kept, Pairs, Start, Whole
 from bloomery.train.optimizers import build_optimizer
 from bloomery.train.recover import NonFinite
@@ -148,27 +148,6 @@ def _kept(model: Decoder, plan: Plan, method: PeftAdapter | None, base: Base | N
     if isinstance(plan.adapter, Lora):
         return Pairs(model, _start(plan), adaptation(plan.model.config, plan.adapter), base)
     return Whole(model, _start(plan))
-
-
-def prepare_weights(model: Decoder, precision: str) -> None:
-    """Trained weights are float32 ones, of `bfloat16-pure` bfloat16 ones; an adapter's have the dtype that was asked.
-
-    Frozen ones are kept as matrix products read them. float16 keeps frozen embeddings and norms in float32 all the
-    same, so that the sums between the layers, which outgrow 65,504 in some models, are float32 too.
-    """
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not is_adapter(name):
-                parameter.data = parameter.data.to(_kept_as(parameter, module, model, precision))
-
-
-def _kept_as(parameter: nn.Parameter, module: nn.Module, model: Decoder, precision: str) -> torch.dtype:
-    if parameter.requires_grad:
-        return torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
-    embeds = parameter is model.model.embed_tokens.weight
-    if precision == "float16" and (embeds or not isinstance(module, nn.Linear)):
-        return torch.float32
-    return product_dtype(precision)
 
 
 def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:

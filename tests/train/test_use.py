@@ -1,0 +1,203 @@
+"""A model is used as its run trained it: the same base, the same precision, in the memory that this takes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, Run
+
+from bloomery.cli import cli
+from bloomery.data.loader import Loader
+from bloomery.errors import UserError
+from bloomery.evaluate import load_to_evaluate
+from bloomery.generate import load_model
+from bloomery.model.config import ModelConfig
+from bloomery.model.quantize import quantised_weights
+from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.monitor.events import EvalDone
+from bloomery.plan.store import write_plan
+from bloomery.recipe.schema import Lora, Quantize
+from bloomery.train.evaluation import evaluate
+from bloomery.train.model_folder import find_model
+from bloomery.train.objectives import build_objective
+from bloomery.train.use import Use
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, folder)
+    return folder
+
+
+def run_of(prepared, base, folder, *, quantize="nf4", precision="float32", adapter=None):
+    """A finished run over a quantized base, with its folder's plan, and that plan."""
+    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "targets": ["all-linear"]} | (adapter or {})))
+    plan = tiny_plan(prepared, config=CONFIG, model={"source": base}, train={"steps": 3, "precision": precision},
+                     optimizer={"learning_rate": 0.03})  # fmt: skip
+    plan = plan.model_copy(update={"adapter": lora, "quantize": Quantize(base=quantize)})
+    run = Run(plan, folder)
+    write_plan(plan, folder / "plan.json")
+    (folder / "recipe.yaml").write_text("{}")
+    return run, plan
+
+
+def figure(decoder, plan):
+    """What the run's own evaluation gives for that model."""
+    decoder.model.backend = plan.model.attention
+    for block in decoder.model.layers:
+        block.self_attn.backend = plan.model.attention
+    loader = Loader(plan.data.prepared, sequence_length=32, layout="packed", seed=0, split="validation")
+    sizes = load_to_evaluate_tokens(plan)
+    found = evaluate(
+        decoder, loader, build_objective(plan), plan=plan.eval, precision="float32", token_bytes=sizes, limit=None
+    )
+    return found.loss
+
+
+def load_to_evaluate_tokens(plan):
+    from bloomery.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(plan.data.prepared).token_bytes()
+
+
+@pytest.mark.parametrize(("quantize", "precision", "adapter"), [
+    ("nf4", "float32", {}),
+    ("nf4", "bfloat16", {"kind": "dora", "targets": ["q_proj", "down_proj"]}),
+    ("int8", "float16", {"init": "pissa", "train_also": ["norm"]}),
+    ("none", "bfloat16", {}),
+], ids=["nf4", "dora", "pissa", "lora"])  # fmt: skip
+def test_the_loaded_model_has_the_runs_own_figure(prepared, base, tmp_path, quantize, precision, adapter):
+    """To the last bit, through the decoder alone: nobody has to know the precision."""
+    run, plan = run_of(prepared, base, tmp_path / "run", quantize=quantize, precision=precision, adapter=adapter)
+    told = []
+    for load in (load_model, load_to_evaluate):
+        decoder, _ = load(run.folder, step="last", use=Use("cpu"), tell=told.append)
+        assert figure(decoder, plan) == run.of(EvalDone)[-1].loss
+        assert bool(dict(quantised_weights(decoder))) == (quantize != "none")
+    assert not any("differ" in line for line in told)
+    assert all(f"{quantize} base" in line or quantize == "none" for line in told)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_whole_model_keeps_its_matrices_as_products_read_them(prepared, tmp_path, precision):
+    plan = tiny_plan(prepared, config=CONFIG, train={"steps": 3, "precision": precision})
+    run = Run(plan, tmp_path / "run")
+    write_plan(plan, run.folder / "plan.json")
+    (run.folder / "recipe.yaml").write_text("{}")
+    decoder, _ = load_model(run.folder, step="last", use=Use("cpu"))
+    assert decoder.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
+    assert decoder.model.norm.weight.dtype == torch.float32
+    assert figure(decoder, plan) == run.of(EvalDone)[-1].loss
+
+
+def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
+    run, plan = run_of(prepared, base, tmp_path / "run")
+    own, heard = run.of(EvalDone)[-1].loss, []
+    for quantize in ("none", "int8"):
+        decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu", quantize), tell=heard.append)
+        assert figure(decoder, plan) != own
+    said = [line for line in heard if "figures differ" in line]
+    assert len(said) == 2 and "nf4 weights" in said[0] and "not quantized" in said[0] and "int8" in said[1]
+    words = [str(run.folder), "--data", str(prepared / "tokenizer.json"), "--step", "last", "--json"]
+    results = [CliRunner().invoke(cli, ["eval", *words, *more]) for more in ([], ["--quantize", "none"], ["-d", "cpu"])]
+    losses = [json.loads(each.stdout)["loss"] for each in results]
+    assert losses[0] == losses[2] != losses[1]
+    assert ["figures differ" in each.stderr for each in results] == [False, True, False]
+    assert "nf4 base" in results[0].stderr
+
+
+def test_a_device_without_the_runs_precision_says_so(prepared, base, tmp_path):
+    run, plan = run_of(prepared, base, tmp_path / "run")
+    trained_elsewhere = plan.train.model_copy(update={"device": "cuda", "precision": "bfloat16"})
+    write_plan(plan.model_copy(update={"train": trained_elsewhere}), run.folder / "plan.json")
+    told = []
+    decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu"), tell=told.append)
+    assert "computed in bfloat16, which CPU lacks" in told[0]
+    assert decoder.model.embed_tokens.weight.dtype == torch.float32
+    load_to_evaluate(run.folder, step="last", use=Use("cpu", bfloat16=True), tell=told.append)
+    assert sum("lacks" in line for line in told) == 1
+
+
+def test_a_whole_model_is_quantized_when_asked(base, tmp_path, prepared):
+    for file in prepared.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, tmp_path)
+    plain, _ = load_model(tmp_path, use=Use("cpu"))
+    small, _ = load_model(tmp_path, use=Use("cpu", "int8"))
+    tokens = torch.arange(24)[None] * 7 % CONFIG.vocab_size
+    with torch.no_grad():
+        away = float((plain(tokens) - small(tokens)).abs().max())
+    assert 0 < away < 0.05
+    assert len(dict(quantised_weights(small))) == 7 * CONFIG.num_layers
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp_path, monkeypatch):
+    run, plan = run_of(prepared, base, tmp_path / "run", quantize="none")
+    kept = []
+    monkeypatch.setattr(Use, "free_bytes", lambda _: kept[0])
+    monkeypatch.setattr("bloomery.train.use.WORKSPACE", 0)
+    monkeypatch.setattr("bloomery.model.weights.give_memory", lambda *_: pytest.fail("memory was taken"))
+    kept[:] = [90_000]
+    with pytest.raises(UserError, match="and this model needs") as refused:
+        load_model(run.folder, use=Use("cpu"))
+    assert "--quantize int8" in refused.value.remedy
+    kept[:] = [1000]
+    with pytest.raises(UserError) as refused:
+        load_model(run.folder, use=Use("cpu"))
+    assert "a smaller model" in refused.value.remedy
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from bloomery.train.model_folder import Found
+from bloomery.train.use import Use, load_used
+def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+small, large = (Found(Path(word), None, Path(word)) for word in sys.argv[1:3])
+load_used(small, Use("cpu", "nf4"))  # what torch imports on the way is not the model's
+before = peak()
+decoder = load_used(large, Use("cpu", "nf4"))
+print(peak() - before, sum(each.nbytes for each in (*decoder.parameters(), *decoder.buffers())))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
+def test_a_quantized_base_is_never_whole_in_memory(tmp_path):
+    """180 MB of float32 become 30 MB: what is held meanwhile is a piece of a file and a piece of a matrix."""
+    facts = dict(hidden_size=512, intermediate_size=2048, num_layers=10, num_heads=8, num_kv_heads=8, head_dim=64)
+    config = ModelConfig(vocab_size=1000, max_positions=64, **facts)
+    small = replace(config, num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2)
+    for name, each in (("large", config), ("small", small)):
+        (tmp_path / name).mkdir()
+        write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
+    file = (tmp_path / "large/model.safetensors").stat().st_size
+    told = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path / "small"), str(tmp_path / "large")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    peak, held = map(int, told.stdout.split())
+    assert held < 0.17 * file
+    assert peak < held + 60e6 < 0.6 * file
+
+
+@pytest.mark.parametrize("verb", ["chat", "generate", "eval"])
+def test_devices_that_are_not_here_are_refused(base, verb):
+    prompt = ["--prompt", "x"] if verb == "generate" else ["--data", "x"] if verb == "eval" else []
+    for devices, said in (("0,1", "this version uses one device, not 2"), ("cuda:7", "there is no device 'cuda:7'")):
+        done = CliRunner().invoke(cli, [verb, str(base), "-d", devices, *prompt])
+        assert isinstance(done.exception, UserError) or said in done.output
+        assert said in (done.output + str(done.exception))
+
+
+def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(prepared, base, tmp_path):
+    run, _ = run_of(prepared, base, tmp_path / "run")
+    assert find_model(run.checkpoint(3)).trained.quantize.base == "nf4"
+    (run.folder / "plan.json").write_text("{}")
+    assert find_model(run.checkpoint(3)).trained is None
