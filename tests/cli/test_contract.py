@@ -39,19 +39,19 @@ FLAGS = {
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
-    "eval": {"--data", "--step", "--no-bos", "--template", "--json"},
+    "eval": {"--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize"},
     "generate": {
         "--prompt", "--prompts", "--chat", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
-        "--repetition-penalty", "--stop", "--seed", "--step", "--json",
+        "--repetition-penalty", "--stop", "--seed", "--step", "--json", "-d", "--devices", "--quantize",
     },
-    "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify"},
+    "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify", "-d", "--devices"},
     "chat": {
         "--system", "--template", "--step", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
-        "--repetition-penalty", "--seed",
+        "--repetition-penalty", "--seed", "-d", "--devices", "--quantize",
     },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
-    "report": {"--data", "--prompt", "--template", "--out"},
+    "report": {"--data", "--prompt", "--template", "--out", "-d", "--devices"},
     "runs": {"--json"},
 }  # fmt: skip
 DEFAULTS = {

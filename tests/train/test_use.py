@@ -139,7 +139,7 @@ def test_a_whole_model_is_quantized_when_asked(base, tmp_path, prepared):
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp_path, monkeypatch):
-    run, plan = run_of(prepared, base, tmp_path / "run", quantize="none")
+    run, _ = run_of(prepared, base, tmp_path / "run", quantize="none")
     kept = []
     monkeypatch.setattr(Use, "free_bytes", lambda _: kept[0])
     monkeypatch.setattr("bloomery.train.use.WORKSPACE", 0)

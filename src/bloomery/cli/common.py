@@ -82,7 +82,7 @@ def chosen_use(devices: str, quantize: str | None = None) -> "Use":
 
 def loading(text: str) -> None:
     """A line on stderr about what is loaded."""
-    click.echo(f"loading    {text}", err=True)
+    say(f"loading    {text}", err=True)
 
 
 def literal(text: str) -> "Text":

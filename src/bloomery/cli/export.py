@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import NewPath, model_path, say
+from bloomery.cli.common import NewPath, chosen_use, devices_option, model_path, say
 from bloomery.errors import UserError
 from bloomery.units import format_bytes
 
@@ -21,7 +21,8 @@ LAYOUTS = "hf: for transformers, vLLM and kin; adapter: for PEFT; merged: an ada
 )  # fmt: skip
 @click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
 @click.option("--verify/--no-verify", default=True, help="Read the copy back, compare it and run it.")
-def command(model: str, layout: str, out: Path, dtype: str | None, step: str, verify: bool) -> None:
+@devices_option
+def command(model: str, layout: str, out: Path, dtype: str | None, step: str, verify: bool, devices: str) -> None:
     """Write MODEL (a run, a folder in Hugging Face's layout, or BASE+ADAPTER) in the layout of other programs.
 
     Example: bloomery export last --to hf --out my-model
@@ -29,7 +30,7 @@ def command(model: str, layout: str, out: Path, dtype: str | None, step: str, ve
     if dtype is not None and layout != "merged":
         problem = f"--to {layout} copies the weights as they are"
         raise UserError(problem, where="--type", remedy="leave out --type", code=2)
-    source = model_path(model)
+    source, use = model_path(model), chosen_use(devices)
     from bloomery.export.adapter import export_adapter
     from bloomery.export.hf import export
     from bloomery.export.merged import export_merged
@@ -37,11 +38,11 @@ def command(model: str, layout: str, out: Path, dtype: str | None, step: str, ve
 
     found = find_model(source, step)
     if layout == "hf":
-        done = export(found.weights, out, verify=verify)
+        done = export(found.weights, out, verify=verify, use=use)
     elif layout == "adapter":
-        done = export_adapter(found, out, verify=verify)
+        done = export_adapter(found, out, verify=verify, use=use)
     else:
-        done = export_merged(found, out, dtype=dtype, verify=verify)
+        done = export_merged(found, out, dtype=dtype, verify=verify, use=use)
     for proof in done.proofs:
         say(f"verified   {proof}", err=True)
     say(f"export     {done.folder} ({format_bytes(done.bytes)})")

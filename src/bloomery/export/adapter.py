@@ -14,15 +14,16 @@ import torch
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 from bloomery.export.card import model_card, training_of
-from bloomery.export.hf import TOLERANCE, Exported, draft_of, finite, last_value, probe, probe_tokens
+from bloomery.export.hf import TOLERANCE, Exported, draft_of, finite, last_value, load_to_check, probe, probe_tokens
+from bloomery.model.adapter_reading import read_adaptation
 from bloomery.model.base import CONFIG, TENSORS, base_of, read_settings
 from bloomery.model.config import ModelConfig
-from bloomery.model.decoder import Decoder
-from bloomery.model.weights import load_decoder
+from bloomery.model.presets import read_config
 from bloomery.train.model_folder import Found
+from bloomery.train.use import Use
 
 
-def export_adapter(found: Found, out: Path, *, verify: bool = True) -> Exported:
+def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
     """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
 
     Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
@@ -37,21 +38,28 @@ def export_adapter(found: Found, out: Path, *, verify: bool = True) -> Exported:
         (draft / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
         shutil.copyfile(found.weights / TENSORS, draft / TENSORS)
         load_tokenizer(found.tokenizer).save(draft)
-        decoder = load_decoder(draft, base=found.base, dtype=torch.float32)
-        card = model_card(out.name, decoder.config, training_of(found.weights), base=base)
+        card = model_card(out.name, _config(draft, found.base), training_of(found.weights), base=base)
         (draft / "README.md").write_text(card, encoding="utf-8")
-        proofs = tuple(_proofs(found, draft, decoder)) if verify else ()
+        proofs = tuple(_proofs(found, draft, use or Use("cpu"))) if verify else ()
     return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
 
 
-def _proofs(found: Found, draft: Path, decoder: Decoder) -> Iterator[str]:
+def _config(draft: Path, base: Path) -> ModelConfig:
+    """With the vocabulary and the head that the adapter brings."""
+    config = read_config(base)
+    return read_adaptation(draft, config)[1] if read_settings(draft)["peft_type"] == "LORA" else config
+
+
+def _proofs(found: Found, draft: Path, use: Use) -> Iterator[str]:
     if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
         raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), remedy="check the disk")
-    logits = finite(probe(decoder), found.weights)
+    decoder = load_to_check(draft, use, base=found.base)
+    logits, config = finite(probe(decoder), found.weights), decoder.config
+    del decoder
     yield "read back: the tensors are the same, and the base takes them"
     if all(importlib.util.find_spec(name) is not None for name in ("peft", "transformers")):
         with warnings.catch_warnings(action="ignore"):  # what both libraries say of each other
-            yield _opens_in_peft(found, draft, logits, decoder.config)
+            yield _opens_in_peft(found, draft, logits, config)
 
 
 def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:

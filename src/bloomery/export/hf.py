@@ -22,6 +22,8 @@ from bloomery.model.families import config_to_hf
 from bloomery.model.presets import read_config
 from bloomery.model.tensors import Reader, find_tensors
 from bloomery.model.weights import load_decoder
+from bloomery.train.use import Use
+from bloomery.units import format_bytes
 
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
 PROBE_TOKENS = 16
@@ -36,7 +38,7 @@ class Exported:
     proofs: tuple[str, ...]
 
 
-def export(source: Path, out: Path, *, verify: bool = True) -> Exported:
+def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
     """Copies the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
 
     `out` appears whole or not at all. Verification reads it back, compares every tensor with the source, runs it, and
@@ -54,7 +56,7 @@ def export(source: Path, out: Path, *, verify: bool = True) -> Exported:
         write_json(draft / "generation_config.json", generation_settings(source, config))
         load_tokenizer(source).save(draft)
         (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
-        proofs = tuple(_proofs(source, draft)) if verify else ()
+        proofs = tuple(_proofs(source, draft, use or Use("cpu"))) if verify else ()
     return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
 
 
@@ -105,12 +107,26 @@ def generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
 
 
-def _proofs(source: Path, draft: Path) -> Iterator[str]:
+def _proofs(source: Path, draft: Path, use: Use) -> Iterator[str]:
     yield _same_tensors(source, draft)
-    decoder = load_decoder(draft, dtype=torch.float32)
-    logits = finite(probe(decoder), source)
+    decoder = load_to_check(draft, use)
+    logits, config = finite(probe(decoder), source), decoder.config
+    del decoder
     if importlib.util.find_spec("transformers") is not None:
-        yield opens_in_transformers(draft, logits, decoder.config)
+        yield opens_in_transformers(draft, logits, config)
+
+
+def load_to_check(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
+    """The model in float32 on the device. Raises UserError where it does not fit, before memory is taken."""
+
+    def refuse_full(decoder: Decoder) -> None:
+        needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
+        if needed > free:
+            problem = f"to check the export takes {format_bytes(needed)}, and {use.name} has {format_bytes(free)} free"
+            remedy = "--no-verify leaves the check out" + (", or --devices cpu" if use.device == "cuda" else "")
+            raise UserError(problem, where=str(folder), remedy=remedy)
+
+    return load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
 
 
 def _same_tensors(source: Path, draft: Path) -> str:
@@ -125,8 +141,9 @@ def _same_tensors(source: Path, draft: Path) -> str:
 
 def probe(decoder: Decoder) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = decoder(probe_tokens(decoder.config))
-    return logits
+        device = decoder.model.embed_tokens.weight.device
+        logits: torch.Tensor = decoder(probe_tokens(decoder.config).to(device))
+    return logits.cpu()
 
 
 def finite(logits: torch.Tensor, source: Path) -> torch.Tensor:

@@ -1,13 +1,22 @@
 """An adapter merged into its base: plain matrices that compute the same alone."""
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bloomery.model.adapters import LoraLinear, is_adapter
+from bloomery.model.adapter_files import read_trained
+from bloomery.model.adapter_reading import read_adaptation
+from bloomery.model.adapters import LoraLinear, adapt_as, is_adapter
+from bloomery.model.base import refuse_other_base
+from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.peft_methods import has_method, merge_methods
+from bloomery.model.presets import read_config
+from bloomery.model.weights import StoredModel
 
 
 @torch.no_grad()
@@ -24,6 +33,48 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         whole = module.merged_weight() if isinstance(module, LoraLinear) and name.endswith(".weight") else parameter
         state[name] = whole.detach().to(dtype)
     return state
+
+
+@contextmanager
+def merged_pieces(
+    folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
+) -> Iterator[tuple[Callable[[str], Tensor], ModelConfig]]:
+    """`merged_state` of a low-rank adapter, a parameter at a time: of the base no more than that is in memory.
+
+    Raises UserError as `load_decoder` does.
+    """
+    refuse_other_base(folder, base)
+    settings, config = read_adaptation(folder, read_config(base))
+    with torch.device("meta"):
+        model = Decoder(config)
+        adapt_as(model, settings)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_adapter(name) or parameter.requires_grad:
+                held = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+                setattr(module, name, nn.Parameter(held))
+        if isinstance(module, LoraLinear) and module.pissa:
+            module.first_A, module.first_B = (torch.empty_like(each) for each in (module.lora_A, module.lora_B))
+    model.tie()
+    with torch.no_grad():
+        read_trained(model, settings, config, folder, shared=True)
+    with StoredModel(config, base, seed=0) as stored:
+
+        @torch.no_grad()
+        def piece(name: str) -> Tensor:
+            parameter = model.get_parameter(name)
+            if not parameter.is_meta:  # trained in full
+                return parameter.detach().to(dtype)
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            stored.fill(name, whole)
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, LoraLinear) and name.endswith(".weight"):
+                module.weight = nn.Parameter(whole)
+                whole = module.merged_weight()
+                module.weight = parameter
+            return whole.to(dtype)
+
+        yield piece, config
 
 
 def merged(model: Decoder, dtype: torch.dtype = torch.float32) -> Decoder:

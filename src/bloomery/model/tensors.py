@@ -1,8 +1,9 @@
 """Tensors in safetensors files: read straight into memory that is already there, and only from inside a folder."""
 
 import json
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -188,6 +189,27 @@ class Reader:
             if not count:
                 raise UserError("the file ends too early", where=str(stored.path), remedy="download the model again")
             done += count
+
+
+def write_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, produce: Callable[[str], Tensor]
+) -> None:
+    """A safetensors file, tensor by tensor: each is asked for when the ones before it are written, and then let go."""
+    kind = next(name for name, known in DTYPES.items() if known == dtype)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(said)) + said)
+        for name, shape in shapes.items():
+            tensor = produce(name)
+            assert tensor.dtype == dtype and tensor.shape == shape
+            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            file.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
 
 def split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:

@@ -1,9 +1,11 @@
 """Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self, final
 
 import torch
 from safetensors.torch import save_file
@@ -27,7 +29,7 @@ from bloomery.model.quantize import quantised_weights
 from bloomery.model.quantize_weight import QuantisedWeight
 from bloomery.model.randomness import stream
 from bloomery.model.renaming import to_hf_names
-from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards
+from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards, write_tensors
 
 SHARD_BYTES = 4 * 2**30
 # Buffers that old checkpoints carry although they follow from the config.
@@ -163,12 +165,44 @@ def write_model(
     dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
     _write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in stored.items()}
+
+    def write(file: Path, group: list[str]) -> None:
+        save_file({name: stored[name].cpu() for name in group}, file, metadata={"format": "pt"})
+
+    _write_shards(folder, sizes, shard_bytes, write)
+
+
+def write_model_piecewise(
+    produce: Callable[[str], Tensor], config: ModelConfig, dtype: torch.dtype, folder: Path,
+    *, shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
+    """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
+    kind, where, shapes = str(dtype).removeprefix("torch."), places(config), parameter_shapes(config)
+    _write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
+    parts: dict[str, list[str]] = {}
+    for name, place in where.items():
+        parts.setdefault(place.name, []).append(name)
+    stored = {name: where[ours[0]].stored_shape(shapes[ours[0]]) for name, ours in parts.items()}
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in stored.items()}
+
+    def whole(name: str) -> Tensor:
+        return to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[name]
+
+    _write_shards(
+        folder, sizes, shard_bytes,
+        lambda file, group: write_tensors(file, {name: stored[name] for name in group}, dtype, whole),
+    )  # fmt: skip
+
+
+def _write_shards(
+    folder: Path, sizes: dict[str, int], shard_bytes: int, write: Callable[[Path, list[str]], None]
+) -> None:
     shards = list(split_shards(sizes, shard_bytes))
     names = ["model.safetensors"] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]  # fmt: skip
     for file, group in zip(names, shards, strict=True):
-        save_file({name: stored[name].cpu() for name in group}, folder / file, metadata={"format": "pt"})
+        write(folder / file, group)
     if len(shards) > 1:
         weight_map = {name: file for file, group in zip(names, shards, strict=True) for name in group}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -189,30 +223,54 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
-    config = decoder.config
     if isinstance(decoder.model, ForeignBackbone) and decoder.model.foreign.safe_because:
         _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
-    of_folder = read_config(folder, "auto" if config.foreign is None else "foreign")
-    known = min(config.vocab_size, of_folder.vocab_size)
-    saved = replace(config, vocab_size=known) if config.foreign is None else of_folder
-    stored = stored_parameters(folder, saved, headless=seed is not None)
-    where = places(config)
-    with Reader() as reader:
+    with StoredModel(decoder.config, folder, seed=seed, new=new) as stored:
         for name, parameter in decoder.named_parameters():
-            if is_adapter(name):
-                continue
-            if name not in stored:
-                drawn = torch.empty(parameter.shape)
-                parameter.copy_(drawn.normal_(0.0, config.initializer_range, generator=stream(seed or 0, name)))
-                continue
-            place = where[name]
-            held = parameter.data[:known] if name in VOCABULARY else parameter.data
-            reader.fill(held, stored[name], first=place.first, transposed=place.transposed)
-            if name in VOCABULARY:
-                _fill_new_rows(parameter, known, new)
+            if not is_adapter(name):
+                stored.fill(name, parameter)
         for name, weight in quantised_weights(decoder):
-            _read_quantised(weight, stored[name], where[name], reader, name)
+            _read_quantised(weight, stored.tensors[name], stored.places[name], stored.reader, name)
+
+
+@final
+class StoredModel:
+    """A folder's tensors as parameters of a config, one at a time; used as a context. `seed` and `new` as `read_model`.
+
+    Raises UserError as `stored_parameters` does.
+    """
+
+    def __init__(
+        self, config: ModelConfig, folder: Path, *, seed: int | None = None, new: Collection[int] = ()
+    ) -> None:
+        of_folder = read_config(folder, "auto" if config.foreign is None else "foreign")
+        self.config, self.seed, self.new = config, seed, new
+        self.known = min(config.vocab_size, of_folder.vocab_size)
+        saved = replace(config, vocab_size=self.known) if config.foreign is None else of_folder
+        self.tensors = stored_parameters(folder, saved, headless=seed is not None)
+        self.places, self.reader = places(config), Reader()
+
+    def __enter__(self) -> Self:
+        self.reader.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.reader.__exit__(*raised)
+
+    @torch.no_grad()
+    def fill(self, name: str, parameter: Tensor) -> None:
+        """Cast to the dtype that the parameter has."""
+        if name not in self.tensors:
+            drawn = torch.empty(parameter.shape)
+            drawn.normal_(0.0, self.config.initializer_range, generator=stream(self.seed or 0, name))
+            parameter.copy_(drawn)
+            return
+        place = self.places[name]
+        held = parameter.data[: self.known] if name in VOCABULARY else parameter.data
+        self.reader.fill(held, self.tensors[name], first=place.first, transposed=place.transposed)
+        if name in VOCABULARY:
+            _fill_new_rows(parameter, self.known, self.new)
 
 
 def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
