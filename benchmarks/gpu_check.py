@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 TOTAL_SECONDS = 525.0
 SECONDS = {  # the most that each part may take; together less than nine minutes
     "probes": 90, "full": 90, "lora": 85, "qlora": 85, "theirs-lora": 50, "theirs-qlora": 55, "theirs-full": 50,
-    "attention": 60,
+    "attention": 60, "use": 180,
 }  # fmt: skip
 MODULES = {  # as they are imported: what pip calls them
     "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "numpy": "numpy", "pyarrow": "pyarrow",

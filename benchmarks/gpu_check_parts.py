@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check import TARGETS
+from gpu_check_use import used
 
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
@@ -292,6 +293,8 @@ def probed(names: tuple[str, ...]) -> Found:
 def part(name: str, *, tiny: bool) -> Found:
     if name == "probes":
         return probed(TINY_PROBES if tiny else PROBES)
+    if name == "use":
+        return used(tiny=tiny)
     if name == "attention":
         return probed(TINY_BACKENDS if tiny else ("backend",))
     who: Callable[..., Found] = theirs if name.startswith("theirs-") else ours

@@ -28,7 +28,7 @@ def test_every_part_runs_on_a_processor(tmp_path, only):
     environment = dict(os.environ, PYTHON=sys.executable, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
     words = ["--tiny", *(["--only", ",".join(only)] if only else [])]
     command = [str(ROOT / "scripts" / "gpu_check.sh"), *words, str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(out.read_text())
     parts = {part["part"]: part for part in report["parts"]}
@@ -40,6 +40,8 @@ def test_every_part_runs_on_a_processor(tmp_path, only):
         assert parts[name]["planned_gib"] > 0
     if not only:
         assert parts["theirs-qlora"]["outcome"] in ("ok", "skipped")  # bitsandbytes is no dependency
+        assert parts["use"]["outcome"] == "ok", parts["use"]
+        assert parts["use"]["figure"] == parts["use"]["of_the_run"]  # a QLoRA run, loaded as it trained
     for name in ("probes", "attention"):
         assert parts[name]["probes"] and all(probe["error"] is not None for probe in parts[name]["probes"][1:])
     assert "torchtune" in ended.stdout and str(out) in ended.stdout

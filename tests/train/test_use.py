@@ -11,15 +11,21 @@ import torch
 from click.testing import CliRunner
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
+from safetensors.torch import load_file
 
 from bloomery.cli import cli
 from bloomery.data.loader import Loader
+from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
 from bloomery.evaluate import load_to_evaluate
 from bloomery.generate import load_model
+from bloomery.model.adapter_files import write_adapter
+from bloomery.model.adapter_names import adaptation
+from bloomery.model.adapters import adapt, init_adapters, trained_state
 from bloomery.model.config import ModelConfig
+from bloomery.model.merge import merged_state
 from bloomery.model.quantize import quantised_weights
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
@@ -54,17 +60,11 @@ def figure(decoder, plan):
     for block in decoder.model.layers:
         block.self_attn.backend = plan.model.attention
     loader = Loader(plan.data.prepared, sequence_length=32, layout="packed", seed=0, split="validation")
-    sizes = load_to_evaluate_tokens(plan)
+    sizes = load_tokenizer(plan.data.prepared).token_bytes()
     found = evaluate(
         decoder, loader, build_objective(plan), plan=plan.eval, precision="float32", token_bytes=sizes, limit=None
     )
     return found.loss
-
-
-def load_to_evaluate_tokens(plan):
-    from bloomery.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(plan.data.prepared).token_bytes()
 
 
 @pytest.mark.parametrize(("quantize", "precision", "adapter"), [
@@ -201,3 +201,50 @@ def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(pre
     assert find_model(run.checkpoint(3)).trained.quantize.base == "nf4"
     (run.folder / "plan.json").write_text("{}")
     assert find_model(run.checkpoint(3)).trained is None
+
+
+MERGE = """
+import sys
+from pathlib import Path
+from bloomery.export.merged import export_merged
+from bloomery.train.model_folder import Found
+def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+for name in ("small", "large"):
+    folder = Path(sys.argv[1]) / name
+    before = peak()
+    export_merged(Found(folder / "adapter", folder, folder), folder / "merged", verify=False)
+print(peak() - before)
+"""
+
+
+def adapter_on(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
+    """A base and a random adapter beside it."""
+    lora = Lora(kind="dora", rank=4, targets=["all-linear"], train_also=["norm"])
+    model = fresh_decoder(config, seed=0)
+    (folder / "adapter").mkdir(parents=True)
+    write_model(model_state(model), config, folder)
+    for file in tokenizer.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    adapt(model, lora)
+    init_adapters(model, 0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data.normal_(0.0, 0.02)
+    write_adapter(trained_state(model), adaptation(config, lora), config, folder / "adapter", base=str(folder))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
+def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepared, tmp_path):
+    facts = dict(hidden_size=512, intermediate_size=2048, num_layers=10, num_heads=8, num_kv_heads=8, head_dim=64)
+    config = ModelConfig(vocab_size=300, max_positions=64, **facts)
+    adapter_on(config, tmp_path / "large", prepared)
+    adapter_on(CONFIG, tmp_path / "small", prepared)
+    command = [sys.executable, "-c", MERGE, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(told.stdout) < 0.35 * (tmp_path / "large/model.safetensors").stat().st_size
+    for name in ("small", "large"):
+        folder = tmp_path / name
+        whole = merged_state(load_decoder(folder / "adapter", base=folder, dtype=torch.float32), torch.float32)
+        stored = load_file(folder / "merged/model.safetensors")
+        assert stored.keys() == whole.keys()
+        assert all(torch.equal(stored[name], whole[name]) for name in stored)
