@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from bloomery.data.tokenizer import Tokenizer, train_tokenizer
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_training import train_tokenizer
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.presets import build_config

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bloomery.data.tokenizer import train_tokenizer
+from bloomery.data.tokenizer_training import train_tokenizer
 from bloomery.errors import UserError
 from bloomery.evaluate import Text, evaluate, evaluate_texts, texts_of
 from bloomery.model.config import ModelConfig

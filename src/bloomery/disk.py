@@ -3,13 +3,17 @@
 import errno
 import os
 import shutil
+import stat
+from io import BufferedReader
 from pathlib import Path
-from stat import S_ISREG
 
 from bloomery.errors import UserError
 
 LARGEST = 64 * 2**20  # bytes of a file that is read whole: manifests, plans, records of machines
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a pipe or a socket that nobody reads, a device
+
+_KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
+          stat.S_IFIFO: "a pipe"}  # fmt: skip
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -23,7 +27,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if error.errno in _IRREGULAR:
             raise irregular(path) from error
         raise
-    if not S_ISREG(os.fstat(descriptor).st_mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise irregular(path)
     return descriptor
@@ -50,6 +54,43 @@ def read_whole(path: Path, most: int = LARGEST) -> bytes:
             remedy="delete it, or bring back the file that was there",
         )
     return content
+
+
+def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedReader:
+    """The file at `path`, opened for reading without waiting for anyone. `pipes`: a pipe is read too, which is empty
+    where nothing writes into it. Raises UserError (with `code`) for what cannot be opened and what is no file.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        remedy = "check its name, its owner, its permissions and the disk"
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy, code=code) from error
+    except ValueError as error:  # a NUL in the name, or a letter that this locale has no bytes for
+        problem, remedy = "no file can have this name here", "name another file, or set LANG=C.UTF-8"
+        raise UserError(problem, where=str(path), remedy=remedy, code=code) from error
+    mode = os.fstat(number).st_mode
+    if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
+        os.set_blocking(number, True)
+        return os.fdopen(number, "rb")
+    os.close(number)
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    raise UserError(f"is {kind}, not a file", where=str(path), remedy="name a file", code=code)
+
+
+def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: int = 1) -> bytes:
+    """All of a file of at most so many bytes. Raises UserError as `open_input` does, and for a larger one."""
+    content = bytearray()
+    with open_input(path, pipes=pipes, code=code) as file:
+        try:
+            while piece := file.read(min(2**22, most + 1 - len(content))):
+                content += piece
+                if len(content) > most:
+                    problem, remedy = f"is larger than {most:,} bytes", "name another file, or a part of this one"
+                    raise UserError(problem, where=str(path), remedy=remedy, code=code)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            raise UserError(problem, where=str(path), remedy="check the disk", code=code) from error
+    return bytes(content)
 
 
 def write_durably(path: Path, content: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bloomery.data.documents import Corpus, Tally, open_corpus, read_documents, read_file
+from bloomery.data.documents import Corpus, Tally, open_corpus, read_documents, read_file, unpadded
 from bloomery.data.example_rows import NAMES, Wants
 from bloomery.data.examples import Example
 from bloomery.data.files import DATA, TABLES, suffix_of
@@ -147,7 +147,7 @@ def _sides_of(data: Path, tokenizer: Tokenizer, template: str | None) -> Iterato
         yield from ((split.document(index).tolist(), int(split.first[index])) for index in range(len(split)))
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
-        for content in _contents(data):
+        for content in _contents(data, tokenizer):
             if not isinstance(content, Example):
                 raise _no_pairs("plain text" if isinstance(content, str) else "token ids", str(data))
             if content.kind != "pair":
@@ -196,7 +196,7 @@ def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: st
     sizes = tokenizer.token_bytes()
     start = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
-        for content in _contents(data):
+        for content in _contents(data, tokenizer):
             if isinstance(content, Example):
                 if content.desirable is not False:
                     answer = renderer.encode(content)[0]
@@ -212,14 +212,16 @@ def _learned(ids: list[int], learned: np.ndarray, sizes: np.ndarray, kind: Shard
     return Text(ids, int(sizes[scored].sum()), learned, kind)
 
 
-def _contents(data: Path) -> Iterator[str | tuple[int, ...] | Example]:
+def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
     root, glob = _split_glob(data)
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
         yield read_file(root)
         return
     corpus = _corpus(Source(path=str(root), glob=glob))
     whole = tuple(replace(file, format="code" if file.format == "text" else file.format) for file in corpus.files)
+    ends = (tokenizer.bos_id, tokenizer.eos_id)
     for document in read_documents(replace(corpus, files=whole), on_error="stop", tally=Tally()):
+        document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
         yield document.example or (document.text if document.tokens is None else document.tokens)
 
 

@@ -15,7 +15,7 @@ from bloomery.cli.eval import command as eval_command
 from bloomery.cli.report import _run_of
 from bloomery.cli.report import command as report_command
 from bloomery.cli.runs import command as runs_command
-from bloomery.data.tokenizer import train_tokenizer
+from bloomery.data.tokenizer_training import train_tokenizer
 from bloomery.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.weights import fresh_decoder, model_state, write_model

@@ -149,7 +149,8 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
         write_rows(tmp_path / "data" / f"{split}.parquet", rows)
     texts = [document.example.answers[0][1].content for document in read(tmp_path)]
     assert texts == ["train-00000-of-00002", "train-00001-of-00002"]
-    assert other_splits(Source(path=str(tmp_path)), rows=True) == ["data/test-00000-of-00001.parquet"]
+    (test,) = other_splits(Source(path=str(tmp_path)), rows=True)["test"]
+    assert test.name == "data/test-00000-of-00001.parquet"
     assert len(read(tmp_path, glob="*.parquet")) == 3
 
 

@@ -36,7 +36,7 @@ TEXTS = ["".join(sentences(40)), *sentences(20)[9:], "one"]
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> Path:
     """A tokenizer's folder, and files of each kind."""
-    from bloomery.data.tokenizer import train_tokenizer
+    from bloomery.data.tokenizer_training import train_tokenizer
     from bloomery.recipe.schema import TrainTokenizer
 
     folder = tmp_path_factory.mktemp("places")

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from small_text import sentences
+from test_example_documents import write_rows
 
 from bloomery.data import shard_writer
-from bloomery.data.documents import Tally, open_corpora, read_documents
+from bloomery.data.documents import Document, Tally, open_corpora, read_documents, unpadded
 from bloomery.data.prepare import finished, locked, prepare, prepared_folder
 from bloomery.data.preparing import Limits
 from bloomery.data.shards import open_split, read_manifest
@@ -326,6 +327,78 @@ def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 999]}) + "\n")
     with pytest.raises(UserError, match="token id 999 is not below the tokenizer's"):
         prepare(named, tmp_path / "q")
+
+
+@pytest.mark.parametrize("mask", ["attention_mask", None], ids=["attention mask", "padding token"])
+@pytest.mark.parametrize("objective", ["pretrain", "sft"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_padding_of_others_is_not_trained_on(tmp_path, recipe_of, corpus, suffix, objective, mask):
+    prepare(recipe_of(path=str(corpus)), tmp_path / "first")
+    pad = load_tokenizer(tmp_path / "first").pad_id
+    rows = [{"input_ids": [pad] * 3 + [1, 40 + n, 50, 2] + [pad] * (n % 5)} for n in range(40)]
+    rows.append({"input_ids": [pad] * 6})
+    for row in rows:
+        size = len(row["input_ids"])
+        row["labels"] = [-100 if token in (pad, 50) else token for token in row["input_ids"]]
+        if mask is not None:  # this alone decides, also where it keeps what would be padding
+            row[mask] = [int(token != pad) for token in row["input_ids"]]
+            row[mask][0] = int(size == 7)
+    path = write_rows(tmp_path / f"a.{suffix}", rows)
+    named = recipe_of(path=str(path), validation=0, tokenizer={"from": str(tmp_path / "first")}, objective=objective)
+    manifest = prepare(named, tmp_path / "p", limits=SMALL)
+    split = open_split(tmp_path / "p", "train")
+    kept = [[pad] * (mask is not None and n % 5 == 0) + [1, 40 + n, 50, 2] for n in range(40)]
+    assert [split.document(index).tolist() for index in range(len(split))] == kept
+    assert manifest.empty == 1
+    assert manifest.padding == sum(len(row["input_ids"]) for row in rows) - sum(map(len, kept))
+    if objective == "sft":
+        assert split.learned[:].tolist() == [int(token not in (pad, 50)) for ids in kept for token in ids]
+
+
+def test_of_a_padding_token_that_ends_texts_one_is_kept():
+    texts = [((1, 5, 2, 2, 2), (1, 5, 2)), ((2, 2, 5, 6), (2, 5, 6)), ((5, 2), (5, 2)), ((5, 2, 6),) * 2, ((2,), ())]
+    for tokens, kept in texts:
+        assert unpadded(Document("a", tokens=tokens), pad_id=2, ends=(1, 2)).tokens == kept
+    assert unpadded(Document("a", tokens=(3, 5, 3)), pad_id=3, ends=(1, 2)).tokens == (5,)
+    whole = Document("a", tokens=(5, 3), padding=0)
+    assert unpadded(whole, pad_id=3, ends=()) == whole
+
+
+def test_tokens_prepared_by_a_version_that_kept_padding_are_refused(tmp_path, recipe_of, corpus):
+    prepare(recipe_of(path=str(corpus)), tmp_path / "first")
+    path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 40 + n, 50, 2]} for n in range(40)])
+    named = recipe_of(path=str(path), tokenizer={"from": str(tmp_path / "first")})
+    prepare(named, tmp_path / "p")
+    manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
+    del manifest["padding"]
+    (tmp_path / "p" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="trained on their padding"):
+        prepare(named, tmp_path / "p")
+
+
+@pytest.mark.parametrize("form", ["saved", "files"])
+def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, form):
+    datasets = pytest.importorskip("datasets")
+    texts = {"train": sentences(40), "validation": [f"held {text}" for text in sentences(9)], "test": ["never read"]}
+    if form == "saved":
+        splits = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in texts.items()}
+        datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "d"))
+    else:
+        (tmp_path / "d").mkdir()
+        for name, rows in texts.items():
+            write_rows(tmp_path / "d" / f"{name}-00000-of-00001.parquet", [{"text": text} for text in rows])
+    loaded = recipe_of(path=str(tmp_path / "d"))
+    prepare(loaded, tmp_path / "p", limits=SMALL)
+    assert decoded(tmp_path / "p", "train") == texts["train"]
+    assert decoded(tmp_path / "p", "validation") == texts["validation"]
+    assert finished(loaded, tmp_path / "p") is not None
+    prepare(recipe_of(path=str(tmp_path / "d"), validation="10%"), tmp_path / "share", limits=SMALL)
+    assert not set(decoded(tmp_path / "share", "validation")) - set(texts["train"])
+    prepare(recipe_of(path=str(tmp_path / "d"), validation="test"), tmp_path / "test", limits=SMALL)
+    assert decoded(tmp_path / "test", "validation") == texts["test"]
+    with pytest.raises(UserError, match="nor a split") as caught:
+        prepare(recipe_of(path=str(tmp_path / "d"), validation="tset"), tmp_path / "none")
+    assert "test, validation" in caught.value.remedy
 
 
 def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):

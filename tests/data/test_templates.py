@@ -87,7 +87,7 @@ def test_a_template_that_is_not_there(asked, why):
 def test_a_file_that_is_no_text_or_too_large(tmp_path):
     (tmp_path / "a.jinja").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "b.jinja").write_text("x" * 2**21)
-    for name, why in (("a", "not UTF-8"), ("b", "larger than any")):
+    for name, why in (("a", "not UTF-8"), ("b", "larger than 1,048,576 bytes")):
         with pytest.raises(UserError, match=why):
             find_template(str(tmp_path / f"{name}.jinja"), {})
 

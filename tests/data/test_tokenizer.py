@@ -1,19 +1,26 @@
 """Nothing is lost, nothing is added, and other people's files cannot take the process down."""
 
 import json
+import os
+import random
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
+from bloomery.data import tokenizer_training
 from bloomery.data.builtin import stdlib_files
 from bloomery.data.sentencepiece_json import PROBES
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer_training import LONGEST_WORD, bounded, train_tokenizer
 from bloomery.data.words import ascii_pattern
 from bloomery.errors import UserError
 from bloomery.recipe.schema import TrainTokenizer
 
+WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 SNIPPETS = [
     "def ",
@@ -263,3 +270,49 @@ def test_auto_tokenizer_cuts_like_sentencepiece(tmp_path, kind, rule, remove_spa
         plain = text.replace("<s>", "")  # transformers reads control tokens out of a text
         assert theirs(plain, add_special_tokens=False).input_ids == tokenizer.encode(plain)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+
+
+def test_ordinary_text_is_trained_on_whole():
+    texts = [*code(), "ein Wort " + "a" * (LONGEST_WORD - 1), "=" * 900 + " " * 900, "\n\n  x" * 3000]
+    assert [list(bounded(text)) for text in texts] == [[text] for text in texts]
+
+
+@pytest.mark.parametrize("word", ["acgt" * 2000, " " * 5000, "\n" * 5000, "の" * 3000, "=" * 4000, "é" * 1025])
+def test_long_words_are_cut_and_nothing_is_lost(word):
+    text = f"before it\n{word}\nand after it " * 3
+    pieces = list(bounded(text))
+    assert "".join(pieces) == text
+    assert max(len(found) for piece in pieces for found, _ in WORDS.pre_tokenize_str(piece)) <= 4 * LONGEST_WORD
+
+
+def test_a_child_trains_the_same_tokenizer(tmp_path, monkeypatch):
+    spec, told = TrainTokenizer(vocab_size=400), []
+    here = train_tokenizer(iter(code()[:5]), spec, tmp_path / "a")
+    monkeypatch.setitem(tokenizer_training._AT_ONCE, "bpe", 100)
+    there = train_tokenizer(iter(code()[:5]), spec, tmp_path / "b", lambda done, total: told.append((done, total)))
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+    assert here.hash == there.hash and told
+
+
+def test_what_ends_the_training_ends_its_child(tmp_path, monkeypatch):
+    monkeypatch.setitem(tokenizer_training._AT_ONCE, "bpe", 100)
+    dna = "".join(random.Random(1).choices("acgt", k=2_000_000))
+
+    def interrupted(done: float, total: float) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(iter([dna]), TrainTokenizer(), tmp_path, interrupted)
+    assert time.monotonic() - began < 10 and not list(tmp_path.iterdir())
+    with pytest.raises(ZeroDivisionError):  # of a text that cannot be read
+        train_tokenizer((str(1 // (5 - n)) * 100 for n in range(9)), TrainTokenizer(), tmp_path)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert not children.exists() or not children.read_text().split()
+
+
+@pytest.mark.parametrize("text", ["a" * 3_000_000, "\n" * 3_000_000], ids=["letters", "newlines"])
+def test_one_word_of_megabytes_takes_no_longer_than_other_text(tmp_path, text):
+    began = time.process_time() + sum(os.times()[2:4])
+    train_tokenizer(iter([text]), TrainTokenizer(vocab_size=300), tmp_path)
+    assert time.process_time() + sum(os.times()[2:4]) - began < 8  # uncut it was 26 s for a tenth of it

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from plan_help import SMALL, loaded, machine
 
-from bloomery.data.tokenizer import train_tokenizer
+from bloomery.data.tokenizer_training import train_tokenizer
 from bloomery.errors import UserError
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import build_config

@@ -251,7 +251,9 @@ def test_paths_start_where_they_are_written(write, tmp_path, monkeypatch):
     sources = "model: {preset: go-coder-tiny}\ndata: {sources: [{path: one}, {path: two}], validation: held-out}\n"
     data = load_recipe(write(sources)).recipe.data
     assert [source.path for source in data.sources] == [str(tmp_path / "one"), str(tmp_path / "two")]
-    assert data.validation == str(tmp_path / "held-out")
+    assert data.validation == "held-out"  # a split of the data set, where nothing of that name is here
+    (tmp_path / "held-out").mkdir()
+    assert load_recipe(write(sources)).recipe.data.validation == str(tmp_path / "held-out")
 
 
 def test_a_model_that_is_no_folder_is_a_name_on_the_hub(write):

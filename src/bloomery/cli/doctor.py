@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from bloomery.cli.common import expanded, print_json
+from bloomery.disk import open_input, read_input
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def read_record(file: Path) -> "Machine":
     from bloomery.hardware.machine import Machine
 
     try:
-        content = json.loads(expanded(file).read_bytes())
+        content = json.loads(read_input(expanded(file), pipes=True, code=2))
         return Machine.model_validate(content.get("machine", content) if isinstance(content, dict) else content)
-    except (OSError, ValueError, RecursionError) as error:
+    except (UserError, ValueError, RecursionError) as error:
         remedy = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
         problem = "this file is no record of a machine: " + _why(error)
         raise UserError(problem, where=str(file), remedy=remedy, code=2) from error
@@ -132,9 +133,7 @@ def _why(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}"
-    if isinstance(error, OSError):
-        return (error.strerror or "it cannot be read").lower()
-    return "it is no JSON"
+    return error.problem.lower() if isinstance(error, UserError) else "it is no JSON"
 
 
 def _progress(name: str, done: int, total: int) -> None:
@@ -195,8 +194,10 @@ def _told(text: str) -> str:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # no name of a file: one long line of a log
             return text
+        raise
+    except UserError as error:
         remedy = "name a file that can be read, or pipe it: `bloomery doctor --explain -` reads what is piped in"
-        problem = f"{text} cannot be read: {(error.strerror or 'unknown').lower()}"
+        problem = f"{text} {error.problem.lower()}"
         raise UserError(problem, where="--explain", remedy=remedy, code=2) from error
 
 
@@ -210,7 +211,7 @@ def _last_bytes(stream: BinaryIO) -> bytes:
 
 def end_of(file: Path) -> str:
     """As much of a log as is looked at, however long it is."""
-    with file.open("rb") as stream:
+    with open_input(file, pipes=True, code=2) as stream:
         if stream.seekable():
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - MOST_BYTES))
         return _last_bytes(stream).decode(errors="replace")

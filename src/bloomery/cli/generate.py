@@ -19,13 +19,17 @@ from bloomery.cli.common import (
     refuse_undecoded,
 )
 from bloomery.cli.drawing import drawing_options, finite
+from bloomery.disk import read_input
 from bloomery.errors import UserError
 from bloomery.text import harmless
+from bloomery.units import MIB
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
+
+MOST_PROMPTS = 16 * MIB  # of a file of them
 
 
 @click.command()
@@ -83,10 +87,11 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
         return [prompt]
     assert prompts is not None
     try:
-        lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_input(prompts, MOST_PROMPTS, pipes=True, code=2).decode("utf-8")
+    except UnicodeDecodeError as error:
         remedy = "name a text file in UTF-8"
         raise UserError(f"the prompts cannot be read: {error}", where=str(prompts), remedy=remedy, code=2) from error
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise UserError("the file holds no prompt", where=str(prompts), remedy="write one on each line", code=2)
     return lines

@@ -83,7 +83,10 @@ def _lines() -> "Report":
 
 
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
+    from bloomery.data.example_rows import wants_of
     from bloomery.data.shards import ANSWERS
+    from bloomery.data.split import validation_corpora
+    from bloomery.errors import one_line
     from bloomery.plan.corpus import left_aside
     from bloomery.units import counted, format_count
 
@@ -98,13 +101,17 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     if manifest.formats:
         say(f"format     {', '.join(manifest.formats)}")
     _tell_sources(manifest, loaded)
+    for corpus in validation_corpora(loaded.recipe.data, wants_of(loaded.recipe)):
+        say(f"validation {one_line(corpus.path)}")
     aside = _aside(loaded)
     if aside:
         say(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
     for line in left_aside(loaded.recipe):
         say(f"aside      {line}")
     if manifest.skipped:
-        say(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {manifest.first_skipped}")
+        say(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}")
+    if manifest.padding:
+        say(f"padding    {counted(manifest.padding, 'tokens')} left out, as attention_mask or the padding token says")
     counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"
     say(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes each" if size else ""))
     if manifest.kind != "text":
@@ -140,14 +147,16 @@ def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
 
 
 def _aside(loaded: "LoadedRecipe") -> list[str]:
-    """Data files that were not read, being of other splits than train."""
-    from bloomery.data.example_rows import wants_of
+    """Data files that were not read, being of splits that are neither for training nor for validation."""
+    from bloomery.data.documents import sources_of
+    from bloomery.data.example_rows import ROWS, wants_of
     from bloomery.data.files import other_splits
-    from bloomery.recipe.schema import Source
+    from bloomery.data.split import validation_corpora
 
-    data, rows = loaded.recipe.data, wants_of(loaded.recipe) in ("sft", "pairs", "kto")
-    whole = [Source(path=data.path, glob=data.glob, format=data.format)] if data.path else []
-    return [name for source in (*whole, *data.sources) for name in other_splits(source, rows=rows)]
+    data, wants = loaded.recipe.data, wants_of(loaded.recipe)
+    read = {file.path for corpus in validation_corpora(data, wants) for file in corpus.files}
+    others = [split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS).values()]
+    return [file.shown for files in others for file in files if file.path not in read]
 
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 import gzip
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 from bloomery.data import builtin, mined
 from bloomery.data.example_rows import (
+    ROWS,
     Wants,
     columns_of_examples,
     documents_wanted,
@@ -18,7 +20,7 @@ from bloomery.data.example_rows import (
 )
 from bloomery.data.example_wire import to_wire
 from bloomery.data.examples import Example
-from bloomery.data.files import CHAT, SourceFile, list_files
+from bloomery.data.files import CHAT, SourceFile, list_files, other_splits
 from bloomery.data.formats import READERS, Value, column_types
 from bloomery.data.streams import Flaw, open_bytes, text_of
 from bloomery.errors import UserError
@@ -31,6 +33,7 @@ _REACH = "check its owner, its permissions and the disk"
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # labels are -100 where nothing is learned
+ATTENTION = "attention_mask"  # 0 for padding
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Document:
     """One text, or tokens that somebody else made, or an example, and where it stood ("file.jsonl:17").
 
     The `text` of an example is what example_wire writes of it. `learned` says which of the tokens are, where their
-    maker has said so.
+    maker has said so. `padding`: how many more tokens there were that its attention mask leaves out; None without one.
     """
 
     source: str
@@ -46,6 +49,7 @@ class Document:
     tokens: tuple[int, ...] | None = None
     example: Example | None = None
     learned: tuple[bool, ...] | None = None
+    padding: int | None = None
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Tally:
     first_skipped: str = ""
     bytes_read: int = 0  # sizes of the files that are behind it
     formats: set[str] = field(default_factory=set)  # of structured rows
+    padding: int = 0  # tokens that were left out
 
     def skip(self, flaw: Flaw) -> None:
         self.skipped += 1
@@ -73,6 +78,7 @@ class Corpus:
     format: str = "auto"  # what the recipe says
     wants: Wants = "text"
     builtin: str | None = None
+    split: str | None = None  # of a data set, other than train
 
     @property
     def tokens(self) -> bool:
@@ -105,12 +111,17 @@ def open_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
         if data.builtin != "stdlib-code" and wants == "text":
             raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", remedy="use stdlib-code")
         return [Corpus(data.builtin, tuple(builtin.stdlib_files()), wants=wants, builtin=data.builtin)]
+    return [open_corpus(source, wants) for source in sources_of(data)]
+
+
+def sources_of(data: Data) -> list[Source]:
+    """The recipe's sources; the one of data.path is as they are."""
     whole = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
-    return [open_corpus(source, wants) for source in data.sources or [whole]]
+    return [] if data.builtin else data.sources or [whole]
 
 
-def open_corpus(source: Source, wants: Wants = "text") -> Corpus:
-    """Raises UserError as `open_corpora` does."""
+def open_corpus(source: Source, wants: Wants = "text", *, split: str | None = None) -> Corpus:
+    """Raises UserError as `open_corpora` does. `split`: one of its data set's other splits than train."""
     if source.format in CHAT and wants == "text":
         raise UserError(
             f"rows of format {source.format} are no plain text",
@@ -118,8 +129,10 @@ def open_corpus(source: Source, wants: Wants = "text") -> Corpus:
             remedy="use text, code, jsonl, ...",
         )
     refuse_unknown_roles(source)
-    files = list_files(source, rows=wants in ("sft", "pairs", "kto"))
-    return Corpus(source.path, tuple(files), source.columns, source.weight, source.format, wants)
+    rows = wants in ROWS
+    files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
+    path = source.path if split is None else f"{source.path}, split {split}"
+    return Corpus(path, tuple(files), source.columns, source.weight, source.format, wants, split=split)
 
 
 def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[Document]:
@@ -188,8 +201,8 @@ def _typed_reader(
     if format is not None:
         return _examples(format, corpus, tally), columns
     role, column = _typed_column(types, corpus, file.shown)
-    mask = _mask_column(role, types, corpus, tally)
-    return lambda value: iter([_document(value, role, column, mask)]), [column, *([mask] if mask else [])]
+    masks = _mask_columns(role, types, corpus, tally)
+    return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
 
 
 def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
@@ -208,8 +221,9 @@ def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
     if format is not None:
         return _examples(format, corpus, tally)
     role, column = _column(first, corpus)
-    mask = _mask_column(role, {name: "tokens" for name, held in first.content.items() if _is_ints(held)}, corpus, tally)
-    return lambda value: iter([_document(value, role, column, mask)])
+    types = {name: "tokens" for name, held in first.content.items() if _is_ints(held)}
+    masks = _mask_columns(role, types, corpus, tally)
+    return lambda value: iter([_document(value, role, column, masks)])
 
 
 def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> str | None:
@@ -252,14 +266,18 @@ def _is_ints(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, int) for item in value[:16])
 
 
-def _mask_column(role: str, types: dict[str, str], corpus: Corpus, tally: Tally) -> str | None:
-    """The column that says which tokens are learned, where answers are learned. Pretraining learns all of them."""
-    if role != "tokens" or corpus.wants != "sft":
-        return None
-    found = next((name for name in MASK_COLUMNS if types.get(name) == "tokens" or "bool" in types.get(name, "")), None)
+def _mask_columns(role: str, types: dict[str, str], corpus: Corpus, tally: Tally) -> list[str]:
+    """Of tokens: the column that says which are padding, and the one that says which are trained on, where answers
+    are. Pretraining trains on all of them.
+    """
+    if role != "tokens":
+        return []
+    flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]]
+    found = next((name for name in MASK_COLUMNS if name in flags and corpus.wants == "sft"), None)
+    masks = [name for name in (ATTENTION, found) if name is not None and name in flags]
     if found is not None:
         tally.formats.add(f"tokens with {found}")
-    return found
+    return masks
 
 
 def _choose(kinds: dict[str, str], present: Collection[str], corpus: Corpus, where: str) -> tuple[str, str]:
@@ -291,18 +309,46 @@ def _no_column(problem: str, present: Collection[str], where: str, role: str = "
     return UserError(f"{problem}; it has: {names}", where=where, remedy=f"name it: data.columns={{{role}: NAME}}")
 
 
-def _document(value: Value | Flaw, role: str, column: str, mask: str | None = None) -> Document | Flaw:
+def _document(value: Value | Flaw, role: str, column: str, masks: Sequence[str] = ()) -> Document | Flaw:
     found = _unmasked(value, role, column)
-    if mask is None or isinstance(found, Flaw) or isinstance(value, Flaw) or found.tokens is None:
+    if not masks or isinstance(found, Flaw) or isinstance(value, Flaw) or found.tokens is None:
         return found
-    flags, where = value.content.get(mask), f"{value.where}, field {mask}"
-    if not isinstance(flags, list) or len(flags) != len(found.tokens):
-        size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
-        return Flaw(where, f"has {size} where {column} has {len(found.tokens):,} tokens")
-    if not all(isinstance(flag, int) for flag in flags):
-        return Flaw(where, "holds what is neither a number nor true or false")
-    learned = tuple(flag != _IGNORED if mask == "labels" else bool(flag) for flag in flags)
-    return replace(found, learned=learned)
+    tokens, attended = found.tokens, None
+    for mask in masks:
+        flags, where = value.content.get(mask), f"{value.where}, field {mask}"
+        if not isinstance(flags, list) or len(flags) != len(tokens):
+            size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
+            return Flaw(where, f"has {size} where {column} has {len(tokens):,} tokens")
+        if not all(isinstance(flag, int) for flag in flags):
+            return Flaw(where, "holds what is neither a number nor true or false")
+        if mask == ATTENTION:
+            attended = [bool(flag) for flag in flags]
+        else:
+            none = _IGNORED if mask == "labels" else 0
+            found = replace(found, learned=tuple(flag != none for flag in flags))
+    return found if attended is None else _kept(found, attended)
+
+
+def _kept(document: Document, flags: Sequence[bool]) -> Document:
+    """Without the tokens whose flag is false, and knowing how many those were."""
+    assert document.tokens is not None
+    tokens, learned = tuple(compress(document.tokens, flags)), document.learned
+    flagged = None if learned is None else tuple(compress(learned, flags))
+    return replace(document, tokens=tokens, learned=flagged, padding=len(document.tokens) - len(tokens))
+
+
+def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | None]) -> Document:
+    """A document of tokens without padding: what its attention mask leaves out, and without a mask the runs of the
+    padding token at either end. Of a padding token that also begins or ends texts (`ends`) one stays in each run.
+    """
+    tokens = document.tokens
+    if tokens is None or document.padding is not None or pad_id is None or pad_id not in (tokens[:1] + tokens[-1:]):
+        return document
+    size, spared = len(tokens), int(pad_id in ends)
+    front = next((index for index, token in enumerate(tokens) if token != pad_id), size)
+    back = next((index for index, token in enumerate(reversed(tokens)) if token != pad_id), size)
+    start, stop = max(front - spared, 0), size - max(back - spared, 0) if front < size else 0
+    return _kept(document, [start <= index < stop for index in range(size)])
 
 
 def _unmasked(value: Value | Flaw, role: str, column: str) -> Document | Flaw:

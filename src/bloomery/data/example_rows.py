@@ -15,6 +15,7 @@ from bloomery.recipe.schema import Recipe, Source
 
 # text: nothing else. any: text where there is some, else examples. sft: conversations and completions, or text.
 Wants = Literal["text", "any", "sft", "pairs", "kto"]
+ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # that look for rows first, and for text where there are none
 _TEXT_ROLES = ("text", "tokens")
 NAMES = {"chat": "conversations", "completion": "completions", "pair": "preference pairs", "kto": "marked answers"}
 _NEEDS = {

@@ -2,16 +2,17 @@
 
 import difflib
 import fnmatch
+import json
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.data.streams import COMPRESSED
-from bloomery.errors import UserError
+from bloomery.errors import UserError, one_line
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 from bloomery.units import counted
@@ -25,7 +26,8 @@ lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql 
 """
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how the Hub's data sets number the files of a split
-_EXAMINED = {"test", "validation", "valid", "val", "dev", "eval"}
+_VALIDATION = ("validation", "valid", "val", "dev", "eval")  # splits to evaluate on while training, the likeliest first
+_EXAMINED = {*_VALIDATION, "test"}
 _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
 CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
 
@@ -43,8 +45,8 @@ class SourceFile:
 
     @property
     def shown(self) -> str:
-        """What messages call it."""
-        return self.found or self.name
+        """What messages call it: one line of plain text, whatever its name is made of."""
+        return one_line(self.found or self.name)
 
 
 def suffix_of(path: Path) -> str:
@@ -123,14 +125,34 @@ def _recognised(names: list[str], *, rows: bool) -> list[str]:
     return data or (tables if rows and described else []) or texts or tables
 
 
-def other_splits(source: Source, *, rows: bool = False) -> list[str]:
-    """The data files that `list_files` leaves aside, as they belong to other splits than train."""
+def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[SourceFile]]:
+    """The splits of a data set that `list_files` leaves aside, by their names: of a folder of datasets' save_to_disk,
+    or of data files that are named after splits. None of a single file or where a glob chooses.
+    """
     root = data_place(source.path)
-    if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
-        return []
+    if source.glob or not root.is_dir() or (root / "state.json").is_file():
+        return {}
+    shown, splits = _shown(source.path, root), dict[str, list[SourceFile]]()
+    if (root / "dataset_dict.json").is_file():
+        for split in _names_of_splits(root):
+            files = _saved_dataset(root / split) if split != "train" else []
+            splits[split] = [replace(file, found=str(shown / split / file.name)) for file in files]
+        return {split: files for split, files in splits.items() if files}
     found = _recognised(sorted(_walk(root, None)), rows=rows or source.format in CHAT)
     kept = set(train_files(found, str(root)))
-    return [name for name in found if name not in kept]
+    for name in found:
+        own = _split_of(name)
+        if own and name not in kept:
+            file = SourceFile(root / name, name, _format(root / name, source.format), str(shown / name))
+            splits.setdefault(own, []).append(file)
+    return splits
+
+
+def validation_split(splits: Collection[str]) -> str | None:
+    """Of the names of a data set's splits the one that is evaluated while training; what is called test is not."""
+    begins = {split: re.split(r"[_.-]", split)[0] for split in sorted(splits)}
+    ranked = [split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual]
+    return ranked[0] if ranked else None
 
 
 _SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")  # of programs, not data
@@ -229,10 +251,8 @@ def _nothing(root: Path, glob: str | None, found: list[str]) -> UserError:
 
 def _saved_dataset(root: Path) -> list[SourceFile]:
     """A folder that datasets' save_to_disk wrote; of a dictionary of splits, the one called train."""
-    import json
-
     if (root / "dataset_dict.json").is_file():
-        splits = json.loads((root / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        splits = _names_of_splits(root)
         if "train" not in splits:
             raise UserError(
                 f"none of its splits is called train: {', '.join(splits)}",
@@ -253,3 +273,17 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
     if missing:
         raise UserError(f"{missing[0]} is missing", where=str(root), remedy="save the dataset again")
     return [SourceFile(root / name, name, "arrow") for name in names]
+
+
+def _names_of_splits(root: Path) -> list[str]:
+    """Of a dictionary of splits that datasets' save_to_disk wrote. Raises UserError when it is damaged."""
+    path = root / "dataset_dict.json"
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["splits"]
+        plain = (isinstance(name, str) and name != ".." and Path(name).name == name for name in names)
+        if not isinstance(names, list) or not all(plain):
+            raise TypeError("splits is no list of names")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        problem, remedy = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
+        raise UserError(problem, where=str(path), remedy=remedy) from error
+    return names

@@ -16,6 +16,7 @@ from bloomery.data.packing import count_rows, pairs_cut
 from bloomery.data.preparing import Limits, Report, Work, streams
 from bloomery.data.preparing_examples import learns_examples, template_identity, train_on
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
+from bloomery.data.split import AUTO
 from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.disk import open_regular
 from bloomery.errors import UserError
@@ -38,9 +39,12 @@ _NOT_TOKENS = {
 def identity(loaded: LoadedRecipe) -> str:
     """sha256 of what decides the tokens: sources, split and tokenizer; not how they are later cut into rows."""
     recipe = loaded.recipe
+    data = recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS)
+    if data["validation"] == AUTO:  # what it means is seen in the files, which are compared, and may be gone
+        data["validation"] = "1%"
     parts: dict[str, Any] = {
         "format": FORMAT,
-        "data": recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS),
+        "data": data,
         "tokenizer": tokenizer_spec(recipe),
     }
     if recipe.data.builtin:
@@ -97,6 +101,12 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
             f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})",
             where=str(folder),
             remedy="set data.prepared to another folder, or delete this one",
+        )
+    if manifest.padding is None and (not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)):
+        raise UserError(
+            "was prepared from token ids by an earlier version, which trained on their padding",
+            where=str(folder),
+            remedy=f"delete it and prepare again: rm -r {folder}",
         )
     if not _gone(loaded.recipe.data):
         changed = snapshot.stale(folder, streams(loaded.recipe))

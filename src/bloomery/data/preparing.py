@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from bloomery.data import snapshot
-from bloomery.data.documents import Corpus, Document, Tally, open_corpora, read_documents
+from bloomery.data.documents import Corpus, Document, Tally, open_corpora, read_documents, unpadded
 from bloomery.data.encoder import (
     Encoded,
     Rendering,
@@ -39,9 +39,10 @@ from bloomery.data.preparing_examples import (
 from bloomery.data.preparing_journal import JOURNAL, Journal, open_journal
 from bloomery.data.shard_writer import Lost, SplitWriter
 from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name, ShardKind
-from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpus, validation_share
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, write_file
+from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpora
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, write_file
 from bloomery.data.tokenizer_source import find_tokenizer
+from bloomery.data.tokenizer_training import train_tokenizer
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Recipe
 from bloomery.units import MIB
@@ -61,10 +62,9 @@ class Limits:
 
 
 def streams(recipe: Recipe) -> list[Corpus]:
-    """The sources, and the one of validation where it has its own."""
+    """The sources, and behind them those of validation where it has its own."""
     wants = wants_of(recipe)
-    held = validation_corpus(recipe.data, wants)
-    return open_corpora(recipe.data, wants) + ([held] if held else [])
+    return open_corpora(recipe.data, wants) + validation_corpora(recipe.data, wants)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Work:
         self._data = recipe.data
         self._wants = wants_of(recipe)
         self._corpora = streams(recipe)
-        self._num_train = len(self._corpora) - (validation_share(self._data) is None)
+        self._num_train = len(self._corpora) - len(validation_corpora(self._data, self._wants))
         self._seen = snapshot.look(self._corpora)
         self._journal = open_journal(folder, identity=identity, sources=snapshot.digest(self._seen))
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
@@ -111,6 +111,7 @@ class Work:
         """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder."""
         splitter = make_splitter(self._corpora[: self._num_train], self._data, self._wants)
         tokenizer = self._tokenizer(splitter)
+        self._unpadded = partial(unpadded, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
         if self.rendering is not None:
             keep_template(tokenizer, self.rendering, self._folder)
         return splitter, tokenizer
@@ -153,7 +154,7 @@ class Work:
             found.save(self._folder)
             return found
         self._report("tokenizer", 0, 0)
-        return train_tokenizer(self._train_texts(splitter), found, self._folder)
+        return train_tokenizer(self._train_texts(splitter), found, self._folder, partial(self._report, "tokenizer"))
 
     def _train_texts(self, splitter: Splitter) -> Iterator[str]:
         """Texts of the train split, up to a sample that no vocabulary outgrows."""
@@ -226,9 +227,11 @@ class Work:
                 read += 1
                 refuse_mixture(document, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
+                whole, document = document, self._unpadded(document)
+                self._tally.padding += document.padding or 0
                 if behind and twins is None:
                     continue
-                name = split_of(document)
+                name = split_of(whole) if document.tokens != () else "empty"
                 twin = twins.of(document, name) if twins is not None and name in SPLITS else document
                 if behind:
                     continue
@@ -318,6 +321,7 @@ class Work:
             held_back=self._last.held_back,
             kind=self.kind,
             formats=tuple(sorted(self._tally.formats)),
+            padding=self._tally.padding,
             turns=self.kinds.turns,
         )
         write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())

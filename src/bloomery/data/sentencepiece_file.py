@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from bloomery.data import sentencepiece_json
+from bloomery.data.tokenizer_file import MAX_FILE
+from bloomery.disk import read_input
 from bloomery.errors import UserError
 
 MODEL_FILE = "tokenizer.model"
@@ -27,7 +29,7 @@ class SentencePiece:
                 remedy="pip install 'bloomery[sentencepiece]'",
             ) from error
         self.description: dict[str, Any] = {}
-        self._content = path.read_bytes()
+        self._content = read_input(path, MAX_FILE)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content)
             size = int(self._processor.get_piece_size())

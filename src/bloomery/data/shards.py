@@ -96,6 +96,7 @@ class Manifest(Record):
     held_back: int = 0  # train documents left out because the validation source holds them too
     kind: ShardKind = "text"
     formats: tuple[str, ...] = ()  # of structured text: what its rows were read as
+    padding: int | None = None  # tokens of others that were padding and left out; None: an older version kept them
     turns: bool = False  # a chat template wrote it, from turns; else it is text as it stands
 
     def split(self, name: Name) -> SplitRecord:

@@ -11,6 +11,7 @@ from bloomery.data.documents import Corpus
 from bloomery.data.files import SourceFile
 from bloomery.data.shards import SourceRecord
 from bloomery.data.tokenizer import write_file
+from bloomery.disk import open_input
 from bloomery.errors import UserError
 
 SNAPSHOT = "sources.jsonl"
@@ -82,7 +83,7 @@ def _source(corpus: Corpus, files: list[Seen]) -> SourceRecord:
 
 
 def _sha256(file: SourceFile) -> str:
-    with file.path.open("rb") as stream:
+    with open_input(file.path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -6,13 +6,17 @@ from hashlib import blake2b
 
 import numpy as np
 
-from bloomery.data.documents import Corpus, Document, Tally, open_corpus, read_documents
-from bloomery.data.example_rows import Wants
+from bloomery.data.documents import Corpus, Document, Tally, open_corpus, read_documents, sources_of
+from bloomery.data.example_rows import ROWS, Wants
+from bloomery.data.files import other_splits, validation_split
 from bloomery.errors import UserError
+from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Data, Source
 from bloomery.units import counted
 
 _SALT = b"exam"
+AUTO = "auto"
+_USUAL_SHARE = 0.01  # where a data set has no split of its own
 
 
 def content_key(document: Document) -> int:
@@ -36,9 +40,13 @@ class Splitter:
         return key < self.threshold
 
 
-def validation_share(data: Data) -> float | None:
-    """The share that `data.validation` asks for, None when it is a path. Raises UserError when it is no share."""
+def validation_share(data: Data, wants: Wants = "text") -> float | None:
+    """The share that `data.validation` asks for, None when it is a path or a split. Raises UserError when it is no
+    share.
+    """
     said = data.validation
+    if said == AUTO:
+        return None if _own_splits(data, wants) else _USUAL_SHARE
     try:
         share = (
             float(said.rstrip("% ")) / (100 if said.rstrip().endswith("%") else 1)
@@ -51,17 +59,36 @@ def validation_share(data: Data) -> float | None:
         raise UserError(
             f"{said} is no share of the corpus",
             where="data.validation",
-            remedy="write 5%, 0, or the path of a file or folder",
+            remedy="write 5%, 0, the path of a file or folder, or the name of a split of the data set",
         )
     return share
 
 
-def validation_corpus(data: Data, wants: Wants = "text") -> Corpus | None:
-    """The corpus that `data.validation` names, when it names one."""
-    if validation_share(data) is not None:
-        return None
-    source = Source(path=str(data.validation), glob=data.glob, format=data.format, columns=data.columns)
-    return open_corpus(source, wants)
+def validation_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
+    """What `data.validation` names, none when it is a share: a path; a split of the sources that have it; for auto,
+    the split of each source that is meant for validation.
+    """
+    if validation_share(data, wants) is not None:
+        return []
+    if data.validation == AUTO:
+        return [open_corpus(source, wants, split=split) for source, split in _own_splits(data, wants)]
+    name = str(data.validation)
+    named = [source for source in sources_of(data) if name in other_splits(source, rows=wants in ROWS)]
+    if named:
+        return [open_corpus(source, wants, split=name) for source in named]
+    if not data_place(name).exists() and not name.startswith(PREFIX):
+        splits = sorted({split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS)})
+        others = f"one of its splits: {', '.join(splits)}" if splits else "the path of a file or folder"
+        problem, where = "is neither a file or folder nor a split of the data set", f"data.validation: {name}"
+        raise UserError(problem, where=where, remedy=f"write a share such as 1%, or {others}")
+    source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
+    return [open_corpus(source, wants)]
+
+
+def _own_splits(data: Data, wants: Wants) -> list[tuple[Source, str]]:
+    """The sources whose data set has a split for validation, each with its name."""
+    found = [(source, validation_split(other_splits(source, rows=wants in ROWS))) for source in sources_of(data)]
+    return [(source, split) for source, split in found if split is not None]
 
 
 def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") -> Splitter:
@@ -70,10 +97,10 @@ def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") 
     With two different documents or more neither side stays empty: the lowest key is always kept for validation, the
     highest never.
     """
-    held = validation_corpus(data, wants)
-    if held is not None:
-        return Splitter(0, _held_keys(held, on_error=data.on_error))
-    threshold = round((validation_share(data) or 0.0) * 2**64)
+    held = validation_corpora(data, wants)
+    if held:
+        return Splitter(0, frozenset().union(*(_held_keys(corpus, on_error=data.on_error) for corpus in held)))
+    threshold = round((validation_share(data, wants) or 0.0) * 2**64)
     lowest, highest = 2**64, -1
     for corpus in corpora if threshold else ():
         for document in read_documents(corpus, on_error=data.on_error, tally=Tally()):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from bloomery.disk import open_input
 from bloomery.errors import UserError
 from bloomery.units import MIB, format_bytes
 
@@ -80,12 +81,7 @@ class _Zstd(io.RawIOBase):
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """The decompressed bytes of `path`, buffered. Raises UserError when it cannot be opened."""
-    try:
-        raw = path.open("rb")
-    except OSError as error:
-        remedy = "check its owner, its permissions and the disk"
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
-    with raw:
+    with open_input(path) as raw:
         if path.suffix == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw))
         elif path.suffix == ".zst":

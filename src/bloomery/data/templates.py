@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bloomery.disk import read_input
 from bloomery.errors import UserError
 from bloomery.units import MIB
 
@@ -74,12 +75,9 @@ def _own(own: Mapping[str, str]) -> ChatTemplate:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > MIB:
-            raise UserError("is larger than any chat template", where=str(path), remedy=_CHOICES)
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
-        raise UserError(reason, where=str(path), remedy=_CHOICES) from error
+        return read_input(path, MIB).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError("is not UTF-8", where=str(path), remedy=_CHOICES) from error
 
 
 def beside(folder: Path) -> dict[str, str]:

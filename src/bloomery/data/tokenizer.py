@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -15,7 +15,6 @@ from bloomery.data import tokenizer_file, words
 from bloomery.data.sentencepiece_file import MADE_BY, MODEL_FILE, SentencePiece
 from bloomery.data.tokenizer_file import Json
 from bloomery.errors import UserError
-from bloomery.recipe.schema import TrainTokenizer
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
@@ -314,52 +313,3 @@ def load_tokenizer(path: Path) -> Tokenizer:
     description = tokenizer_file.read_json(path)
     control = {name for name in tokenizer_file.roles(description, config).values() if name}
     return Tokenizer(JsonBackend(description, str(path), control), config)
-
-
-def train_tokenizer(texts: Iterator[str], spec: TrainTokenizer, folder: Path) -> Tokenizer:
-    """Trains on `texts`, which are read once, and commits the result to `folder`. Ids 0 to 3 are SPECIAL, then the
-    recipe's own tokens.
-    """
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
-    from tokenizers import Tokenizer as Library
-
-    # Both kinds work on bytes written as 256 letters: nothing is unknown and nothing, not even a space, is lost.
-    library = Library(models.BPE() if spec.kind == "bpe" else models.Unigram())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    own = [token for token in dict.fromkeys(spec.special_tokens) if token not in SPECIAL]
-    every = [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *own)]
-    smallest = len(every) + 256
-    if spec.vocab_size < smallest:
-        raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
-                        where="tokenizer.train.vocab_size", remedy=f"set it to {smallest} or more")  # fmt: skip
-    options: Json = {
-        "vocab_size": spec.vocab_size,
-        "special_tokens": every,
-        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
-        "show_progress": False,
-    }
-    trainer = (
-        trainers.BpeTrainer(**options)
-        if spec.kind == "bpe"
-        else trainers.UnigramTrainer(**options, unk_token=SPECIAL[0])
-    )
-    guarded(
-        lambda: library.train_from_iterator(texts, trainer), "the tokenizer could not be trained", "tokenizer.train"
-    )
-    library.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
-    )
-    config = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-    }
-    description = json.loads(library.to_str())
-    for entry in description["added_tokens"]:  # training knows special tokens only; the user's own are part of the text
-        entry["special"] = entry["content"] in SPECIAL
-    tokenizer = Tokenizer(JsonBackend(description, "the trained tokenizer", set(SPECIAL)), config)
-    tokenizer.save(folder)
-    return tokenizer

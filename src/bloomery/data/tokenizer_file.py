@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.data import templates
+from bloomery.disk import read_input
 from bloomery.errors import UserError
 from bloomery.units import MIB
 
-_MAX_FILE = 512 * MIB
+MAX_FILE = 512 * MIB
 _ANOTHER = "download or save the tokenizer again"
 _ROLES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
@@ -22,11 +23,7 @@ Json = dict[str, Any]
 def read_json(path: Path) -> Json:
     """An object from a file that somebody else wrote. Raises UserError when it is none."""
     try:
-        if path.stat().st_size > _MAX_FILE:
-            raise UserError("is larger than any tokenizer", where=str(path), remedy=_ANOTHER)
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path), remedy="mend its permissions") from error
+        value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError("is not JSON, or is cut short", where=str(path), remedy="copy or download it again") from error
     if not isinstance(value, dict):

@@ -288,7 +288,7 @@ def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) 
             yield Mistake((section,), place_of((section,), origins), f"needs one of {', '.join(choices)}", example)
     held_out = data["data"].get("validation") if isinstance(data["data"], dict) else None
     if held_out is not None and not _is_path(held_out) and not _is_share(held_out):
-        problem = "must be a share from 0% to 50%, or the path of a corpus of its own"
+        problem = "must be a share from 0% to 50%, the path of a corpus of its own, or a split of the data set"
         yield Mistake(("data", "validation"), place_of(("data", "validation"), origins), problem)
 
 
@@ -308,9 +308,10 @@ def _is_path(value: object) -> bool:
 def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
     """The same recipe with absolute paths."""
     result: dict[str, Any] = json.loads(json.dumps(data))
-    paths: list[KeyPath] = [("data", "path"), ("data", "prepared"), ("data", "validation")]
+    paths: list[KeyPath] = [("data", "path"), ("data", "prepared")]
     for path in paths:
         _replace(result, path, lambda value, folder: _absolute(value, folder) if _is_path(value) else value, origins)
+    _replace(result, ("data", "validation"), _absolute_or_split, origins)
     sources = result.get("data", {}).get("sources") if isinstance(result.get("data"), dict) else None
     for index in range(len(sources) if isinstance(sources, list) else 0):
         _replace(result, ("data", "sources", index, "path"), _absolute, origins)
@@ -323,6 +324,12 @@ def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict
     for path in names:
         _replace(result, path, _local_or_name, origins)
     return result
+
+
+def _absolute_or_split(value: str, folder: Path) -> str:
+    """A share as it is, a plain name at which nothing lies (auto, or a split of the data set), and else a path."""
+    plain = not _is_path(value) or (re.fullmatch(r"[\w-]+", value) and not (folder / value).exists())
+    return value if plain else _absolute(value, folder)
 
 
 def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Origin]) -> None:

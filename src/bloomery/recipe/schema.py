@@ -134,7 +134,7 @@ class Data(Section):
     builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = None
     sources: list[Source] = []
     sequence_length: Annotated[int, Field(ge=2)] = 1024  # of one token nothing is predicted
-    validation: str | float = "1%"
+    validation: str | float = "auto"  # a split of the data set that is meant for it, else 1%
     layout: Literal["packed", "padded", "fixed"] = "packed"
     chat: Chat = Chat()
     on_error: Literal["stop", "skip"] = "stop"
