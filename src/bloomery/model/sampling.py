@@ -75,6 +75,10 @@ class Past:
         return logits
 
 
+class NotFinite(UserError):
+    """The logits of a model hold NaN or infinity."""
+
+
 def sample_tokens(
     decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling, past: Past | None = None
 ) -> Iterator[int]:
@@ -92,7 +96,7 @@ def sample_tokens(
     for _ in range(room):
         logits = past.read(fed)
         if not bool(logits.isfinite().all()):
-            raise UserError(
+            raise NotFinite(
                 "the model answers with numbers that are not finite: its weights are damaged or have diverged",
                 where="the model", remedy="try an earlier checkpoint with --step, or another copy of the model",
             )  # fmt: skip

@@ -49,6 +49,7 @@ class Job:
     saved_step: int = 0
     saving_due: bool = False
     step_seconds: list[float] = field(default_factory=list)  # while the length is unknown
+    stop: Callable[[], bool] = lambda: False  # whether somebody asks the run to stop
 
     @property
     def step(self) -> int:
@@ -87,7 +88,9 @@ def open_job(
         recorder=Recorder(run_dir, state.trainee, emit),
         began=began,
         device=training_device(run_dir / "machine.json"),
-        saved_step=state.progress.step,
+        # A checkpoint whose evaluation was cut short is saved again, with what that finds.
+        saved_step=-1 if state.progress.look_due else state.progress.step,
+        stop=stop,
     )
     announce(job)
     if resume_from is not None:

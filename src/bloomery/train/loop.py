@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from bloomery.data.loader import Batch, Cursor, Prefetcher
 from bloomery.errors import UserError
+from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import Emit, Phase, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import write_plan
@@ -59,8 +60,6 @@ def run(
     while (outcome := train(job, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
             rewind(job)
-    if outcome == "done":
-        look(job)
     save(job)
     job.saver.wait()
     return outcome
@@ -68,24 +67,36 @@ def run(
 
 def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) -> Outcome | Literal["rewind", "again"]:
     """Steps until the run is finished, asked to stop, must go back to a good checkpoint, or reads in other batches."""
-    with read_ahead(job) as stream, closing(job.recorder):
-        while not finished(job):
-            if stop():
-                return "stopped"
-            with job.recorder.around(job.plan, job.step + 1):
-                action = take_step(job, stream)
-            if action in ("rewind", "again"):
-                return action
-            if job.plan.train.steps is None and len(job.step_seconds) >= MEASURED_STEPS:
-                fix_length(job)
-            if job.step % job.plan.eval.every_steps == 0:
-                look(job)
-            job.saving_due |= save_asked() or job.step % job.plan.checkpoint.every_steps == 0
-            # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
-            if job.saving_due and action == "step" and not finished(job):
-                save(job)
-            job.saver.poll()
+    action: Action = "step"
+    try:
+        with read_ahead(job) as stream, closing(job.recorder):
+            if job.state.progress.look_due and not finished(job):
+                after_step(job, action, save_asked)
+            while not finished(job):
+                if stop():
+                    return "stopped"
+                with job.recorder.around(job.plan, job.step + 1):
+                    action = take_step(job, stream)
+                if action in ("rewind", "again"):
+                    return action
+                if job.plan.train.steps is None and len(job.step_seconds) >= MEASURED_STEPS:
+                    fix_length(job)
+                after_step(job, action, save_asked)
+        look(job)
+    except Stopped:
+        return "stopped"
     return "done"
+
+
+def after_step(job: Job, action: Action, save_asked: Callable[[], bool]) -> None:
+    """The evaluation and the checkpoint that are due."""
+    if job.step % job.plan.eval.every_steps == 0:
+        look(job)
+    job.saving_due |= save_asked() or job.step % job.plan.checkpoint.every_steps == 0
+    # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
+    if job.saving_due and action == "step" and not finished(job):
+        save(job)
+    job.saver.poll()
 
 
 def take_step(job: Job, stream: Prefetcher) -> Action:
@@ -190,26 +201,52 @@ def return_to_checkpoint(job: Job, *, policy: bool = False) -> None:
     job.saver.drain()
     folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
     go_back(job.state, job.plan, folder, policy=policy)
-    job.saved_step, job.looked, job.evaluated = job.step, None, None
+    job.saved_step, job.looked, job.evaluated, job.state.progress.look_due = job.step, None, None, False
 
 
 def look(job: Job) -> None:
-    """Evaluates and samples, once a step; the random numbers of training stay where they are."""
+    """Evaluates and samples, once a step; the random numbers of training stay where they are.
+
+    Raises Stopped when the run is asked to stop meanwhile: then nothing of it counts, and a resumed run does it again.
+    """
     if job.looked == job.step:
         return
-    job.looked = job.step
-    found = evaluate_rows(job, job.plan.eval.rows)
-    if found is not None:
-        job.evaluated = (job.step, found.loss)
-        job.state.progress.note_evaluation(found.loss)
-        job.emit(found.event(job.step))
+    before = replace(job.state.progress, look_due=True)
 
     def draw() -> None:
         for prompt, text in samples(job.state.trainee.model, job.tokenizer, job.prompts, plan=job.plan):
             job.emit(Sampled(step=job.step, prompt=prompt, text=text, answers=job.prompts.answers))
 
-    if isinstance(drawn := attempt(draw, job.state), Full):
-        job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
+    try:
+        with interruptible(job):
+            found = evaluate_rows(job, job.plan.eval.rows)
+            if found is not None:
+                job.evaluated = (job.step, found.loss)
+                job.state.progress.note_evaluation(found.loss)
+                job.emit(found.event(job.step))
+            if isinstance(drawn := attempt(draw, job.state), Full):
+                job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
+    except NotFinite as error:  # the next steps' losses say so, too, and are skipped, rewound, or end the run
+        job.emit(Warned(step=job.step, because=f"no samples after step {job.step}: {error.problem}"))
+    except Stopped:
+        job.state.progress, job.evaluated = before, None
+        raise
+    job.looked, job.state.progress.look_due = job.step, False
+
+
+@contextmanager
+def interruptible(job: Job) -> Iterator[None]:
+    """Inside the block a request to stop is heard before each forward: each batch, each token. Raises Stopped."""
+
+    def ask(*_: object) -> None:
+        if job.stop():
+            raise Stopped
+
+    hook = job.state.trainee.model.register_forward_pre_hook(ask)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:

@@ -20,7 +20,7 @@ TOLD_EVERY = 1.0  # seconds
 
 
 class Stopped(Exception):
-    """The run was asked to stop before its first step; what was computed is kept."""
+    """The run was asked to stop where no step is taken: before the first, or while the model is evaluated."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Progress:
     best_loss: float | None = None  # the lowest loss of an evaluation so far
     evaluations_since_best: int = 0
     best_saved: float | None = None  # the loss that the checkpoint marked best was evaluated at
+    look_due: bool = False  # a stop cut the evaluation of this step short
 
     def note_evaluation(self, loss: float) -> None:
         """A loss that is not finite is no improvement."""
