@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from bloomery.cli.common import all_runs, print_json, say
+from bloomery.errors import UserError
 from bloomery.monitor.events import read_events
-from bloomery.monitor.tally import tally_of
+from bloomery.monitor.tally import Tally, tally_of
 from bloomery.units import format_bytes
 
 _HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
@@ -18,7 +19,7 @@ _HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
 
 @dataclass(frozen=True)
 class RunLine:
-    """`state`: running, done, stopped, failed, killed. `command` goes on with it, None when there is nothing to do."""
+    """`state`: running, done, stopped, failed, killed, unreadable. `command` resumes it, None when nothing is left."""
 
     name: str
     state: str
@@ -56,11 +57,15 @@ def command(as_json: bool) -> None:
 
 def describe(folder: Path) -> RunLine:
     """From the run's events and its lock."""
+    from bloomery.train.history import contradicted
     from bloomery.train.run import name_of
 
-    tally = tally_of(read_events(folder / "events.jsonl"))
-    state = "running" if alive(folder) else "killed"
-    if state != "running" and tally.ended is not None:
+    try:
+        tally, unknown = tally_of(read_events(folder / "events.jsonl")), "killed"
+    except UserError:
+        tally, unknown = Tally(), "unreadable"
+    state = "running" if alive(folder) else unknown
+    if state != "running" and tally.ended is not None and not contradicted(folder, tally.ended, tally.step):
         state = tally.ended.why.partition(":")[0]
     exam = tally.evaluation
     return RunLine(

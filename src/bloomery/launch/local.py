@@ -37,7 +37,7 @@ from bloomery.launch.signals import StopRequests, stop_requests
 from bloomery.launch.supervise import Ending, Stage, existing, failure, run_stage
 from bloomery.launch.telemetry import sensing
 from bloomery.launch.worker import DONE, STOPPED
-from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_events
+from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.tracking import require
 from bloomery.plan.corpus import corpus_of, counted, left_aside
@@ -47,6 +47,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.train.history import is_done, read_history
 from bloomery.train.run import Run
 from bloomery.train.sealed import damage, saved_steps, step_folder
 from bloomery.units import GIB, format_bytes
@@ -195,11 +196,19 @@ def resume(
     folder = existing(path)
     with stop_requests() as requests, locked(folder) as lock:
         loaded = load_recipe(folder.recipe, overrides)
-        if step is None and not overrides and _is_done(folder):
+        history = read_history(folder.path)
+        told_done = history.ended is not None and history.ended.why == "done"
+        done = told_done and is_done(folder.path)
+        if step is None and not overrides and done:
             return Run(folder.path, DONE, again=True)
         require(loaded.recipe.monitor.trackers)
         with journal(folder, quiet=quiet) as book:
             flow = _Flow(folder, lock, book, requests, loaded.name, recover, watch=watch)
+            if step is None and told_done and not done:
+                because = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
+                book.emit(Warned(step=history.last_step, because=because))
+            if history.problem is not None:
+                book.emit(Warned(step=history.last_step, because=history.problem))
             return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
 
 
@@ -370,11 +379,6 @@ def _environment(flow: _Flow, plan: Plan, machine: Machine) -> dict[str, str]:
             said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {because}"
             flow.book.emit(Warned(step=last_step(flow.folder), because=said))
     return environment
-
-
-def _is_done(folder: RunFolder) -> bool:
-    ends = [event for event in read_events(folder.events) if isinstance(event, RunEnded)]
-    return bool(ends) and ends[-1].why == "done"
 
 
 def _go_back(flow: _Flow, step: int) -> None:

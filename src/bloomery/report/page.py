@@ -199,12 +199,13 @@ def incidents(record: Record) -> Html:
         if record.plan is not None and not record.plan.train.deterministic:
             other += " Data order, random numbers and states were the same: equal up to kernel rounding."
         verdict = el("p", again + (other if repeated.different else same))
+    lost = el("p", f"{record.lost}.") if record.lost else None
     if not record.incidents:
-        return el("p", "No kill, no skipped step, no warning.", class_="absent")
+        return join(lost, el("p", "No kill, no skipped step, no warning.", class_="absent"))
     rows: list[list[str | Html]] = [
         [f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text] for i in record.incidents[-200:]
     ]
-    return join(verdict, table(["step", "after", "what", ""], rows, class_="incidents"))
+    return join(lost, verdict, table(["step", "after", "what", ""], rows, class_="incidents"))
 
 
 def evaluations(record: Record) -> Html | None:

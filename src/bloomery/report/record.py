@@ -34,6 +34,7 @@ from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Expect
 from bloomery.report.charts import Mark
+from bloomery.train.history import contradicted, read_history
 from bloomery.units import format_seconds
 
 _KILLED = "the process ended without a word: SIGKILL, a crash, or the power went"
@@ -80,6 +81,7 @@ class Record:
     recipe: str
     expect: Expect
     found: tuple[Finding, ...]  # what a diagnosis of the events finds wrong
+    lost: str | None = None  # of the events
 
     @property
     def state(self) -> str:
@@ -109,16 +111,19 @@ class Record:
 
 def read_record(folder: Path) -> Record:
     """Raises UserError when the folder holds no events."""
-    events = list(read_events(folder / "events.jsonl"))
+    events, history = list(read_events(folder / "events.jsonl")), read_history(folder)
     if not events:
-        raise UserError(
-            "this run has told nothing yet", where=str(folder / "events.jsonl"), remedy="train first; then report"
-        )
+        lost = "this run has told nothing yet" if history.problem is None else f"nothing to report: {history.problem}"
+        raise UserError(lost, where=str(folder / "events.jsonl"), remedy="train first; then report")
+    tally = tally_of(events)
+    if contradicted(folder, tally.ended, tally.step):
+        tally.ended = None
     plan = _read(folder / "plan.json", Plan)
     recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
     return Record(
         folder=folder,
-        tally=tally_of(events),
+        tally=tally,
+        lost=history.problem,
         steps=last_per_step(events, StepDone),
         evals=last_per_step(events, EvalDone),
         samples=_last_samples(events),
