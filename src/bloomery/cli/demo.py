@@ -67,11 +67,13 @@ def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     folder = run_dir or _free_folder()
     story = Story(to_stderr=as_json)
     introduce(story)
-    with Trainer(folder) as trainer:
-        kill = _train_and_kill(trainer, story)
-        if kill is not None:
-            _resume(trainer, story, kill)
-    story.end_table()
+    try:
+        with Trainer(folder) as trainer:
+            kill = _train_and_kill(trainer, story)
+            if kill is not None:
+                _resume(trainer, story, kill)
+    finally:
+        story.end_table()
     result = examine(folder, story, kill, began)
     if as_json:
         print_json(result)
