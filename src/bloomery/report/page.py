@@ -125,7 +125,8 @@ _REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}  # one cha
 
 def metrics(record: Record) -> Html | None:
     """A chart for each figure of the objective (accuracy, margin, KL), training smoothed and held out; None without."""
-    names = dict.fromkeys(name for event in (*record.steps, *record.evals) for name in event.metrics)
+    told = [*(step.metrics for step in record.steps), *(event.metrics for event in record.evals)]
+    names = dict.fromkeys(name for figures in told for name in figures)
 
     def curves(name: str, prefix: str = "", style: str = "line") -> list[Series]:
         ran = [(step.step, step.metrics[name]) for step in record.steps if name in step.metrics]
