@@ -152,6 +152,8 @@ def _train_and_kill(trainer: Trainer, story: "Story") -> Kill | None:
         match event:
             case RunStarted():
                 tell_text(story, read_plan(trainer.folder / "plan.json"), event.time - began)
+            case Phase(name="length") if steps:
+                steps = round(event.total)
             case Phase(name="length"):
                 steps = round(event.total)
                 story.begin_table(steps)

@@ -252,6 +252,7 @@ class _Resolution:
         return TrainPlan(
             steps=None if timed else scale.steps,
             seconds=asked.length.amount if timed else None,
+            min_steps=asked.min_steps,
             tokens_per_step=settled.tokens.value,
             micro_batch=cut.micro_batch.value,
             accumulation=accumulation if mesh is None else mesh.layouts[mesh.chosen].accumulation,
