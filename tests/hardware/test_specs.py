@@ -21,6 +21,9 @@ def test_every_row_is_consistent(gpu):
     figures = {"memory", "bandwidth", "peaks", "link", "power"} | ({"achievable"} if gpu.achievable_tflops else set())
     assert set(gpu.sources) == figures
     assert all(gpu.source(figure) for figure in figures)
+    assert ("float16" in gpu.peak_tflops) == (not arch.float16_rate)
+    if arch.float16_rate:
+        return
     assert gpu.peak_tflops["float16"] >= gpu.peak_tflops["float32"]
     assert ("bfloat16" in gpu.peak_tflops) == arch.bf16_matmul
     assert ("float8" in gpu.peak_tflops) == (arch.fp8 != "none")
@@ -36,7 +39,49 @@ def test_every_row_is_consistent(gpu):
         assert gpu.achievable_flops(dtype) == reached * 1e12
 
 
+# Cores and boost clock in GHz. Left out: matrix rates (CDNA) and RDNA 3 and later, which pair float32.
+SHADERS = """
+RTX 2060 6GB: 1920 1.680; RTX 2060 SUPER: 2176 1.650; RTX 2070: 2304 1.620; RTX 2080 Ti: 4352 1.545
+RTX 3050 8GB: 2560 1.777; RTX 3060 12GB: 3584 1.777; RTX 3070: 5888 1.725; RTX 3080 10GB: 8704 1.710
+RTX 3090: 10496 1.695; RTX 3090 Ti: 10752 1.860; RTX 4060: 3072 2.460; RTX 4070: 5888 2.475; RTX 4080: 9728 2.505
+RTX 4090: 16384 2.520; RTX 5060 Ti: 4608 2.572; RTX 5070: 6144 2.512; RTX 5080: 10752 2.617; RTX 5090: 21760 2.407
+GTX 1080 Ti: 3584 1.582; V100 SXM: 5120 1.530; Tesla T4: 2560 1.590; A40: 10752 1.740; RTX A6000: 10752 1.800
+L4: 7424 2.040; RX 5700 XT: 2560 1.905; RX 6600: 1792 2.491; RX 6700 XT: 2560 2.581; RX 6800: 3840 2.105
+RX 6950 XT: 5120 2.310; Instinct MI50: 3840 1.725
+"""
+
+
+@pytest.mark.parametrize("card", [card.strip() for card in SHADERS.replace("\n", ";").split(";") if card.strip()])
+def test_float32_is_two_operations_a_core_and_clock(card):
+    name, figures = card.split(": ")
+    cores, gigahertz = map(float, figures.split())
+    spec = find_gpu(f"{name} 16GB" if name in ("V100 SXM", "RTX 5060 Ti", "Instinct MI50") else name)
+    assert find_spec(spec.name).peak_tflops["float32"] == pytest.approx(2 * cores * gigahertz / 1e3, rel=0.02)
+
+
+# TFLOP/s that NVIDIA's whitepapers and datasheets and AMD's product pages publish: float16 with float32 accumulation.
+PUBLISHED = """
+RTX 2070: 29.9; RTX 2080 Ti: 53.8; Tesla T4: 65; RTX 3060 12GB: 25.6; RTX 3070: 40.6; RTX 3080 10GB: 59.5
+RTX 3090: 71.2; RTX 3090 Ti: 80; A10: 125; A40: 149.7; RTX A6000: 154.8; RTX 4070: 58.3; RTX 4080: 97.5; RTX 4090: 165.2
+RTX 6000 Ada Generation: 364.2; L4: 121; RTX 5070: 61.7; RTX 5070 Ti: 87.9; RTX 5080: 112.6; RTX 5090: 209.5
+RTX PRO 6000 Blackwell: 503.8; V100 SXM 32GB: 125; V100 PCIe 32GB: 112; A100 80GB SXM: 312; A30: 165; MI250X: 191.5
+MI300X: 1307.4; MI355X: 2516.6; RX 7900 XTX: 122.8; RX 7800 XT: 74.6; RX 9070 XT: 194.6; RX 9060 XT 16GB: 102.6
+RX 6900 XT: 46.1; W7900: 122.6
+"""
+
+
+@pytest.mark.parametrize("card", [card.strip() for card in PUBLISHED.replace("\n", ";").split(";") if card.strip()])
+def test_computed_rates_are_those_that_the_vendor_publishes(card):
+    name, tera = card.split(": ")
+    spec = find_spec(find_gpu(name).name)
+    assert spec.peaks_estimated
+    assert spec.peak_tflops["float16"] == pytest.approx(float(tera), rel=0.02)
+
+
 NAMED = """
+sm_61 GTX-1060 GTX-1080-Ti
+sm_70 V100-SXM V100-PCIe
+gfx1010 RX-5700 RX-5700-XT
 gfx906 MI50 MI60 Radeon-VII
 gfx908 MI100
 gfx90a MI210 MI250 MI250X
@@ -44,7 +89,7 @@ gfx942 MI300A MI300X MI325X
 gfx950 MI350X MI355X
 gfx1032 RX-6600 RX-6600-XT RX-6650-XT
 gfx1031 RX-6700 RX-6700-XT RX-6750-XT
-gfx1030 RX-6800 RX-6800-XT RX-6900-XT RX-6950-XT
+gfx1030 RX-6800 RX-6800-XT RX-6900-XT RX-6950-XT W6800
 gfx1102 RX-7600 RX-7600-XT
 gfx1101 RX-7700-XT RX-7800-XT
 gfx1100 RX-7900-GRE RX-7900-XT RX-7900-XTX W7800 W7900
@@ -52,13 +97,16 @@ gfx1200 RX-9060-XT
 gfx1201 RX-9070 RX-9070-XT R9700
 gfx1151 8060S
 gfx1150 890M
-sm_75 T4
-sm_80 A100-40GB A100-80GB
-sm_86 RTX-3090
-sm_89 RTX-4090 L4 L40S
+gfx1103 780M
+sm_75 T4 RTX-2060 RTX-2060-SUPER RTX-2070 RTX-2070-SUPER RTX-2080 RTX-2080-SUPER RTX-2080-Ti
+sm_80 A100-40GB A100-80GB-SXM A100-80GB-PCIe
+sm_86 RTX-3050 RTX-3060-8GB RTX-3060-12GB RTX-3060-Ti RTX-3070 RTX-3070-Ti RTX-3080-10GB RTX-3080-12GB RTX-3080-Ti
+sm_86 RTX-3090 RTX-3090-Ti A10 A10G A40 A6000 RTX-3050-Laptop-GPU RTX-3060-Laptop-GPU RTX-3080-Ti-Laptop-GPU
+sm_89 RTX-4060 RTX-4060-Ti RTX-4070 RTX-4070-SUPER RTX-4070-Ti RTX-4070-Ti-SUPER RTX-4080 RTX-4080-SUPER RTX-4090
+sm_89 L4 L40S RTX-6000-Ada RTX-4050-Laptop-GPU RTX-4060-Laptop-GPU RTX-4070-Laptop-GPU RTX-4090-Laptop-GPU
 sm_90 H100-PCIe H100-SXM H200
 sm_100 B200
-sm_120 RTX-5090
+sm_120 RTX-5060 RTX-5060-Ti RTX-5070 RTX-5070-Ti RTX-5080 RTX-5090 RTX-5070-Ti-Laptop-GPU RTX-5090-Laptop-GPU
 """
 
 
@@ -135,6 +183,23 @@ def test_no_chip_is_described_twice():
         ("a100 80gb", "A100 80GB SXM"),
         ("w7900", "Radeon PRO W7900"),
         ("gfx908", "Instinct MI100"),
+        ("4090", "GeForce RTX 4090"),
+        ("gtx1080ti", "GeForce GTX 1080 Ti"),
+        ("3060 12gb", "GeForce RTX 3060 12GB"),
+        ("3080 12GB", "GeForce RTX 3080 12GB"),
+        ("4070 ti super", "GeForce RTX 4070 Ti SUPER"),
+        ("4070tis", "GeForce RTX 4070 Ti SUPER"),
+        ("2080s", "GeForce RTX 2080 SUPER"),
+        ("RTX 3070 mobile", "GeForce RTX 3070 Laptop GPU"),
+        ("4090 laptop", "GeForce RTX 4090 Laptop GPU"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop GPU"),
+        ("a6000", "RTX A6000"),
+        ("RTX 6000 Ada", "RTX 6000 Ada Generation"),
+        ("A10", "A10"),
+        ("7900xtx", "Radeon RX 7900 XTX"),
+        ("9070", "Radeon RX 9070"),
+        ("a100 40", "A100 40GB"),
+        ("h200", "H200 SXM"),
     ],
 )
 def test_people_are_understood(text, name):
@@ -146,6 +211,47 @@ def test_a_name_with_two_sizes_of_memory_is_asked_for():
         find_gpu("MI50")
     assert error.value.remedy == "write Instinct MI50 16GB or Instinct MI50 32GB"
     assert find_gpu("MI50 32GB").memory_bytes == 32 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("A100", ["A100 40GB", "A100 80GB SXM", "A100 80GB PCIe"]),
+        ("3060", ["GeForce RTX 3060 8GB", "GeForce RTX 3060 12GB"]),
+        ("RTX 3080", ["GeForce RTX 3080 10GB", "GeForce RTX 3080 12GB"]),
+        ("V100 32GB", ["V100 SXM", "V100 PCIe"]),
+        ("RTX 6000", ["Quadro RTX 6000", "RTX 6000 Ada Generation"]),
+    ],
+)
+def test_a_name_of_several_cards_lists_them(text, names):
+    with pytest.raises(UserError) as error:
+        find_gpu(text)
+    assert error.value.problem == f"{text!r} can be {', '.join(names)}"
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "maker"),
+    [
+        ("M3 Max", "Apple"), ("m1", "Apple"), ("Apple M2 Ultra", "Apple"), ("M4 Pro 48GB", "Apple"),
+        ("Arc A770", "Intel"), ("intel iris xe", "Intel"),
+    ],
+)  # fmt: skip
+def test_other_makers_get_a_sentence(text, maker):
+    with pytest.raises(UserError, match=f"GPUs of {maker} are not supported") as error:
+        find_gpu(text)
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize("spec", table().gpu, ids=lambda gpu: gpu.name)
+def test_every_card_is_found_by_the_name_it_is_listed_under_and_by_its_drivers(spec):
+    for size in spec.memory_gib:
+        several = len(spec.memory_gib) > 1
+        assert find_gpu(f"{spec.name} {size}GB" if several else spec.name).name == spec.name
+        seen = device(spec.aliases[0] if spec.aliases else spec.name, spec.arch, size)
+        assert gpu_spec(seen) in (spec, None)
+        if not (spec.arch == "gfx906" and size == 32):  # MI50 and MI60 share a driver's name
+            assert gpu_spec(device(spec.name, spec.arch, size)) == spec
 
 
 def test_a_misspelt_gpu_gets_its_neighbours():

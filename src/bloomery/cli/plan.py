@@ -16,18 +16,31 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@click.option("--gpu", metavar="NAME", help="Plan for this GPU instead of the machine: 'RX 6700 XT', 'MI300X', ...")
+@click.option(
+    "--gpu",
+    "gpu",
+    metavar="NAME",
+    multiple=True,
+    help="Plan for this GPU instead of the machine: 4090, 'RX 6700 XT', all.",
+)
 @click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), default=1, help="So many of them in a node.")
 @click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="So many nodes.")
 @click.option("--simulate", is_flag=True, help="Run a step on tensors without memory, and read its peak.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(
-    recipe: str, overrides: tuple[str, ...], gpu: str | None, gpus: int, nodes: int, simulate: bool, as_json: bool
+    recipe: str,
+    overrides: tuple[str, ...],
+    gpu: tuple[str, ...],
+    gpus: int,
+    nodes: int,
+    simulate: bool,
+    as_json: bool,
 ) -> int:
     """Say what a run would do, need and take, and whether it fits (exit code 1 when it does not).
 
     \b
     Example: bloomery plan go-coder-125m --gpu "RX 6700 XT"
+             bloomery plan go-coder-125m --gpu 4090 --gpu "RX 7900 XTX" --gpu T4
              bloomery plan go-coder-125m --gpu all
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
@@ -36,20 +49,26 @@ def command(
 
     loaded = load_recipe(recipe, overrides)
     source = shlex.join([recipe, *overrides])
-    if gpu == "all":
+    if len(gpu) > 1 or "all" in gpu:
         if simulate:
             remedy = f"name it: `bloomery plan {recipe} --gpu MI300X --simulate`"
-            raise UserError("--simulate is for one card, not for all of them", remedy=remedy, code=2)
-        return show_cards(loaded, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
-    return show_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source)
+            raise UserError("--simulate is for one card, not for several", remedy=remedy, code=2)
+        names = () if "all" in gpu else gpu
+        return show_cards(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
+    one = gpu[0] if gpu else None
+    return show_plan(loaded, gpu=one, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source)
 
 
-def show_cards(loaded: "LoadedRecipe", *, gpus: int, nodes: int, as_json: bool, source: str) -> int:
-    """Print one line for each card of the table; 0 when the run fits at least one."""
+def show_cards(
+    loaded: "LoadedRecipe", names: tuple[str, ...], *, gpus: int, nodes: int, as_json: bool, source: str
+) -> int:
+    """Print one line for each named card, or each of the table where none is named; 0 when the run fits one."""
     from bloomery.hardware.detect import detect
+    from bloomery.hardware.specs import find_gpu
     from bloomery.plan.cards import cards, cards_page
 
-    found = cards(loaded, detect(), gpus=gpus, nodes=nodes)
+    chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
+    found = cards(loaded, detect(), chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
     if as_json:
         print_json([row.document() for row in found])
     else:

@@ -171,6 +171,8 @@ def _table_dtype(device: Accelerator, arch: ArchSpec | None) -> Choice[str]:
         return Choice("bfloat16", f"{device.arch} multiplies bf16 in hardware")
     if arch.bf16 == "half":
         return Choice("bfloat16", f"{device.arch} multiplies bf16 at half the rate of fp16, without loss scaling")
+    if arch.float16_rate:
+        return Choice("float32", f"{device.arch} computes float16 at {arch.float16_rate} of float32's rate")
     if arch.cautious:
         return Choice(
             "float32", f"the safe choice for {device.arch}; float16 is twice as fast on paper and untried here"

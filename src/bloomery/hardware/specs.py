@@ -2,8 +2,8 @@
 
 import re
 import tomllib
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
 from importlib import resources
 from typing import Literal
 
@@ -38,6 +38,7 @@ class ArchSpec(Spec):
     fused_attention_stable_from: str = "2.9"
     fused_attention_wrong_in: tuple[str, ...] = ()
     hipblaslt: Literal["default", "supported", "none", "unknown"] = "none"
+    float16_rate: str = ""  # of float32's, where it is so slow that nobody trains in it
     cautious: bool = False  # nobody publishes training on it: float32, nothing pinned, until probes say more
     compile: bool
     compile_because: str
@@ -75,11 +76,18 @@ class GpuSpec(Spec):
     visible_mib: int | None = None
     bandwidth_gbs: float
     peak_tflops: dict[str, float]
+    peaks_estimated: bool  # units x clock x rate per clock; else what the vendor publishes
     achievable_tflops: dict[str, float] = {}
     board_watts: float | None = None
     dies_per_card: int = 1  # the operating system exposes each die as a device
     link: str
     sources: dict[str, str]  # figure -> keys of the table's sources
+
+    @property
+    def short_name(self) -> str:
+        """Without its maker and line, as a column has room for it; `find_gpu` understands it."""
+        text = re.sub(r"^(?:GeForce|Radeon(?= RX| PRO| Pro| AI)|Instinct|Tesla) ", "", self.name)
+        return text.replace("with Max-Q Design", "Max-Q").replace("Laptop GPU", "laptop").replace(" Generation", "")
 
     def memory_bytes(self) -> int:
         """Of the smallest variant, as the driver shows it. 0 where it is shared with the processor."""
@@ -98,6 +106,60 @@ class GpuSpec(Spec):
     def source(self, figure: str) -> str:
         """Where one of memory, bandwidth, peaks, achievable, link or power comes from; empty where nobody says."""
         return "; ".join(table().sources[key] for key in self.sources.get(figure, "").split())
+
+
+class Card(Spec):
+    """A row of a line's cards, under the short names of gpus.toml."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    gib: tuple[int, ...]
+    gbs: float
+    units: int | None = None
+    mhz: float | None = None
+    watts: float | None = None
+    visible_mib: int | None = None
+    peak_tflops: dict[str, float] = {}
+    achievable_tflops: dict[str, float] = {}
+    dies_per_card: int = 1
+    link: str = ""
+    sources: dict[str, str] = {}
+
+
+class Line(Spec):
+    """Products of one architecture: what they share, and what each of them is."""
+
+    arch: str
+    flops_per_clock: dict[str, float] = {}  # of a compute unit or multiprocessor
+    link: str
+    sources: dict[str, str]
+    cards: tuple[Card, ...]
+
+    def specs(self) -> Iterator[GpuSpec]:
+        for card in self.cards:
+            sources = self.sources | card.sources
+            shared = dict.fromkeys(("memory", "bandwidth", "power"), sources.pop("cards", ""))
+            if not card.achievable_tflops:
+                sources.pop("achievable", None)
+            rated = {
+                name: flops * (card.units or 0) * (card.mhz or 0) / 1e6 for name, flops in self.flops_per_clock.items()
+            }
+            yield GpuSpec(
+                name=card.name,
+                aliases=card.aliases,
+                arch=self.arch,
+                memory_gib=card.gib,
+                visible_mib=card.visible_mib,
+                bandwidth_gbs=card.gbs,
+                peak_tflops=card.peak_tflops
+                or {name: round(rate, 1 if rate > 100 else 2) for name, rate in rated.items()},
+                peaks_estimated=not card.peak_tflops,
+                achievable_tflops=card.achievable_tflops,
+                board_watts=card.watts,
+                dies_per_card=card.dies_per_card,
+                link=card.link or self.link,
+                sources=shared | sources,
+            )
 
 
 class CpuSpec(Spec):
@@ -123,7 +185,11 @@ class Table(Spec):
     arch: tuple[ArchSpec, ...]
     cpu: tuple[CpuSpec, ...]
     cpu_efficiency: tuple[CpuEfficiency, ...]
-    gpu: tuple[GpuSpec, ...]
+    line: tuple[Line, ...]
+
+    @cached_property
+    def gpu(self) -> tuple[GpuSpec, ...]:
+        return tuple(spec for line in self.line for spec in line.specs())
 
 
 @cache
@@ -159,20 +225,68 @@ def gpu_spec(device: Accelerator) -> GpuSpec | None:
 
 
 def find_gpu(text: str) -> Accelerator:
-    """The device that a person means by "RX 6700 XT", "MI50 32GB" or "h100 sxm", as if it were installed here.
+    """The device that a person means by "RX 6700 XT", "4090", "gtx1080ti" or "MI50 32GB", as if it were installed here.
 
     Raises UserError for a name that the table does not hold or that stands for several devices.
     """
+    _refuse_other_makers(text)
     wanted, size = _split_memory(text)
-    found = [spec for spec in table().gpu if _key(wanted) in _keys(spec)] or _by_arch(wanted)
-    if not found:  # a memory size can be part of the product's name: A100 80GB
-        found, size = [spec for spec in table().gpu if _key(text) in _keys(spec)], None
+    found = _meant(text)  # a memory size can be part of a product's name, A100 80GB
+    if found and size not in found[0].memory_gib:
+        size = None
+    found = found or _meant(wanted) or _by_arch(wanted)
     if not found:
         raise UserError(f"{text!r} is not in the table of GPUs", where="--gpu", remedy=_nearest(text), code=2)
     if len(found) > 1:
         names = ", ".join(spec.name for spec in found)
-        raise UserError(f"{text!r} can be {names}", where="--gpu", remedy="name one of them", code=2)
+        raise UserError(f"{text!r} can be {names}", where="--gpu", remedy=f'name one: --gpu "{found[0].name}"', code=2)
     return _installed(found[0], size, text)
+
+
+def _refuse_other_makers(text: str) -> None:
+    """Raises UserError for what is no GPU of AMD or NVIDIA."""
+    name = text.strip().lower()
+    apple = re.fullmatch(
+        r"(?:apple\s*)?m[1-9](?:\s*(?:pro|max|ultra))?(?:\s+\d+\s*gb)?|.*\b(?:apple|macbook|mps)\b.*", name
+    )
+    intel = re.fullmatch(r"(?:intel\s+)?(?:arc\b.*|iris\b.*|data cent.*max.*)|.*\bintel\b.*", name)
+    maker = "Apple" if apple else "Intel" if intel else ""
+    if maker:
+        remedy = "name a GPU of AMD or NVIDIA, or leave out --gpu: Bloomery trains on the CPU there"
+        raise UserError(f"GPUs of {maker} are not supported: {text!r}", where="--gpu", remedy=remedy, code=2)
+
+
+def _meant(text: str) -> list[GpuSpec]:
+    """The cards whose name is `text`; else those whose name ends in it behind RTX, RX or the like; else those with it
+    somewhere inside."""
+    wanted = _words(text)
+    if not wanted:
+        return []
+    names = [(spec, _words(name)) for spec in table().gpu for name in (spec.name, *spec.aliases)]
+    ends = len(wanted)
+    ways: tuple[Callable[[list[str]], bool], ...] = (
+        lambda words: words == wanted,
+        lambda words: words[-ends:] == wanted and set(words[:-ends]) <= _LINES,
+        lambda words: any(words[at : at + ends] == wanted for at in range(len(words) - ends + 1)),
+    )
+    for fits in ways:
+        found = list({spec.name: spec for spec, words in names if fits(words)}.values())
+        if found:
+            return found
+    return []
+
+
+_LINES = {"rtx", "gtx", "rx", "pro"}
+_MAKERS = re.compile(
+    r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics|gpu|generation|design|with)\b"
+)
+_SUPER = re.compile(r"\b((?:rtx\s*)?[24]0[678]0\s*(?:ti)?)\s*s\b")
+
+
+def _words(name: str) -> list[str]:
+    """A name as runs of letters and of digits: "GTX1080Ti" and "gtx 1080 ti" are [gtx, 1080, ti]."""
+    text = re.sub(r"\b(?:mobile|notebook)\b", "laptop", _MAKERS.sub(" ", name.lower()))
+    return re.findall(r"[a-z]+|\d+", _SUPER.sub(r"\1 super", text))
 
 
 def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
@@ -193,19 +307,17 @@ def _split_memory(text: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (text, None)
 
 
+@cache
 def _key(name: str) -> str:
     """A product's name without its maker, its line and punctuation: "AMD Radeon RX 6700 XT" -> rx6700xt."""
     words = re.sub(r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics)\b", " ", name.lower())
     return re.sub("[^a-z0-9]", "", words)
 
 
-def _keys(spec: GpuSpec) -> set[str]:
-    return {_key(name) for name in (spec.name, *spec.aliases)}
-
-
 def _names(spec: GpuSpec, name: str) -> bool:
     """Whether a driver's name, which may list several products ("MI60 / MI50"), names this one."""
-    return any(_key(part) in _keys(spec) for part in (name, *name.split("/")) if _key(part))
+    keys = {_key(each) for each in (spec.name, *spec.aliases)}
+    return any(_key(part) in keys for part in (name, *name.split("/")) if _key(part))
 
 
 def _by_arch(text: str) -> list[GpuSpec]:
@@ -215,8 +327,7 @@ def _by_arch(text: str) -> list[GpuSpec]:
 def _nearest(text: str) -> str:
     import difflib
 
-    names: Sequence[str] = [spec.name for spec in table().gpu]
-    keys = {_key(name): name for name in names}
+    keys = {_key(spec.name): spec.name for spec in table().gpu}
     near = difflib.get_close_matches(_key(text), list(keys), n=3, cutoff=0.5)
     every = "`bloomery plan RECIPE --gpu all` shows every name; a GPU can be added to gpus.toml"
     return "did you mean " + " or ".join(keys[key] for key in near) + "?" if near else every

@@ -1,13 +1,13 @@
-"""A recipe planned for every card of the table: what `--gpu all` shows."""
+"""A recipe planned for several cards, or for every card of the table: what several `--gpu`, or `--gpu all`, show."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bloomery.errors import UserError
 from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Accelerator, Machine
-from bloomery.hardware.specs import arch_spec, table
+from bloomery.hardware.specs import GpuSpec, arch_spec, gpu_spec, table
 from bloomery.plan.page_figures import LABEL, SHORT_NAMES, WIDTH
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
@@ -22,11 +22,14 @@ HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'l
 class Card:
     """One card, and the plan for so many of it; `refused` says why there is none."""
 
-    name: str
-    arch: str
+    spec: GpuSpec
     memory_gib: float
     plan: Plan | None
     refused: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def fits(self) -> bool:
@@ -47,8 +50,10 @@ class Card:
         origin = plan.step_seconds.origin if plan and plan.step_seconds else None
         return {
             "gpu": self.name,
-            "arch": self.arch,
+            "arch": self.spec.arch,
             "memory_gib": self.memory_gib,
+            "peak_tflops": self.spec.peak_tflops,
+            "peaks": "estimated" if self.spec.peaks_estimated else "published",
             "fits": self.fits,
             "needs_gib": plan.memory.total / GIB if plan else None,
             "precision": plan.train.precision if plan else None,
@@ -60,14 +65,18 @@ class Card:
         }
 
 
-def cards(loaded: LoadedRecipe, machine: Machine, *, gpus: int = 1, nodes: int = 1) -> list[Card]:
-    """Every card of the table with its own memory: the fastest that fits first, then what does not fit.
+def cards(
+    loaded: LoadedRecipe, machine: Machine, *, chosen: Sequence[Accelerator] = (), gpus: int = 1, nodes: int = 1
+) -> list[Card]:
+    """The chosen cards, or every card of the table with its own memory: the fastest that fits first, then what does
+    not fit.
 
     Raises UserError when the recipe itself is wrong: no card could be planned then.
     """
-    found = [_planned(loaded, machine, device, gpus, nodes) for device in devices()]
+    compared = chosen or list(devices())
+    found = [_planned(loaded, machine, device, gpus, nodes) for device in compared]
     if all(card.plan is None for card in found):
-        resolve(loaded, with_gpu(machine, next(devices())), gpus=gpus, nodes=nodes)
+        resolve(loaded, with_gpu(machine, compared[0]), gpus=gpus, nodes=nodes)
     return sorted(found, key=_order)
 
 
@@ -82,12 +91,13 @@ def devices() -> Iterator[Accelerator]:
 
 
 def _planned(loaded: LoadedRecipe, machine: Machine, device: Accelerator, gpus: int, nodes: int) -> Card:
-    memory = device.memory_bytes / GIB
+    memory, spec = device.memory_bytes / GIB, gpu_spec(device)
+    assert spec is not None, f"gpus.toml has no {device.name}"
     try:
         plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes, brief=True)
     except UserError as refused:
-        return Card(device.name, device.arch, memory, None, refused.problem)
-    return Card(device.name, device.arch, memory, plan)
+        return Card(spec, memory, None, refused.problem)
+    return Card(spec, memory, plan)
 
 
 def _order(card: Card) -> tuple[int, float]:
@@ -119,12 +129,14 @@ def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int
     ]
     if gpus * nodes > 1:
         lines.append("Planned only: this version trains on one device.")
-    command = f'bloomery plan {source} --gpu "{fitting[0].name if fitting else found[0].name}"{many}'
+    best = (fitting or found)[0]
+    size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
+    command = f'bloomery plan {source} --gpu "{best.name}{size}"{many}'
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
 
 def _line(card: Card) -> str:
-    head = f"{card.name:<26}{card.memory_gib:>5.0f}  "
+    head = f"{card.spec.short_name:<26}{card.memory_gib:>5.0f}  "
     if card.plan is None:
         return f"{head}{card.refused}"[:100]
     needs = f"{card.plan.memory.total / GIB:>6.1f}  "

@@ -46,6 +46,7 @@ _INSIDE: tuple[tuple[str, str, float, str], ...] = (
     (r"NVLink5", "NVLink 5", 680, "75% of 900 GB/s a direction"),
     (r"NVLink4", "NVLink 4", 340, "75% of 450 GB/s a direction"),
     (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s a direction"),
+    (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s a direction"),
     (r"7x xGMI", "xGMI, all to all", 310, "69% of seven links of 64 GB/s"),
     (r"GCD-GCD", "Infinity Fabric", 80, "rings over links of 50 GB/s; 200 between the two dies of a card"),
     (
@@ -56,7 +57,8 @@ _INSIDE: tuple[tuple[str, str, float, str], ...] = (
     ),
     (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; nothing is assumed of it"),
     (r"xGMI", "xGMI", 150, "assumed from MI300X with fewer links"),
-    (r"no P2P", "PCIe 4 through the host", 10, "no direct copies between GeForce cards"),
+    (r"no P2P", "PCIe through the host", 10, "no direct copies between GeForce cards"),
+    (r"PCIe[45]x8", "PCIe, 8 lanes", 10, "60% of 16 GB/s, as with PCIe 4"),
     (r"PCIe5", "PCIe 5", 40, "60% of 64 GB/s, with 16 lanes each"),
     (r"PCIe4", "PCIe 4", 20, "60% of 32 GB/s, with 16 lanes each"),
     (r"PCIe3", "PCIe 3", 10, "60% of 16 GB/s, with 16 lanes each"),

@@ -22,7 +22,7 @@ from bloomery.plan.fetched import place_of
 from bloomery.plan.foreign import foreign_choices, refuse_foreign_misfits
 from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
-from bloomery.plan.measured import compile_gain, corrected, corrected_memory
+from bloomery.plan.measured import corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
 from bloomery.plan.methods import method_choices, refuse_method_misfits
 from bloomery.plan.occupancy import Occupancy
@@ -49,8 +49,9 @@ def resolve(
 ) -> Plan:
     """The plan of a training run on `machine`, or on `nodes` nodes with `gpus` devices like its own each.
 
-    `prepared`: where the tokenised text is or will be; `corpus`: its facts; `brief`: without remedies. Raises UserError
-    for what this version cannot do and for what contradicts itself; that a run does not fit is part of the plan.
+    `prepared`: where the tokenised text is or will be; `corpus`: its facts; `brief`: without remedies and the longest
+    row. Raises UserError for what this version cannot do and for what contradicts itself; that a run does not fit is
+    part of the plan.
     """
     folder = prepared or Path("prepared") / loaded.name
 
@@ -60,7 +61,7 @@ def resolve(
     resolution = _resolution(loaded, machine, corpus, gpus, nodes)
     plan, cut = resolution.plan(folder)
     if brief:
-        return resolution.judged(plan, cut)
+        return resolution.judged(plan, cut, brief=True)
     advised = plan.model_copy(update={"remedies": remedies.remedies(loaded, plan, plan_of)})
     return resolution.judged(advised, cut)
 
@@ -252,7 +253,6 @@ class _Resolution:
         return TrainPlan(
             steps=None if timed else scale.steps,
             seconds=asked.length.amount if timed else None,
-            min_steps=asked.min_steps,
             tokens_per_step=settled.tokens.value,
             micro_batch=cut.micro_batch.value,
             accumulation=accumulation if mesh is None else mesh.layouts[mesh.chosen].accumulation,
@@ -267,7 +267,7 @@ class _Resolution:
             offload_activations=asked.offload_activations,
         )
 
-    def judged(self, plan: Plan, cut: batch.Cut) -> Plan:
+    def judged(self, plan: Plan, cut: batch.Cut, *, brief: bool = False) -> Plan:
         """The plan with what follows from its figures: disk, energy, longest row, claims, contradictions."""
         gpu, recipe = self.profile.gpu, self.recipe
         disk = speed.disk_bytes(
@@ -282,7 +282,7 @@ class _Resolution:
             update={
                 "disk": disk,
                 "energy_kwh": speed.energy_kwh(watts, plan.seconds),
-                "longest": longest_rows(cut.load, cut.measure) if self.profile.accelerator else None,
+                "longest": longest_rows(cut.load, cut.measure) if self.profile.accelerator and not brief else None,
                 "claims": claims.judge(recipe.expect, plan, corpus=self.corpus, need=self.need(cut)),
             }
         )
@@ -320,14 +320,12 @@ class _Resolution:
         length = self.recipe.train.length
         if self.config.foreign is not None:
             return Choice(False, "transformers' layers are not compiled here")
-        eager = self.occupancy(precision, attention, False)
-        gain = compile_gain(self.cards, model=self.config, precision=precision, setting=eager.setting)
         if length.unit == "seconds":
-            return choose_compile(self.recipe, self.profile, length.amount, gain=gain)
-        parts = self.parts(eager, scale.tokens_per_step)
+            return choose_compile(self.recipe, self.profile, length.amount)
+        parts = self.parts(self.occupancy(precision, attention, False), scale.tokens_per_step)
         step = speed.total(parts) if parts else None
         seconds = step.value * scale.steps if step is not None and scale.steps is not None else None
-        return choose_compile(self.recipe, self.profile, seconds, gain=gain)
+        return choose_compile(self.recipe, self.profile, seconds)
 
     def occupancy(self, precision: str, attention: str, compiled: bool) -> Occupancy:
         arch = self.profile.arch
