@@ -1,36 +1,69 @@
 """Fine-tuning with LoRA on a CPU: Bloomery beside TRL's SFTTrainer or DPOTrainer, step by step in turn.
 
-    python benchmarks/sft_cpu.py [--objective sft|dpo] [--steps 3] [--work FOLDER]
+    python benchmarks/sft_cpu.py [--objective sft|dpo] [--model small|smollm2] [--steps 3] [--work FOLDER]
 
 Every side is a process that waits while another one trains. All read the same conversations with the same tokenizer and
-chat template, start from the same weights and train the same LoRA. See README.md beside this file.
+chat template, start from the same weights and train the same LoRA. `small` is a model of 6 layers with random weights
+on answers from Python's own library; `smollm2` is SmolLM2-135M-Instruct on 2,000 conversations (scripts/smollm2.py).
+See README.md in this folder.
 """
 
 import argparse
 import json
+import runpy
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from side_bloomery import RECIPE
-from side_trl import ALPHA, LENGTH, RANK, RATES, TARGETS
+from side_trl import RATES
 from stdlib_answers import SPECIAL, TEMPLATE, write_rows
 from turns import Side, compare, judged, machine, started, table, told
 
 HERE = Path(__file__).parent
-ROWS = {"sft": 8, "dpo": 16}  # of our step: rows of 1,024 positions
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SETTINGS = {  # of both sides; sequences: of a step, by objective
+    "small": {
+        "length": 1024, "rank": 16, "alpha": 32, "targets": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
+        "sequences": {"sft": 8, "dpo": 16},
+    },
+    "smollm2": {"length": 512, "rank": 16, "alpha": 32, "targets": ATTENTION, "sequences": {"sft": 4, "dpo": 8}},
+}  # fmt: skip
 VOCABULARY = 16_384
 BARS = [("best", "speed", 1.3), ("defaults", "speed", 2.5), ("best", "memory", 0.8)]
+REAL_BARS = [("speed", 4.0), ("memory", 0.8)]  # SmolLM2, against the quicker of TRL's forms
 
 
-def make_folder(folder: Path, objective: str) -> dict:
+def make_folder(folder: Path, objective: str, model: str) -> dict:
     """Rows, tokenizer, first weights and the recipe; returns what was made."""
     from bloomery.data.prepare import prepare
+    from bloomery.recipe.load import load_recipe
+
+    setting = SETTINGS[model]
+    (folder / "bench.json").write_text(json.dumps(setting))
+    made = make_real(folder) if model == "smollm2" else make_small(folder, setting["length"])
+    (folder / RECIPE).write_text(recipe_text(objective, setting))
+    prepare(load_recipe(folder / RECIPE), folder / "prepared")
+    return made
+
+
+def make_real(folder: Path) -> dict:
+    """SmolLM2 and its conversations, with a template that marks the assistant's tokens for TRL."""
+    runpy.run_path(str(HERE.parent / "scripts" / "smollm2.py"))["make"](folder)
+    for old, new in (("model", "init"), ("train.jsonl", "messages.jsonl")):
+        if not (folder / new).exists():
+            (folder / new).symlink_to(old)
+    told = json.loads((folder / "init" / "tokenizer_config.json").read_text())
+    (folder / "init" / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": TEMPLATE}, indent=1))
+    rows = len((folder / "messages.jsonl").read_text().splitlines())
+    return {"rows": rows, "model": "SmolLM2-135M-Instruct"}
+
+
+def make_small(folder: Path, length: int) -> dict:
     from bloomery.data.tokenizer import train_tokenizer
     from bloomery.model.presets import build_config
     from bloomery.model.weights import fresh_decoder, model_state, write_model
-    from bloomery.recipe.load import load_recipe
     from bloomery.recipe.schema import Model, TrainTokenizer
 
     rows = write_rows(folder)
@@ -44,33 +77,39 @@ def make_folder(folder: Path, objective: str) -> dict:
     (init / "tokenizer_config.json").write_text(json.dumps(told, indent=1))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     shape = {"hidden_size": 384, "intermediate_size": 1056, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2}
-    model = Model(family="qwen2", max_positions=LENGTH, tie_embeddings=True, **shape)
+    model = Model(family="qwen2", max_positions=length, tie_embeddings=True, **shape)
     config = build_config(model, vocab_size=tokenizer.vocab_size, **ids)
     write_model(model_state(fresh_decoder(config, seed=0)), config, init)
-    (folder / RECIPE).write_text(recipe_text(objective))
-    prepare(load_recipe(folder / RECIPE), folder / "prepared")
     return {"rows": rows, "vocabulary": tokenizer.vocab_size, "shape": shape}
 
 
-def recipe_text(objective: str) -> str:
+def recipe_text(objective: str, setting: dict) -> str:
+    length, sequences = setting["length"], setting["sequences"][objective]
+    lora = f"rank: {setting['rank']}, alpha: {setting['alpha']}, targets: [{', '.join(setting['targets'])}]"
     path = "messages.jsonl" if objective == "sft" else "pairs.jsonl"
     return f"""
 model: {{from: init}}
-data: {{path: {path}, sequence_length: {LENGTH}, prepared: prepared, validation: 0}}
+data: {{path: {path}, sequence_length: {length}, prepared: prepared, validation: 0}}
 objective: {{kind: {objective}}}
-adapter: {{kind: lora, rank: {RANK}, alpha: {ALPHA}, targets: [{", ".join(TARGETS)}]}}
+adapter: {{kind: lora, {lora}}}
 optimizer:
   {{learning_rate: {RATES[objective]}, betas: [0.9, 0.999], weight_decay: 0.0, schedule: constant, warmup: 0 steps}}
-train: {{length: 1000 steps, tokens_per_step: {ROWS[objective] * LENGTH}, clip: 1.0}}
+train: {{length: 1000 steps, tokens_per_step: {sequences * length}, clip: 1.0}}
 eval: {{prompts: []}}
 monitor: {{to: []}}
 """
 
 
-def commands(objective: str, work: Path) -> dict[str, list[str]]:
-    """Each side's program and words. `best` has two forms, of which the quicker counts."""
+def commands(objective: str, work: Path, model: str) -> dict[str, list[str]]:
+    """Each side's program and arguments. `best` has several forms, of which the quickest counts."""
     theirs, ours, folder = str(HERE / "side_trl.py"), str(HERE / "side_bloomery.py"), str(work)
-    rows = str(ROWS[objective])
+    rows = str(SETTINGS[model]["sequences"][objective])
+    if model == "smollm2":
+        return {
+            "best bf16": [theirs, folder, objective, "best", rows, rows],
+            "best fp32": [theirs, folder, objective, "best-float32", rows, rows],
+            "bloomery": [ours, folder],
+        }
     return {
         "best 2": [theirs, folder, objective, "best", "2", rows],
         "best 8": [theirs, folder, objective, "best", "8", rows],
@@ -80,9 +119,11 @@ def commands(objective: str, work: Path) -> dict[str, list[str]]:
 
 
 def verdicts_of(sides: list[Side]) -> list[dict]:
-    """Each bar beside what was measured; `best` is the quickest of its forms, in speed and in memory."""
+    """Each bar with its measurement; `best` is the quickest of its forms, in speed and in memory."""
     by_name = {side.name: side for side in sides}
     best = max((side for side in sides if side.name.startswith("best")), key=lambda side: side.speed)
+    if "defaults" not in by_name:
+        return [judged(by_name["bloomery"], best, figure, bar) for figure, bar in REAL_BARS]
     theirs = {"best": best, "defaults": by_name["defaults"]}
     return [judged(by_name["bloomery"], theirs[name], figure, bar) for name, figure, bar in BARS]
 
@@ -90,6 +131,7 @@ def verdicts_of(sides: list[Side]) -> list[dict]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", choices=["sft", "dpo"], default="sft")
+    parser.add_argument("--model", choices=list(SETTINGS), default="small")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--only", nargs="*", help="these sides alone, without a verdict")
     parser.add_argument("--work", type=Path, help="keeps rows, logs and weights here")
@@ -103,10 +145,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         work = (asked.work or Path(place)).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        made = make_folder(work, asked.objective)
+        made = make_folder(work, asked.objective, asked.model)
         print(", ".join(f"{key} {value}" for key, value in made.items()), flush=True)
         chosen = {
-            name: words for name, words in commands(asked.objective, work).items() if name in (asked.only or [name])
+            name: words
+            for name, words in commands(asked.objective, work, asked.model).items()
+            if name in (asked.only or [name])
         }
         sides = [stack.enter_context(started(name, words, work)) for name, words in chosen.items()]
         compare(sides, asked.steps)
@@ -117,10 +161,10 @@ def main() -> None:
         print(*map(told, verdicts), sep="\n")
         results = {side.name: side.result for side in sides}
     report = {
-        "machine": machine(), "made": made, "length": LENGTH, "rank": RANK, "targets": TARGETS, "sides": results,
+        "machine": machine(), "made": made, **SETTINGS[asked.model], "sides": results,
         "bars": verdicts, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
-    out = asked.out or HERE / "results" / f"{asked.objective}_cpu.json"
+    out = asked.out or HERE / "results" / f"{asked.objective}_cpu{'_smollm2' * (asked.model == 'smollm2')}.json"
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{report['seconds']:.0f} s in all; written to {out}")
 

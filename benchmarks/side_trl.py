@@ -1,9 +1,10 @@
-"""TRL's trainers, paced: `side_trl.py FOLDER sft|dpo best|defaults MICRO_BATCH SEQUENCES`.
+"""TRL's trainers, paced: `side_trl.py FOLDER sft|dpo best|best-float32|defaults MICRO_BATCH SEQUENCES`.
 
-FOLDER holds `init/` (weights, tokenizer and chat template), `messages.jsonl` and `pairs.jsonl`. A step takes SEQUENCES
-rows (sft) or pairs (dpo). Answers alone are learned. best: bfloat16, no recomputation, fused AdamW, packed where the
-trainer can; without torch.compile, which took four minutes over two steps of ever new shapes. defaults: what the
-trainer does when nothing else is said.
+FOLDER holds `init/` (weights, tokenizer and chat template), `messages.jsonl` or `pairs.jsonl`, and `bench.json` (the
+sequence length and the adapter of both sides). A step takes SEQUENCES sequences (sft) or pairs (dpo) and trains on
+assistant tokens only. best: bfloat16, no recomputation, fused AdamW, packed where the trainer can; without
+torch.compile, which took four minutes over two steps of ever new shapes. best-float32: the same without autocast, for
+CPUs that have no bf16 instructions. defaults: the trainer's own settings.
 """
 
 import json
@@ -20,9 +21,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-LENGTH, SEED = 1024, 0
+SEED = 0
 RATES = {"sft": 1e-3, "dpo": 1e-4}
-RANK, ALPHA, TARGETS = 16, 32, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 
@@ -47,31 +47,37 @@ def rows_of(file: Path) -> Dataset:
     return Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
 
 
-def settings(place: str, kind: str, *, best: bool, micro_batch: int, sequences: int) -> dict[str, Any]:
-    """What both trainers are told. The learning rate is constant, so that a few steps learn something."""
-    tuned = {"bf16": True, "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
+def settings(place: str, kind: str, *, way: str, length: int, micro_batch: int, sequences: int) -> dict[str, Any]:
+    """What both trainers are given. The learning rate is constant, so that a few steps lower the loss."""
+    best = way.startswith("best")
+    tuned = {"bf16": way == "best", "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
     return {
         "output_dir": place, "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": RATES[kind],
         "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "max_steps": 100_000,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "dataloader_pin_memory": False, "seed": SEED, "max_length": LENGTH, **(tuned if best else {}),
+        "dataloader_pin_memory": False, "seed": SEED, "max_length": length, **(tuned if best else {}),
     }  # fmt: skip
 
 
 def main() -> None:
     folder, kind, way, micro_batch, sequences = Path(sys.argv[1]), sys.argv[2], sys.argv[3], *map(int, sys.argv[4:6])
-    best = way == "best"
+    asked = json.loads((folder / "bench.json").read_text())
+    best = way.startswith("best")
     paced = Paced()
-    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa", dtype="float32")
     given = {
         "model": model,
         "processing_class": AutoTokenizer.from_pretrained(folder / "init"),
-        "peft_config": LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        "peft_config": LoraConfig(
+            r=asked["rank"], lora_alpha=asked["alpha"], target_modules=asked["targets"], task_type="CAUSAL_LM"
+        ),
         "callbacks": [paced],
     }
     with tempfile.TemporaryDirectory() as place:
-        said = settings(place, kind, best=best, micro_batch=micro_batch, sequences=sequences)
+        said = settings(
+            place, kind, way=way, length=asked["length"], micro_batch=micro_batch, sequences=sequences
+        )
         if kind == "sft":
             said |= {"assistant_only_loss": True, "packing": best}
             trainer = SFTTrainer(args=SFTConfig(**said), train_dataset=rows_of(folder / "messages.jsonl"), **given)

@@ -28,7 +28,7 @@ from bloomery.report import Bars, write_report
 from bloomery.report.charts import Mark, Series, bar_chart, line_chart, thin, ticks
 from bloomery.report.claims import judge_run
 from bloomery.report.heldout import HeldOut, Priced, draw, level, stretches
-from bloomery.report.html import Html, el
+from bloomery.report.html import Html, el, prose
 from bloomery.report.record import incidents_of, read_record, repeated_steps
 
 CANARY = "hf_CanaryCanaryCanaryCanary1234567890"
@@ -254,6 +254,34 @@ def test_repeated_steps_are_compared_to_the_last_bit_and_rewinds_are_not():
 
 def test_html_escapes_everything_that_it_did_not_build():
     assert el("p", "<b>", Html("<i>x</i>"), title='"') == '<p title="&quot;">&lt;b&gt;<i>x</i></p>'
+
+
+def test_backticks_become_code_and_a_single_one_stays():
+    assert prose("run `a <b>` now") == "run <code>a &lt;b&gt;</code> now"
+    assert prose("it`s") == "it`s"
+
+
+def test_a_worker_that_died_is_marked_on_the_curve_like_a_kill(tmp_path):
+    events = [STARTED, step_done(1), step_done(2), RunEnded(step=2, why="failed: killed by `SIGKILL`", time=3.0)]
+    folder = run_folder(tmp_path, events)
+    assert [(mark.step, mark.kind) for mark in read_record(folder).marks] == [(2, "kill")]
+    told = write_report(folder).read_text()
+    assert "killed or failed" in told and "<code>SIGKILL</code>" in told and "`" not in told.partition("<body>")[2]
+
+
+def test_a_preference_run_has_charts_of_its_rewards_and_margin(tmp_path):
+    figures = {"accuracy": 0.75, "margin": 0.5, "chosen_reward": 0.25, "rejected_reward": -0.25}
+    steps = [step_done(step, metrics=figures) for step in (1, 2, 3)]
+    folder = run_folder(tmp_path, [STARTED, *steps, replace(exam(3, 2.0), metrics={"margin": 0.75})])
+    told = write_report(folder).read_text()
+    charts = re.findall(r'aria-label="([A-Z][^"]*) from step 1 to 3', told)
+    assert charts[:4] == ["Loss", "Rewards", "Accuracy", "Margin"]
+    assert "between 0.5 and 0.75 chosen reward - rejected reward" in told
+
+
+def test_both_axes_of_a_chart_have_a_name():
+    drawn = line_chart("Speed", [Series("speed", [(1, 2.0), (2, 3.0)])], unit="tokens/s", across="minute")
+    assert re.findall(r'class="axis[^>]*>([^<]*)<', drawn) == ["minute", "tokens/s"]
 
 
 def test_ticks_are_round_and_inside():

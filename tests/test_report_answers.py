@@ -65,6 +65,16 @@ def test_both_models_answer_the_same_questions(made):
     assert any(one.before != one.after for one in told)
 
 
+def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
+    from bloomery.train import answers
+
+    plan, checkpoints, _ = made
+    real = answers.held_out_questions
+    monkeypatch.setattr(answers, "held_out_questions", lambda *words: [q for q in real(*words) for _ in range(2)])
+    told = [one.question for one in compare_answers(plan, checkpoints, 1)]
+    assert len(told) == len(set(told)) == 4
+
+
 def test_a_base_is_asked_in_tokens_that_the_run_has_added(tmp_path):
     plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"), 'tokenizer.add_tokens=["<q>"]')
     assert [one.question[:6] for one in compare_answers(plan, checkpoints, 1)] == ["return"] * 4

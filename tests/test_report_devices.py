@@ -56,7 +56,7 @@ def test_two_dies_of_a_card_and_the_processor(tmp_path):
         "Power",
         "Clock",
         "Memory in use",
-        "by minute",
+        "minute",
         "with GPU 0",
         "10 s (temperature)",
     ):

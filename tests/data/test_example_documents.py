@@ -123,7 +123,7 @@ def test_text_stays_text(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "its rows are preference pairs", "kind=dpo"),
         ({"text": "words"}, "pairs", "is plain text, and the objective learns from pairs", "kind=sft"),
         ({"prompt": "a", "completion": "b"}, "kto", "its rows are completions", "kind=sft"),
-        ({"question": "a", "answer": "b"}, "sft", "no column that is plainly the text or an answer; it has: question",
+        ({"riddle": "a", "secret": "b"}, "sft", "no column that is plainly the text or an answer; it has: riddle",
          "data.columns={messages: NAME}"),
     ],
 )  # fmt: skip

@@ -86,10 +86,20 @@ def test_a_wall_time_run_is_completed_once_it_is_measured():
     assert (done.checkpoint.every_steps, done.eval.every_steps) == (100, 200)
 
 
-def test_a_wall_time_run_warms_up_while_it_is_measured():
-    plan = resolve(loaded(train={"length": "90s"}, optimizer={"warmup": "3 steps"}), machine())
-    assert plan.optimizer.warmup_steps == 10
-    assert any("optimizer.warmup becomes 10 steps" in doubt for doubt in plan.contradictions)
+def test_a_decay_in_steps_becomes_a_share_of_a_wall_time_run():
+    wsd = {"schedule": {"kind": "wsd", "decay": "50 steps"}, "warmup": "3 steps"}
+    plan = resolve(loaded(train={"length": "90s"}, optimizer=wsd), machine())
+    assert plan.optimizer.warmup_steps == 3
+    done = complete(plan, steps=400, step_seconds=0.2)
+    assert (done.optimizer.warmup_steps, done.lengths.decay) == (3, Duration(12.5, "percent"))
+
+
+def test_a_least_number_of_steps_is_of_a_wall_time_run():
+    timed = resolve(loaded(train={"length": "90s", "min_steps": 200}), machine())
+    assert timed.train.min_steps == 200
+    assert "at least 200 steps" in " ".join(step_lines(timed))
+    counted = resolve(loaded(train={"length": "90 steps", "min_steps": 200}), machine())
+    assert any("train.min_steps does nothing" in doubt for doubt in counted.contradictions)
 
 
 def test_epochs_come_from_the_counted_rows():

@@ -6,7 +6,7 @@ import pytest
 
 from bloomery.hardware.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
-from bloomery.plan.measured import corrected, corrected_memory, nearest
+from bloomery.plan.measured import compile_gain, corrected, corrected_memory, nearest
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.units import GIB
@@ -125,3 +125,15 @@ def test_a_cpus_run_is_never_planned_below_the_tables_bytes():
     """A measured step maps no text, examines nothing and copies no checkpoint; a run's process holds all of that."""
     light = [card(POINT.model_copy(update={"peak_gib": held(LOAD).total / GIB / 2}))]
     assert corrected_memory(held(LOAD), LOAD, light, memory=held).total == held(LOAD).total
+
+
+def test_what_compiling_gains_is_one_cards_best_of_both():
+    compiled = POINT.model_copy(update={"compiled": True, "tokens_per_second": 640.0})
+    slower = POINT.model_copy(update={"tokens_per_second": 400.0, "micro_batch": 1})
+    asked = {"model": CONFIG, "precision": "bfloat16", "setting": ""}
+    assert compile_gain([card(), card(POINT, slower, compiled)], **asked) == pytest.approx(640 / 512)
+    assert compile_gain([card(), card(compiled)], **asked) is None
+    assert compile_gain([card(POINT, compiled)], **asked | {"precision": "float32"}) is None
+    assert compile_gain([card(POINT, compiled)], **asked | {"setting": "lora"}) is None
+    other = replace(CONFIG, num_layers=3)
+    assert compile_gain([card(POINT, compiled)], **asked | {"model": other}) is None

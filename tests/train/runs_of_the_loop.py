@@ -7,6 +7,7 @@ from plans_for_tests import tiny_config
 from safetensors.torch import load_file
 
 from bloomery.monitor.events import StepDone
+from bloomery.train.length import Timer
 from bloomery.train.loop import run
 
 RECIPE = """
@@ -20,11 +21,20 @@ CONFIG = tiny_config(vocab_size=300, residual_dropout=0.1)
 class Run:
     """One call of the loop, with what it told."""
 
-    def __init__(self, plan, folder: Path, *, stop_after: int | None = None, resume_from: Path | None = None) -> None:
+    def __init__(
+        self, plan, folder: Path, *, stop_after: int | None = None, resume_from: Path | None = None, clock=None
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.events = folder, []
         stop = lambda: stop_after is not None and self.steps_done() >= stop_after  # noqa: E731
-        self.outcome = run(plan, run_dir=folder, emit=self.events.append, stop=stop, resume_from=resume_from)
+
+        def emit(event) -> None:
+            self.events.append(event)
+            if clock is not None:
+                clock.hears(event)
+
+        timer = None if clock is None else Timer(clock.now, lambda: clock.now)
+        self.outcome = run(plan, run_dir=folder, emit=emit, stop=stop, resume_from=resume_from, timer=timer)
 
     def of(self, kind) -> list:
         return [event for event in self.events if isinstance(event, kind)]

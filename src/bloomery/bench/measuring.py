@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 from bloomery.errors import UserError
+from bloomery.hardware.calibration import calibration
 from bloomery.hardware.children import LONGEST, Child
 from bloomery.hardware.machine import Machine
+from bloomery.plan.aims import setting
 from bloomery.plan.environment import child_environment
 from bloomery.plan.here import plan_here
+from bloomery.plan.measured import compile_gain
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 
@@ -18,6 +21,7 @@ CHILD = "bloomery.bench.child"
 SILENCE_SECONDS = 900.0  # compiling, or a step of a large model on a small processor, says nothing for minutes
 SECONDS, SEARCH_SECONDS = 8.0, 2.0  # of measuring a point; of a trial on the way to the largest micro-batch
 DISTURBED = 0.15  # of the time without a core
+TRIAL_PAYS_SECONDS = 3600.0  # of training, beyond which a minute or two of timing both is worth it
 SLOWEST_STEP = 90.0  # seconds: the search does not try micro-batches that would take longer
 
 Outcome = Literal["ok", "memory", "crashed", "hung", "failed", "refused"]
@@ -98,6 +102,23 @@ class Bench:
         words = (f"train.micro_batch={rows}", f"train.tokens_per_step={max(1, rows_per_step(base) // rows) * each}")
         row = run(self.plan(*words), words, seconds=SEARCH_SECONDS, on_phase=on_phase)
         return replace(row, words=words[:1])
+
+
+def compile_trial(bench: Bench, *, on_phase: OnPhase) -> tuple[Row, ...]:
+    """The recipe compiled and uncompiled, measured one after the other; empty where `train.compile` needs no trial.
+
+    A trial is worth its minute when a run on a CPU would train for at least TRIAL_PAYS_SECONDS and no card of this
+    machine has both figures for the model. Raises UserError for what the recipe or this version refuses.
+    """
+    plan = bench.plan()
+    if load_recipe(bench.recipe, bench.overrides).recipe.train.compile != "auto" or plan.train.device != "cpu":
+        return ()
+    model, precision = plan.model.config, plan.train.precision
+    cards = calibration(bench.machine)
+    known = compile_gain(cards, model=model, precision=precision, setting=setting(plan)) is not None
+    if known or not plan.train.compile or plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
+        return ()
+    return tuple(bench.point(f"train.compile={word}", on_phase=on_phase) for word in ("true", "false"))
 
 
 def rows_per_step(plan: Plan) -> int:

@@ -121,7 +121,9 @@ class NewPath(click.Path):
 
 
 def find_run(name: str) -> Path:
-    """The run folder that a person means: a path, a name under `runs/`, or `last`. Raises UserError (code 2)."""
+    """The run folder that a person means: a path, a name under `runs/`, the beginning of one that no other run shares,
+    or `last`. Raises UserError (code 2).
+    """
     runs = all_runs()
     if name == "last" and runs:
         return runs[-1]
@@ -129,6 +131,13 @@ def find_run(name: str) -> Path:
         if is_run(folder):
             return folder
     where = str(Path("runs").resolve())
+    begun = name.removeprefix("runs/").rstrip("/")
+    alike = [folder for folder in runs if begun and folder.name.startswith(begun)]
+    if len(alike) == 1:
+        return alike[0]
+    if alike:
+        remedy = "name one of them: " + ", ".join(folder.name for folder in alike[-8:])
+        raise UserError(f"{len(alike)} runs begin with {name!r}", where=where, remedy=remedy, code=2)
     if not runs:
         remedy = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
         raise UserError(f"there is no run {name!r}, and no other run either", where=where, remedy=remedy, code=2)

@@ -67,11 +67,13 @@ def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     folder = run_dir or _free_folder()
     story = Story(to_stderr=as_json)
     introduce(story)
-    with Trainer(folder) as trainer:
-        kill = _train_and_kill(trainer, story)
-        if kill is not None:
-            _resume(trainer, story, kill)
-    story.end_table()
+    try:
+        with Trainer(folder) as trainer:
+            kill = _train_and_kill(trainer, story)
+            if kill is not None:
+                _resume(trainer, story, kill)
+    finally:
+        story.end_table()
     result = examine(folder, story, kill, began)
     if as_json:
         print_json(result)
@@ -150,6 +152,8 @@ def _train_and_kill(trainer: Trainer, story: "Story") -> Kill | None:
         match event:
             case RunStarted():
                 tell_text(story, read_plan(trainer.folder / "plan.json"), event.time - began)
+            case Phase(name="length") if steps:
+                steps = round(event.total)
             case Phase(name="length"):
                 steps = round(event.total)
                 story.begin_table(steps)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo_story import Story, bar
+from bloomery.cli.demo_story import Story, activation, bar
 from bloomery.hardware.machine import Machine
 from bloomery.units import GIB, format_count, format_seconds
 
@@ -139,7 +139,8 @@ def _sample(story: Story, decoder: "Decoder", tokenizer: "Tokenizer", prompt: st
     from bloomery.generate import generate
     from bloomery.model.sampling import Sampling
 
-    sampling = Sampling(max_tokens=96, temperature=0.6, top_p=0.95, seed=0)
+    # Small models repeat themselves: what was just written is made less likely.
+    sampling = Sampling(max_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0)
     written = "".join(generate(decoder, tokenizer, prompt, sampling))
     story.say("it writes", *(prompt + written).splitlines()[:SAMPLE_LINES])
     story.say()
@@ -160,9 +161,10 @@ def _compare(story: Story, folder: Path, plan: "Plan") -> None:
 def _next_steps(story: Story, folder: Path) -> None:
     name = shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
     advice = {
+        **dict.fromkeys(activation(), "so that your shell finds bloomery"),
         f'bloomery generate {name} --prompt "def read_json(path):"': "",
         "bloomery demo chat": "it learns to answer, two minutes more",
-        'bloomery train go-coder-tiny data.path=~/my-code data.glob="*.go"': "your own code",
+        'bloomery train demo data.path=~/my-code data.glob="*.py"': "your own code, minutes",
         'bloomery plan go-coder-125m --gpu "RX 6700 XT"': "a real one, before you buy",
     }
     story.say("next", *(f"{command:<66}{what}".rstrip() for command, what in advice.items()))

@@ -22,7 +22,7 @@ from bloomery.cli.drawing import drawing_options, finite
 from bloomery.disk import read_input
 from bloomery.errors import UserError
 from bloomery.text import harmless
-from bloomery.units import MIB
+from bloomery.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bloomery.model.sampling import Sampling
 
 MOST_PROMPTS = 16 * MIB  # of a file of them
+_LONGEST_PROMPT = 4 * MIB  # of one that is piped in
 
 
 @click.command()
@@ -55,7 +56,7 @@ def command(
     as_json: bool,
     **drawing: Any,
 ) -> None:
-    """Let MODEL (a run, a folder, a Hub id, or BASE+ADAPTER) continue a prompt.
+    """Let MODEL (a run, a folder, a Hub id, or BASE+ADAPTER) continue a prompt, or what is piped in.
 
     Example: bloomery generate last --prompt "func main() {" --max-tokens 100
     """
@@ -79,8 +80,10 @@ def command(
 
 
 def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
+    if prompt is None and prompts is None:
+        prompt = _piped()
     if (prompt is None) == (prompts is None):
-        problem, remedy = "say either --prompt TEXT or --prompts FILE", 'add --prompt "..."'
+        problem, remedy = "say either --prompt TEXT or --prompts FILE", 'add --prompt "...", or pipe text in'
         raise UserError(problem, where="`bloomery generate`", remedy=remedy, code=2)
     if prompt is not None:
         refuse_undecoded(prompt)
@@ -95,6 +98,20 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
     if not lines:
         raise UserError("the file holds no prompt", where=str(prompts), remedy="write one on each line", code=2)
     return lines
+
+
+def _piped() -> str | None:
+    """What stands in a pipe or a file behind `<`, less its last line's end; None at a terminal, or without any text."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    data = sys.stdin.buffer.read(_LONGEST_PROMPT + 1)
+    if len(data) > _LONGEST_PROMPT:
+        problem = f"the prompt is longer than {format_bytes(_LONGEST_PROMPT)}"
+        raise UserError(problem, where="standard input", remedy="a model reads a few pages: pipe in less", code=2)
+    try:
+        return data.decode("utf-8").removesuffix("\n") or None
+    except UnicodeDecodeError as error:
+        raise UserError("the prompt is not UTF-8", where="standard input", remedy="convert it", code=2) from error
 
 
 @contextmanager

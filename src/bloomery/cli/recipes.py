@@ -10,12 +10,15 @@ from bloomery.cli.common import NewPath, print_json, say
 from bloomery.errors import UserError
 
 
-@click.group()
-def command() -> None:
-    """List, show and copy the packaged recipes; print their JSON schema.
+@click.group(invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """List, show and copy the packaged recipes; print their JSON schema. Without a verb they are listed.
 
     Example: bloomery recipes copy demo mine.yaml
     """
+    if context.invoked_subcommand is None:
+        context.invoke(list_)
 
 
 @command.command("list")

@@ -65,9 +65,36 @@ def command(
 
         words = shlex.join((recipe, *overrides, *given.values()))
         return rehearse_run(loaded, words=words, run_dir=run_dir, devices=devices)
+    if devices in (None, "cpu"):
+        time_compiling(recipe, (*overrides, *given.values()))
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover))
+
+
+def time_compiling(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Before a long run on a CPU: measure once whether torch.compile pays for this model. Raises UserError."""
+    from bloomery.bench.cards import make_card
+    from bloomery.bench.measuring import Bench, compile_trial
+    from bloomery.hardware.calibration import remember
+    from bloomery.hardware.detect import detect
+
+    told = False
+
+    def begun(_phase: str) -> None:
+        nonlocal told
+        if not told:
+            say("compile    timing steps with and without torch.compile, once for this model on this machine", err=True)
+        told = True
+
+    bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
+    rows = compile_trial(bench, on_phase=begun)
+    figures = [f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.said})" for row in rows]
+    if rows:
+        say(f"compile    step time compiled {figures[0]}, uncompiled {figures[1]}", err=True)
+    card = make_card(rows, bench.machine)
+    if card is not None and not any(row.disturbed for row in rows):
+        remember(card)
 
 
 _MEANING = {

@@ -197,9 +197,9 @@ def _typed_reader(
     """How rows of the file are read, and the columns that this takes."""
     columns = None if corpus.wants == "text" else columns_of_examples(corpus.columns, types)
     first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
-    format = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
-    if format is not None:
-        return _examples(format, corpus, tally), columns
+    found = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
+    if found is not None:
+        return _examples(*found, corpus, tally), columns
     role, column = _typed_column(types, corpus, file.shown)
     masks = _mask_columns(role, types, corpus, tally)
     return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
@@ -217,28 +217,29 @@ def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document |
 def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
     assert isinstance(first, Value)
     plain = isinstance(first.content, dict) and any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS)
-    format = _format_of(first, corpus, plain=plain)
-    if format is not None:
-        return _examples(format, corpus, tally)
+    found = _format_of(first, corpus, plain=plain)
+    if found is not None:
+        return _examples(*found, corpus, tally)
     role, column = _column(first, corpus)
     types = {name: "tokens" for name, held in first.content.items() if _is_ints(held)}
     masks = _mask_columns(role, types, corpus, tally)
     return lambda value: iter([_document(value, role, column, masks)])
 
 
-def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> str | None:
+def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
     if corpus.format in CHAT:
-        return corpus.format
+        return corpus.format, corpus.columns
     if not isinstance(first, Value) or corpus.tokens or {"text", "tokens"} & set(corpus.columns):
         return None
     return format_of_row(first.content, corpus.columns, wants=corpus.wants, plain=plain)
 
 
-def _examples(format: str, corpus: Corpus, tally: Tally) -> _Read:
-    tally.formats.add(format)
+def _examples(format: str, columns: dict[str, str], corpus: Corpus, tally: Tally) -> _Read:
+    guessed = "" if columns == corpus.columns else f" ({in_words(columns)})"
+    tally.formats.add(format + guessed)
 
     def read(value: Value | Flaw) -> Iterator[Document | Flaw]:
-        found = value if isinstance(value, Flaw) else row_to_example(value, format, corpus.columns)
+        found = value if isinstance(value, Flaw) else row_to_example(value, format, columns)
         if isinstance(found, Flaw):
             yield found
             return
@@ -371,6 +372,29 @@ def _unmasked(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
         return Document(value.where, tokens=tuple(content))
     what = _KINDS.get(type(content).__name__, f"a {type(content).__name__}")
     return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
+
+
+def peek(source: Source) -> tuple[str, dict[str, str]] | None:
+    """The format of a source's first row and its columns, where examples are wanted; None: it is text or tokens, or
+    cannot be read, of which who reads it tells more. Raises UserError where there are no files.
+    """
+    import pyarrow as pa
+
+    corpus = open_corpus(source, "sft")
+    file = corpus.files[0]
+    try:
+        first = next(READERS[file.format](file.path, file.shown, None), None)
+    except (EOFError, OSError, zlib.error, pa.ArrowException):
+        return None
+    if not isinstance(first, Value) or not isinstance(first.content, dict):
+        return None
+    return _format_of(first, corpus, plain=any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS))
+
+
+def in_words(columns: dict[str, str]) -> str:
+    """ "question is the instruction, answer the output"."""
+    first, *rest = (f"{name} is the {role}" for role, name in columns.items())
+    return ", ".join([first, *(words.replace(" is the ", " the ") for words in rest)])
 
 
 def read_file(path: Path) -> str:

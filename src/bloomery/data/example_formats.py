@@ -35,6 +35,14 @@ _NEEDED = {
     "sharegpt": ("conversations",),
 }  # in the order in which they are looked for
 LISTS = ("messages", "conversations", "conversation")
+# Other usual names, in any case, for what alpaca calls instruction, output, input and system; the first that is there.
+_USUAL: dict[str, tuple[str, ...]] = {
+    "instruction": ("instruction", "question", "query", "prompt", "input", "human", "user", "problem", "task"),
+    "output": ("output", "response", "answer", "completion", "assistant", "target", "reply", "solution", "bot", "gpt"),
+    "input": ("input", "context", "passage"),
+    "system": ("system", "system_prompt"),
+}  # fmt: skip
+USUAL_NAMES = frozenset(name for names in _USUAL.values() for name in names)
 _PAIR_REMEDY = "remove the pair, or set data.on_error to skip"
 
 
@@ -45,6 +53,23 @@ def detect_format(row: Row, columns: Mapping[str, str] | None = None) -> str | N
         if all(named.get(role, role) in row for role in needed):
             return _list_format(row, named) if format in ("messages", "sharegpt") else format
     return _list_format(row, named)
+
+
+def guess_columns(row: Row) -> dict[str, str] | None:
+    """Columns of a question and its answer by their usual names, as roles of alpaca; None where either is not there."""
+    texts = {str(name).lower(): str(name) for name, value in row.items() if isinstance(value, str)}
+    found: dict[str, str] = {}
+    for role, names in _USUAL.items():
+        name = next((texts[name] for name in names if name in texts and texts[name] not in found.values()), None)
+        if name is not None:
+            found[role] = name
+    return found if {"instruction", "output"} <= found.keys() else None
+
+
+def guess_prompt(row: Row) -> str | None:
+    """The column that holds the prompt of rows with a chosen and a rejected answer."""
+    texts = {str(name).lower(): str(name) for name, value in row.items() if isinstance(value, str | list)}
+    return next((texts[name] for name in _USUAL["instruction"] if name in texts), None)
 
 
 def _list_format(row: Row, columns: Mapping[str, str]) -> str | None:
@@ -104,8 +129,9 @@ def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Example:
     """
     said = {role: text(*_column(row, role, columns, where)) for role in ("instruction", "output")}
     extra = {}
+    asked = columns.get("instruction", "instruction")
     for role in ("input", "system"):
-        value, place = _optional(row, role, columns, where)
+        value, place = (None, where) if asked == role else _optional(row, role, columns, where)
         extra[role] = "" if value is None else text(value, place)
     history, place = _optional(row, "history", columns, where)
     turns = [Message("system", extra["system"])] if extra["system"].strip() else []

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from bloomery.data.example_formats import COLUMNS, LISTS, detect_format, read_example
+from bloomery.data.example_formats import (
+    COLUMNS,
+    LISTS,
+    USUAL_NAMES,
+    detect_format,
+    guess_columns,
+    guess_prompt,
+    read_example,
+)
 from bloomery.data.examples import Example
 from bloomery.data.files import CHAT
 from bloomery.data.formats import Value
@@ -54,16 +62,25 @@ def refuse_unknown_roles(source: Source) -> None:
 def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:
     """Of a file's columns those that an example may be made of, None without any."""
     used = {*columns.values(), *LISTS, *(role for roles in COLUMNS.values() for role in roles)}
-    return [name for name in present if name in used] or None
+    return [name for name in present if name in used or name.lower() in USUAL_NAMES] or None
 
 
-def format_of_row(row: dict[str, Any], columns: dict[str, str], *, wants: Wants, plain: bool) -> str | None:
-    """The format of the examples in rows such as this one, None when they are read as text. `plain`: it has a column
-    that is usually the text.
+def format_of_row(
+    row: dict[str, Any], columns: dict[str, str], *, wants: Wants, plain: bool
+) -> tuple[str, dict[str, str]] | None:
+    """The format of the examples in rows such as this one, and their columns; None when they are read as text.
+    `plain`: it has a column that is usually the text. Columns that nobody named are found by their usual names.
     """
     if wants == "text" or (wants == "any" and plain):
         return None
-    return detect_format(_unpacked(row), columns)
+    row = _unpacked(row)
+    format = detect_format(row, columns)
+    if format == "preference" and not columns and "prompt" not in row and (prompt := guess_prompt(row)) is not None:
+        return format, {"prompt": prompt}
+    if format is not None:
+        return format, columns
+    guessed = None if columns or plain else guess_columns(row)
+    return None if guessed is None else ("alpaca", {role: name for role, name in guessed.items() if role != name})
 
 
 def row_to_example(value: Value, format: str, columns: dict[str, str]) -> Example | Flaw:

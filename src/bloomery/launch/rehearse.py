@@ -26,6 +26,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.train.sealed import NOT_SAVED
+from bloomery.units import Duration
 
 STEPS = 3
 EVALUATED_BATCHES = 4  # of the validation split: enough to show that it works, and what all of it takes
@@ -138,6 +139,9 @@ def shortened(plan: Plan) -> Plan:
                 update={"every_steps": STEPS - 1, "rows": min(looks.rows or limit, limit), "stop_early": None}
             ),
             "checkpoint": plan.checkpoint.model_copy(update={"every_steps": LONG}),
+            "lengths": plan.lengths and plan.lengths.model_copy(
+                update={"evaluation": Duration(STEPS - 1, "steps"), "checkpoint": Duration(LONG, "steps")}
+            ),
             "monitor": plan.monitor.model_copy(update={"sinks": (), "commands": ()}),
         }
     )

@@ -145,7 +145,8 @@ def prolonged(stored: Plan, fresh: Plan, words: Sequence[str]) -> Plan:
         section: getattr(fresh, section) for section in ("eval", "checkpoint", "monitor") if section in named
     }
     if "train" in named:
-        length = {"steps": fresh.train.steps, "seconds": fresh.train.seconds}
+        fields = ("steps", "seconds", "min_steps", "blocks")
+        length = {name: getattr(fresh.train, name) for name in fields}
         update["train"] = stored.train.model_copy(update=length)
         update["optimizer"] = stored.optimizer.model_copy(update={"decay_steps": fresh.optimizer.decay_steps})
         update |= {"total_tokens": fresh.total_tokens, "claims": fresh.claims}

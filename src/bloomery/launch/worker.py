@@ -138,9 +138,11 @@ def paced(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], No
 
 
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
+    began = time.perf_counter()  # a length in wall time counts the import of torch
     with loading():
         from bloomery.plan.store import read_plan
         from bloomery.train.checkpoint import newest_valid
+        from bloomery.train.length import Timer
         from bloomery.train.loop import run
 
     plan = read_plan(folder.plan)
@@ -156,6 +158,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
             stop=lambda: waiting.until(lambda: flag.asked),
             save_asked=flag.take_save,
             resume_from=checkpoint,
+            timer=Timer(began),
         )
     return DONE if outcome == "done" else STOPPED
 

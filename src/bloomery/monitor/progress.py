@@ -144,7 +144,7 @@ class PlainView:
     def __init__(self, facts: RunFacts, write: Callable[[str], None], tally: Tally | None = None) -> None:
         self._facts = facts
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
-        self._tally = tally or Tally(steps=facts.steps)
+        self._tally = tally or Tally(steps=facts.steps, announced=facts.steps)
         self._line: _Line | None = None
         self._since: list[StepDone] = []
         self._curve: list[float] = []
@@ -153,8 +153,11 @@ class PlainView:
 
     def write(self, event: Event) -> None:
         event = as_shown(event)  # before lines are cut: what is not seen takes no room
+        announced = self._tally.announced
         self._tally.add(event)
         match event:
+            case Phase(name="length") if self._tally.announced == announced:
+                pass
             case StepDone():
                 self._step(event)
             case EvalDone():

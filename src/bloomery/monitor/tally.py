@@ -23,6 +23,7 @@ from bloomery.monitor.events import (
 
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
 BARS = "▁▂▃▄▅▆▇█"
+NEWS = 0.1  # by how much the number of steps must change to be told
 _RECENT = 50  # steps that the speed is taken from
 
 
@@ -77,6 +78,7 @@ class Tally:
     """Mutable: the state of one run after the events that `add` was given."""
 
     steps: int | None = None
+    announced: int | None = None  # steps as a line told them; a wall-time run estimates them anew all the time
     step: int = 0
     tokens: int = 0
     phase: Phase | None = None
@@ -114,6 +116,7 @@ class Tally:
                 self.evaluations[event.step] = event
             case RunStarted():
                 self.steps, self.ended, self.stopping = event.steps or self.steps, None, False
+                self.announced = event.steps or None
                 self.per = event.per
                 self.recent.clear()
             case Phase(name="stopping"):
@@ -122,6 +125,8 @@ class Tally:
                 self.phase = event
                 if event.name == "length" and event.total:
                     self.steps = int(event.total)
+                    if self.announced is None or abs(self.steps - self.announced) > NEWS * self.announced:
+                        self.announced = self.steps
             case Resumed():
                 self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
                 self.evaluations = {step: told for step, told in self.evaluations.items() if step <= event.step}

@@ -10,7 +10,6 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.plan.claims import roughly, span
 from bloomery.plan.foreign import unrun_programs
 from bloomery.plan.lean import idle_lean_settings
-from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Expect, Lora, Recipe
 from bloomery.units import counted, format_count
@@ -20,7 +19,9 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     """One sentence each."""
     yield from unrun_programs(recipe, plan.model.config)
     yield from _claims(recipe.expect, plan)
-    yield from _lengths(recipe, plan)
+    if recipe.train.min_steps is not None and plan.train.seconds is None:
+        yield f"train.min_steps does nothing: train.length is {recipe.train.length}, not a wall time"
+    yield from _lengths(plan)
     yield from _rows(plan)
     yield from _rank(recipe, plan)
     yield from _settings(recipe, profile)
@@ -43,12 +44,9 @@ def _claims(expect: Expect, plan: Plan) -> Iterator[str]:
             yield f"expect denies itself: {tokens} tokens at {rate} tokens/s take {took}, not {span(expect.duration)}"
 
 
-def _lengths(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _lengths(plan: Plan) -> Iterator[str]:
     steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
     if steps is None:
-        asked = recipe.optimizer.warmup
-        if plan.train.seconds is not None and asked.unit == "steps" and asked.amount < MEASURED_STEPS:
-            yield f"optimizer.warmup becomes {MEASURED_STEPS} steps: a wall-time run warms up while it times its first"
         return
     if warmup >= steps:
         lasts = f"{counted(warmup, 'steps')} and the run {steps:,}"

@@ -7,7 +7,7 @@ from bloomery.errors import UserError
 from bloomery.plan.types import Lengths, Plan
 from bloomery.units import Duration, format_count
 
-MEASURED_STEPS = 10  # a wall-time run times these before it fixes its number of steps, and warms up during them
+MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
 
 
@@ -97,12 +97,6 @@ def provisional_steps(length: Duration, step_seconds: float | None) -> int | Non
     return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
 
 
-def warmup_steps(length: Duration, scale: Scale, *, timed: bool) -> int:
-    """At least ten for a wall-time run, whose first ten steps are timed before the number of steps is known."""
-    steps = steps_of(length, scale, key="optimizer.warmup")
-    return max(MEASURED_STEPS, steps) if timed else steps
-
-
 def evaluation_rows(every_steps: int, scale: Scale, *, tokens: int | None) -> int:
     """Rows that an evaluation reads at most: as many as hold the `tokens` that were asked for; else a tenth of those
     trained on since the last (3% of the time), or 64.
@@ -115,7 +109,7 @@ def evaluation_rows(every_steps: int, scale: Scale, *, tokens: int | None) -> in
 def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
     """The plan of a wall-time run once its number of steps is measured: shares of the run become steps.
 
-    The warmup keeps its length when it was given in steps, so that the rates already used stay those of the plan.
+    The last part of `wsd` becomes a share where it was given in steps: the number of steps is only an estimate.
     """
     assert plan.lengths is not None, "a plan without its recipe's lengths cannot be completed"
     wanted = plan.lengths
@@ -130,13 +124,15 @@ def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
 
 
 def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[str, object]:
-    warmup = min(steps, warmup_steps(wanted.warmup, scale, timed=True))
+    warmup = steps_of(wanted.warmup, scale, key="optimizer.warmup")
     decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
     checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
     evaluation = steps_of(wanted.evaluation, scale, key="eval.every")
     rows = evaluation_rows(evaluation, scale, tokens=wanted.evaluation_tokens)
     monitor = steps_of(wanted.monitor, scale, key="monitor.every")
+    shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")
     return {
+        "lengths": wanted.model_copy(update={"decay": shared}),
         "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
         "train": plan.train.model_copy(update={"steps": steps}),
         "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),

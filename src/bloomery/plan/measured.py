@@ -90,6 +90,23 @@ def missed_by(known: Known, load: Occupancy, seconds: TableSeconds) -> float | N
     return None if not expected else tokens / point.tokens_per_second / expected
 
 
+def compile_gain(cards: Sequence[Card], *, model: ModelConfig, precision: str, setting: str) -> float | None:
+    """How many times faster compiled steps of this model were than uncompiled ones, as one card measured both.
+
+    None: no card of the device has both.
+    """
+    for card in cards:
+        if _shape(_config(card)) != _shape(model):
+            continue
+        best = {True: 0.0, False: 0.0}
+        for point in card.points:
+            if (point.precision, point.setting) == (precision, setting):
+                best[point.compiled] = max(best[point.compiled], point.tokens_per_second)
+        if all(best.values()):
+            return best[True] / best[False]
+    return None
+
+
 def nearest(load: Occupancy, cards: Sequence[Card]) -> Known | None:
     """Among the points of the same precision and way of compiling; own cards before given ones."""
     found = [

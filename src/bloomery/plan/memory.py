@@ -8,7 +8,7 @@ count 34 h bytes a token and layer; with a residual stream of float32 it is 38 h
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -44,6 +44,7 @@ SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on 
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes of a logit of each model: model.divergence, uncompiled
 CPU_RUNTIME = 420 * MIB  # the interpreter, PyTorch, its buffers and what malloc cannot give back: docs/memory.md
+CPU_FRAGMENTATION = {False: 0.25, True: 0.14}  # of the activations, by whether blocks are compiled: docs/memory.md
 CPU_PEFT = 60 * MIB  # imported beside them
 CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
 CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
@@ -67,17 +68,22 @@ class Moment:
 def estimate_memory(load: Occupancy, *, limit: float, origin: Origin = "table") -> MemoryEstimate:
     """What a step holds at its peak, by part, in bytes; the interval is 20% to each side."""
     parts = tensor_bytes(load)
-    parts |= around(load, sum(parts.values()))
+    parts |= around(load, parts)
     total = sum(parts.values())
     return MemoryEstimate(parts=parts, low=total * (1 - SPREAD), high=total * (1 + SPREAD), limit=limit, origin=origin)
 
 
-def around(load: Occupancy, tensors: float) -> dict[str, float]:
-    """What the allocator and the runtime hold beside so many bytes of tensors."""
+def around(load: Occupancy, parts: Mapping[str, float]) -> dict[str, float]:
+    """What the allocator and the runtime hold on top of these tensors.
+
+    malloc keeps what a layer frees between tensors that stay, and the next layer's larger ones do not fit there.
+    """
     if not load.on_gpu:
         kept = CPU_KERNELS * document_lengths(load.sequence_length)
         runtime = CPU_RUNTIME + (CPU_PEFT if load.way.theirs else 0)
-        return {"runtime": runtime} | ({"kernels": kept} if keeps_kernels(load) else {})
+        holes = {"fragmentation": CPU_FRAGMENTATION[load.compiled] * parts["activations"], "runtime": runtime}
+        return holes | ({"kernels": kept} if keeps_kernels(load) else {})
+    tensors = sum(parts.values())
     return {"fragmentation": FRAGMENTATION[load.expandable] * tensors, "context": load.context_bytes}
 
 

@@ -84,7 +84,7 @@ def _sharded(load: Occupancy, split: Split) -> dict[str, float]:
         "unsharded layers": peak.copies,
         "temporaries": peak.temporaries,
     }
-    return parts | around(load, sum(parts.values()))
+    return parts | around(load, parts)
 
 
 def sharded_moments(load: Occupancy, shards: int) -> list[Moment]:
@@ -155,7 +155,7 @@ def stage_bytes(load: Occupancy, stages: int, index: int, micro_batches: int | N
         "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
-    return parts | around(load, sum(parts.values()))
+    return parts | around(load, parts)
 
 
 def _stage_held(load: Occupancy, part: ModelConfig, shapes: Mapping[str, Shape]) -> float:

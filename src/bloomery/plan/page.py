@@ -180,7 +180,8 @@ def step_lines(plan: Plan) -> list[str]:
 
 def _total(plan: Plan) -> str:
     if plan.train.seconds is not None:
-        return f"as many as fit into {about(plan.train.seconds)}"
+        least = "" if plan.train.min_steps is None else f", at least {plan.train.min_steps:,} steps"
+        return f"as many as fit into {about(plan.train.seconds)}{least}"
     if plan.train.steps is None:
         return "no text here to count steps"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"

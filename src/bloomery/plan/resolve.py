@@ -22,7 +22,7 @@ from bloomery.plan.fetched import place_of
 from bloomery.plan.foreign import foreign_choices, refuse_foreign_misfits
 from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
-from bloomery.plan.measured import corrected, corrected_memory
+from bloomery.plan.measured import compile_gain, corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
 from bloomery.plan.methods import method_choices, refuse_method_misfits
 from bloomery.plan.occupancy import Occupancy
@@ -253,6 +253,7 @@ class _Resolution:
         return TrainPlan(
             steps=None if timed else scale.steps,
             seconds=asked.length.amount if timed else None,
+            min_steps=asked.min_steps,
             tokens_per_step=settled.tokens.value,
             micro_batch=cut.micro_batch.value,
             accumulation=accumulation if mesh is None else mesh.layouts[mesh.chosen].accumulation,
@@ -320,12 +321,14 @@ class _Resolution:
         length = self.recipe.train.length
         if self.config.foreign is not None:
             return Choice(False, "transformers' layers are not compiled here")
+        eager = self.occupancy(precision, attention, False)
+        gain = compile_gain(self.cards, model=self.config, precision=precision, setting=eager.setting)
         if length.unit == "seconds":
-            return choose_compile(self.recipe, self.profile, length.amount)
-        parts = self.parts(self.occupancy(precision, attention, False), scale.tokens_per_step)
+            return choose_compile(self.recipe, self.profile, length.amount, gain=gain)
+        parts = self.parts(eager, scale.tokens_per_step)
         step = speed.total(parts) if parts else None
         seconds = step.value * scale.steps if step is not None and scale.steps is not None else None
-        return choose_compile(self.recipe, self.profile, seconds)
+        return choose_compile(self.recipe, self.profile, seconds, gain=gain)
 
     def occupancy(self, precision: str, attention: str, compiled: bool) -> Occupancy:
         arch = self.profile.arch

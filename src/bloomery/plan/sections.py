@@ -43,7 +43,7 @@ def own_lengths(recipe: Recipe, corpus: CorpusFacts | None) -> Lengths:
 
 
 def optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> OptimizerPlan:
-    asked, timed = recipe.optimizer, recipe.train.length.unit == "seconds"
+    asked = recipe.optimizer
     decay = _decay(asked.schedule)
     return OptimizerPlan(
         kind=asked.kind,
@@ -56,7 +56,7 @@ def optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> Optimiz
         fused=fused(recipe, profile).value,
         schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
         floor=asked.floor,
-        warmup_steps=lengths.warmup_steps(asked.warmup, scale, timed=timed),
+        warmup_steps=lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
         decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
         states=asked.states,
         paged=asked.paged,

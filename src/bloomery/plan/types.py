@@ -139,11 +139,30 @@ class OptimizerPlan(Part):
     stochastic_rounding: bool = False
 
 
+class ScheduleBlock(Part):
+    """Steps of a wall-time run whose learning rates are fixed, and written to plan.json, before the first of them.
+
+    After `step` steps the `share` of the training is done; from there to step `until` it grows as if the run had
+    `steps` steps. `step_seconds` is what a step was measured to take; None: not measured yet.
+    """
+
+    step: int
+    until: int
+    share: float
+    steps: int
+    step_seconds: float | None = None
+
+
 class TrainPlan(Part):
-    """`steps` is None while a wall-time length waits for its first measured steps; then `seconds` is set."""
+    """`steps` is None while a wall-time length waits for its first measured steps; then `seconds` is set.
+
+    Later it is the newest estimate. `blocks`: what was decided of a wall-time run so far, for a resumed run to repeat.
+    """
 
     steps: int | None
     seconds: float | None
+    min_steps: int | None = None  # of a wall-time run, which then takes longer where it must
+    blocks: tuple[ScheduleBlock, ...] = ()
     tokens_per_step: int
     micro_batch: int  # rows
     accumulation: int  # micro-batches per step

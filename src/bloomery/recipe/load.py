@@ -227,8 +227,8 @@ def _merged(base: Document, over: Document) -> Document:
 
 def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: dict[KeyPath, Origin]) -> dict[str, Any]:
     result = dict(base)
-    for key in _dropped(base, over, path):
-        del result[key]
+    for key in (*_dropped(base, over, path), *_of_other_data(over, path, origins)):
+        result.pop(key, None)
         _forget(origins, (*path, key))
     for key, value in over.items():
         inner = (*path, key)
@@ -253,6 +253,13 @@ def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> list[
     if said == ["from"] and path == ("model",):
         return [key for key in base if key != "implementation"]  # a finished model brings its own sizes
     return [key for key in choices if key in base and key not in over]
+
+
+def _of_other_data(over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]) -> list[str]:
+    """How the files of an inherited `data.path` are read says nothing of those of another."""
+    known = [key for key in ("glob", "format", "columns") if (*path, key) in origins and key not in over]
+    typed = [key for key in known if origins[*path, key].place == _COMMAND_LINE]  # overrides come in any order
+    return [key for key in known if key not in typed] if path == ("data",) and over.get("path") is not None else []
 
 
 def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:

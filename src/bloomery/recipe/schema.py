@@ -275,6 +275,7 @@ class Optimizer(Section):
 
 class Train(Section):
     length: Length = Duration(1.0, "epochs")
+    min_steps: PositiveInt | None = None  # of a wall-time length, which then takes longer where it must
     tokens_per_step: Auto | Count = "auto"
     micro_batch: Auto | PositiveInt = "auto"
     precision: Auto | Precision = "auto"

@@ -49,7 +49,8 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int, use: "Use | 
     try:
         tokenizer = load_tokenizer(plan.data.prepared)
         questions = held_out_questions(plan.data.prepared, _LOOKED_AT)
-        chosen = sorted(questions, key=lambda question: len(question.prompt))[:_QUESTIONS]
+        once = {tuple(question.prompt): question for question in reversed(questions)}.values()  # pairs share a prompt
+        chosen = sorted(once, key=lambda question: len(question.prompt))[:_QUESTIONS]
         size = plan.model.config.vocab_size  # a base may lack tokens that the run has added
         found = find_model(checkpoint)
         base = Found(plan.model.source, None, found.tokenizer, found.trained)

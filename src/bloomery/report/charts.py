@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bloomery.report.html import Html, el, join
 
 Point = tuple[float, float]
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 58, 14, 12, 30
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 58, 14, 26, 30
 _BUCKETS = 400  # of which the lowest and the highest value are drawn, so that no spike is lost
 
 
@@ -62,16 +62,17 @@ def line_chart(
     frame = _Frame.around(xs, [*ys, 0.0] if from_zero else ys, height)
     shapes = [
         *(_tick_y(frame, value) for value in ticks(frame.low, frame.high, 5)),
-        *(_tick_x(frame, value) for value in ticks(frame.first, frame.last, 7)),
+        *(_tick_x(frame, x) for x in ticks(frame.first, frame.last, 7) if across != "step" or x == round(x)),
         *(_mark(frame, mark) for mark in marks if frame.first <= mark.step <= frame.last),
         *(_curve(frame, one) for one in series),
+        el("text", across, x=_WIDTH - _RIGHT, y=height + 6, class_="axis end"),
+        el("text", unit or title.lower(), x=_LEFT, y=_TOP - 2, class_="axis"),
     ]
     span = f"between {short(min(ys))} and {short(max(ys))} {unit}"
     label = f"{title} from {across} {frame.first:,.0f} to {frame.last:,.0f}, {span}".strip()
-    picture = el("svg", *shapes, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label)
+    picture = el("svg", *shapes, viewBox=f"0 0 {_WIDTH} {height + 10}", role="img", aria_label=label)
     keys = [el("span", one.name, class_=f"key {one.style}") for one in series] if len(series) > 1 else []
-    said = ", ".join(filter(None, (unit, "" if across == "step" else f"by {across}")))
-    heading = el("figcaption", el("b", title), el("span", said, class_="unit") if said else None, *keys)
+    heading = el("figcaption", el("b", title), *keys)
     return el("figure", heading, picture)
 
 
@@ -136,8 +137,8 @@ def _mark(frame: _Frame, mark: Mark) -> Html:
     x = f"{frame.x(mark.step):.1f}"
     bottom = frame.height - _BOTTOM
     line = el("line", x1=x, x2=x, y1=_TOP, y2=bottom, class_=f"mark {mark.kind}")
-    sign = el("text", SIGNS[mark.kind], x=x, y=_TOP - 1, class_=f"sign middle {mark.kind}")
-    return el("g", el("title", f"step {mark.step:,.0f}: {mark.text}"), line, sign)
+    sign = el("text", SIGNS[mark.kind], x=x, y=_TOP + 10, class_=f"sign middle {mark.kind}")
+    return el("g", el("title", f"step {mark.step:,.0f}: {mark.text.replace('`', '')}"), line, sign)
 
 
 SIGNS = {"kill": "✕", "resume": "↻", "skip": "△", "rewind": "↶", "save": "▾"}

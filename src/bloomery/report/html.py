@@ -29,6 +29,14 @@ def join(*children: str | None) -> Html:
     return Html("".join(child if isinstance(child, Html) else _clean(child) for child in children if child))
 
 
+def prose(text: str) -> Html:
+    """A sentence in which `code` stands between backticks."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one backtick has no partner: the text is no markup
+        return join(text)
+    return join(*(el("code", part) if at % 2 else part for at, part in enumerate(parts)))
+
+
 def _clean(text: str) -> str:
     """Escaped, without secrets and without the path of the home folder."""
     home = str(Path.home())

@@ -13,13 +13,15 @@ from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_c
 from bloomery.report.claims import judge_run
 from bloomery.report.devices import devices
 from bloomery.report.heldout import HeldOut, draw
-from bloomery.report.html import Html, el, join, table
+from bloomery.report.html import Html, el, join, prose, table
 from bloomery.report.record import Record
 from bloomery.units import GIB, format_bytes, format_count, format_seconds
 
 # No script runs and nothing is fetched, whatever the run's texts hold.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_HAPPENED = {"kill": "killed", "resume": "resumed", "skip": "step skipped", "rewind": "rewound", "save": "saved"}
+_HAPPENED = {
+    "kill": "killed or failed", "resume": "resumed", "skip": "step skipped", "rewind": "rewound", "save": "saved",
+}  # fmt: skip
 TITLE = " · Bloomery"  # ends the title of every page
 _SHOWN_SAMPLES = 24  # checkpoints whose samples are on the page
 
@@ -31,6 +33,7 @@ def page(
     sections = [
         *(bar_chart(bars) for bars in extras),
         section("Loss", loss(record)),
+        section("Rewards and other figures of the objective", metrics(record)),
         section("How it ran", speed(record)),
         section("Devices", devices(record)),
         section("Plan and run", plan_and_run(record)),
@@ -117,6 +120,36 @@ def loss(record: Record) -> Html:
     return join(chart, el("p", note, class_="note") if note else None)
 
 
+_REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}  # one chart: what matters is their distance
+
+
+def metrics(record: Record) -> Html | None:
+    """A chart for each figure of the objective (accuracy, margin, KL), training smoothed and held out; None without."""
+    told = [*(step.metrics for step in record.steps), *(event.metrics for event in record.evals)]
+    names = dict.fromkeys(name for figures in told for name in figures)
+
+    def curves(name: str, prefix: str = "", style: str = "line") -> list[Series]:
+        ran = [(step.step, step.metrics[name]) for step in record.steps if name in step.metrics]
+        held = [(event.step, event.metrics[name]) for event in record.evals if name in event.metrics]
+        return [Series(f"{prefix}training, smoothed", smooth(ran), style), Series(f"{prefix}held out", held, "eval")]
+
+    charts = []
+    if all(name in names for name in _REWARDS):
+        both = [one for at, name in enumerate(_REWARDS) for one in curves(name, f"{_REWARDS[name]}, ", f"d{at}")[:1]]
+        charts.append(line_chart("Rewards", both, unit="mean per answer"))
+    for name in names:
+        if name not in _REWARDS:
+            title, unit = name.replace("_", " ").capitalize(), _METRIC_UNITS.get(name, "")
+            charts.append(line_chart(title, curves(name), unit=unit))
+    return el("div", *charts, class_="two") if charts else None
+
+
+_METRIC_UNITS = {
+    "accuracy": "share of pairs with the chosen answer ahead", "margin": "chosen reward - rejected reward",
+    "kl": "nats", "nats": "nats per token", "log_odds": "log odds ratio",
+}  # fmt: skip
+
+
 def smooth(points: Sequence[Point]) -> list[Point]:
     """A bias-corrected moving average over a fortieth of the run: short enough to follow it, long enough to be calm."""
     share = 1 / min(max(len(points) / 40, 3), 200)
@@ -185,7 +218,9 @@ def _figure(value: float) -> str:
 
 def explained(record: Record) -> Html | None:
     """None for a run with which nothing is wrong."""
-    rows: list[list[str | Html]] = [[found.what, el("small", found.seen), found.mend] for found in record.found]
+    rows: list[list[str | Html]] = [
+        [prose(found.what), el("small", prose(found.seen)), prose(found.mend)] for found in record.found
+    ]
     return table(["cause", "evidence", "what mends it"], rows, class_="causes") if rows else None
 
 
@@ -203,7 +238,7 @@ def incidents(record: Record) -> Html:
     if not record.incidents:
         return join(lost, el("p", "No kill, no skipped step, no warning.", class_="absent"))
     rows: list[list[str | Html]] = [
-        [f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text] for i in record.incidents[-200:]
+        [f"{i.step:,}", format_seconds(i.seconds), i.kind, prose(i.text)] for i in record.incidents[-200:]
     ]
     return join(lost, verdict, table(["step", "after", "what", ""], rows, class_="incidents"))
 
@@ -255,7 +290,7 @@ def _texts(record: Record, step: int) -> list[Html]:
 
 
 def _held_out(told: HeldOut | str) -> Html:
-    return draw(told) if isinstance(told, HeldOut) else el("p", f"Not shown: {told}.", class_="absent")
+    return draw(told) if isinstance(told, HeldOut) else el("p", prose(f"Not shown: {told}."), class_="absent")
 
 
 def claims(record: Record) -> Html | None:
@@ -275,14 +310,15 @@ def claims(record: Record) -> Html | None:
 
 
 def _verdict(verdict: str, because: str) -> Html:
-    return join(el("span", verdict, class_=f"verdict {verdict}"), " ", el("small", because))
+    return join(el("span", verdict, class_=f"verdict {verdict}"), " ", el("small", prose(because)))
 
 
 def choices(record: Record) -> Html | None:
     if record.plan is None or not record.plan.decisions:
         return None
     rows: list[list[str | Html]] = [
-        [el("code", decision.key), decision.value, el("small", decision.because)] for decision in record.plan.decisions
+        [el("code", decision.key), decision.value, el("small", prose(decision.because))]
+        for decision in record.plan.decisions
     ]
     return table(["key", "value", "because"], rows, class_="why")
 

@@ -104,8 +104,9 @@ class Record:
 
     @property
     def marks(self) -> list[Mark]:
-        """The incidents and saves that belong on a curve."""
-        drawn = [Mark(i.step, i.kind, i.text) for i in self.incidents if i.kind in ("kill", "resume", "skip", "rewind")]
+        """The incidents and saves that belong on a curve. A worker that died is a kill that the launcher explained."""
+        kinds = {"kill": "kill", "failure": "kill", "resume": "resume", "skip": "skip", "rewind": "rewind"}
+        drawn = [Mark(i.step, kinds[i.kind], i.text) for i in self.incidents if i.kind in kinds]
         return [*(Mark(save.step, "save", "saved") for save in self.saves), *drawn]
 
 

@@ -17,6 +17,7 @@ from bloomery.plan.types import Plan
 from bloomery.train.answers import Prompts, open_prompts
 from bloomery.train.checkpoint import Saver
 from bloomery.train.fresh_base import with_base
+from bloomery.train.length import Timer
 from bloomery.train.objectives import Objective, build_objective
 from bloomery.train.process import set_up_process, training_device
 from bloomery.train.profile import Recorder
@@ -28,7 +29,7 @@ from bloomery.train.vitals import Checkup
 
 @dataclass
 class Job:
-    """What the loop holds in its hands. `plan` is replaced when a wall-time length becomes steps, and by `replan`."""
+    """What the loop holds in its hands. `plan` is replaced as a wall-time length becomes steps, and by `replan`."""
 
     plan: Plan
     run_dir: Path
@@ -42,14 +43,13 @@ class Job:
     saver: Saver
     checkup: Checkup
     recorder: Recorder
-    began: float  # time.perf_counter() at the start
     device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
     looked: int | None = None  # the last step after which the model was looked at
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
     saving_due: bool = False
-    step_seconds: list[float] = field(default_factory=list)  # while the length is unknown
     stop: Callable[[], bool] = lambda: False  # whether somebody asks the run to stop
+    timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
 
     @property
     def step(self) -> int:
@@ -86,7 +86,6 @@ def open_job(
         saver=open_saver(plan, checkpoints, state, emit),
         checkup=open_checkup(plan, state),
         recorder=Recorder(run_dir, state.trainee, emit),
-        began=began,
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was cut short is saved again, with what that finds.
         saved_step=-1 if state.progress.look_due else state.progress.step,

@@ -15,14 +15,13 @@ from bloomery.data.loader import Batch, Cursor, Prefetcher
 from bloomery.errors import UserError
 from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import Emit, Phase, Recovered, Sampled, StepDone, Warned
-from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
 from bloomery.train.answers import samples
 from bloomery.train.checkpoint import newest_valid
 from bloomery.train.evaluation import Evaluation, evaluate
 from bloomery.train.job import Job, open_job, read_ahead
-from bloomery.train.length import Costs, fitted, typical_step
+from bloomery.train.length import Costs, Timer, current, due, measured, with_next_block
 from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import allocator_sample, peak_memory_gib
@@ -46,15 +45,18 @@ def run(
     stop: Callable[[], bool],
     save_asked: Callable[[], bool] = lambda: False,
     resume_from: Path | None = None,
+    timer: Timer | None = None,
 ) -> Outcome:
     """Trains for the planned length, or until `stop` says so after a step; either way a checkpoint stands afterwards.
 
     `save_asked`: whether somebody wants a checkpoint after this step; asked once a step. `resume_from`: an undamaged
-    checkpoint; what follows equals the undisturbed run. Raises UserError when the loss stays non-finite after skipping
-    and rewinding, and when the last checkpoint cannot be written.
+    checkpoint; what follows equals the undisturbed run. `timer`: the clock of a wall-time length. Raises UserError when
+    the loss stays non-finite after skipping and rewinding, and when the last checkpoint cannot be written.
     """
     try:
+        timer = timer or Timer(time.perf_counter())
         job = open_job(plan, run_dir, emit, resume_from, stop)
+        job.timer, timer.before = timer, job.state.progress.seconds
     except Stopped:  # nothing was learned yet
         return "stopped"
     while (outcome := train(job, stop, save_asked)) == "rewind" or outcome == "again":
@@ -70,6 +72,8 @@ def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) ->
     action: Action = "step"
     try:
         with read_ahead(job) as stream, closing(job.recorder):
+            job.timer.start()
+            keep_time(job)
             if job.state.progress.look_due and not finished(job):
                 after_step(job, action, save_asked)
             while not finished(job):
@@ -79,9 +83,9 @@ def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) ->
                     action = take_step(job, stream)
                 if action in ("rewind", "again"):
                     return action
-                if job.plan.train.steps is None and len(job.step_seconds) >= MEASURED_STEPS:
-                    fix_length(job)
+                job.timer.stepped()
                 after_step(job, action, save_asked)
+                keep_time(job)
         look(job)
     except Stopped:
         return "stopped"
@@ -90,9 +94,9 @@ def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) ->
 
 def after_step(job: Job, action: Action, save_asked: Callable[[], bool]) -> None:
     """The evaluation and the checkpoint that are due."""
-    if job.step % job.plan.eval.every_steps == 0:
+    if due("evaluation", job.plan, step=job.step):
         look(job)
-    job.saving_due |= save_asked() or job.step % job.plan.checkpoint.every_steps == 0
+    job.saving_due |= save_asked() or due("checkpoint", job.plan, step=job.step)
     # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
     if job.saving_due and action == "step" and not finished(job):
         save(job)
@@ -104,7 +108,7 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     plan, state, begun = job.plan.train, job.state, time.perf_counter()
     batches = [stream.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
-    share = planned_share(job.step, job.plan.optimizer, steps=plan.steps)
+    share = planned_share(job.step, job.plan)
     checkup = job.checkup if job.checkup.due(job.step + 1, job.plan.monitor.every_steps) else None
     state.trainee.checkup = checkup
     objective = job.recorder.objective(job.objective)
@@ -117,8 +121,6 @@ def take_step(job: Job, stream: Prefetcher) -> Action:
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step
     seconds = time.perf_counter() - begun
-    if plan.steps is None:
-        job.step_seconds.append(seconds)
     job.emit(
         StepDone(
             step=job.step,
@@ -161,7 +163,7 @@ def shrink(job: Job, full: Full) -> Action:
 def replan(job: Job, plan: Plan) -> None:
     """Goes on with another plan of the same training; what was measured under the old one is forgotten."""
     job.plan, job.objective = plan, build_objective(plan)
-    job.step_seconds.clear()
+    job.timer.forget()
     write_plan(plan, job.run_dir / "plan.json")
 
 
@@ -218,14 +220,17 @@ def look(job: Job) -> None:
             job.emit(Sampled(step=job.step, prompt=prompt, text=text, answers=job.prompts.answers))
 
     try:
-        with interruptible(job):
+        with interruptible(job), job.timer.aside() as seconds:
             found = evaluate_rows(job, job.plan.eval.rows)
             if found is not None:
                 job.evaluated = (job.step, found.loss)
                 job.state.progress.note_evaluation(found.loss)
                 job.emit(found.event(job.step))
+            job.timer.note_evaluation(seconds(), job.plan)
+        with interruptible(job), job.timer.aside() as seconds:
             if isinstance(drawn := attempt(draw, job.state), Full):
                 job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
+            job.timer.note_samples(seconds())
     except NotFinite as error:  # the next steps' losses say so, too, and are skipped, rewound, or end the run
         job.emit(Warned(step=job.step, because=f"no samples after step {job.step}: {error.problem}"))
     except Stopped:
@@ -280,7 +285,10 @@ def save(job: Job) -> None:
     job.saved_step, job.saving_due = job.step, False
     loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
     best = job.state.progress.note_save(loss)
-    job.saver.save(job.step, job.state.parts(), job.state.scalars(), best=best)
+    job.state.progress.seconds = job.timer.elapsed
+    with job.timer.aside() as seconds:
+        job.saver.save(job.step, job.state.parts(), job.state.scalars(), best=best)
+        job.timer.note_save(seconds())
 
 
 def refuse_damaged_weights(job: Job) -> None:
@@ -302,34 +310,44 @@ def finished(job: Job) -> bool:
     return tired or (job.plan.train.steps is not None and job.step >= job.plan.train.steps)
 
 
-def fix_length(job: Job) -> None:
-    """Turns a wall-time length into steps, in `plan.json` too: from here on nothing depends on the clock."""
-    seconds = job.plan.train.seconds
-    assert seconds is not None, "a plan without steps has a wall-time length"
-    costs = measure_costs(job)  # which may make evaluations smaller, in the plan, too
-    left = seconds - (time.perf_counter() - job.began)
-    job.plan = fitted(job.plan, costs, done=job.step, seconds=left)
-    assert job.plan.train.steps is not None
-    write_plan(job.plan, job.run_dir / "plan.json")
-    job.emit(Phase(step=job.step, name="length", done=job.step, total=job.plan.train.steps))
+def keep_time(job: Job) -> None:
+    """Of a wall-time run: fixes the schedule of the next steps, in `plan.json` first, so that a resume repeats it."""
+    if job.plan.train.seconds is None:
+        return
+    known = current(job.plan, step=job.step)
+    if known is not None:
+        job.plan = known
+        return
+    with interruptible(job), job.timer.aside():
+        if job.timer.costs is None and measured(job.plan, job.timer, step=job.step) is not None:
+            job.timer.costs = measure_costs(job)  # which may make evaluations smaller, in the plan, too
+        before, job.plan = job.plan.train.steps, with_next_block(job.plan, job.timer, step=job.step)
+        write_plan(job.plan, job.run_dir / "plan.json")
+    if job.plan.train.steps not in (None, before):
+        job.emit(Phase(step=job.step, name="length", done=job.step, total=job.plan.train.steps or 0))
 
 
 def measure_costs(job: Job) -> Costs:
     """What the run repeats, timed on small parts of it that leave no trace."""
-    plan, step = job.plan, typical_step(job.step_seconds)
+    plan, clock = job.plan, job.timer.clock
     evaluate_rows(job, plan.eval.micro_batch)  # the first one compiles
-    begun = time.perf_counter()
+    begun = clock()
     evaluate_rows(job, plan.eval.micro_batch)
-    looked = time.perf_counter()
-    sampled = attempt(partial(sampling_seconds, job, tokens=16), job.state)
+    looked = clock()
+    try:
+        sampled = attempt(partial(sampling_seconds, job, tokens=16), job.state)
+    except NotFinite:  # then no samples are drawn, either
+        sampled = 0.0
     token_seconds = 0.0 if isinstance(sampled, Full) else sampled / 16  # then none will be drawn, either
-    rows = 0 if job.validation is None else min(plan.eval.rows or job.validation.rows, job.validation.rows)
     written = sum(tensor.nbytes for part in job.state.parts().values() for tensor in part.values())
+    save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
-        step=step,
-        evaluation=-(-rows // plan.eval.micro_batch) * (looked - begun)
-        + len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
-        save=written / (COPIED_PER_SECOND if plan.checkpoint.asynchronous else WRITTEN_PER_SECOND),
+        step=0.0,
+        row=(looked - begun) / plan.eval.micro_batch,
+        rows=0 if job.validation is None else job.validation.rows,
+        samples=len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
+        save=copy if plan.checkpoint.asynchronous else save,
+        end=save if plan.checkpoint.asynchronous else 0.0,
     )
 
 
@@ -338,6 +356,6 @@ def sampling_seconds(job: Job, *, tokens: int) -> float:
     plan = job.plan.model_copy(update={"eval": job.plan.eval.model_copy(update={"max_tokens": tokens})})
     draw = partial(samples, job.state.trainee.model, job.tokenizer, replace(job.prompts, asked=job.prompts.asked[:1]))
     list(draw(plan=plan))
-    begun = time.perf_counter()
+    begun = job.timer.clock()
     list(draw(plan=plan))
-    return time.perf_counter() - begun
+    return job.timer.clock() - begun

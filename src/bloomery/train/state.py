@@ -34,6 +34,7 @@ class Progress:
 
     step: int = 0  # finished optimizer steps, skipped ones included
     tokens: int = 0  # positions of the layout
+    seconds: float = 0.0  # from the start of training to the checkpoint, without what was done twice
     best_loss: float | None = None  # the lowest loss of an evaluation so far
     evaluations_since_best: int = 0
     best_saved: float | None = None  # the loss that the checkpoint marked best was evaluated at

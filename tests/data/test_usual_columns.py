@@ -1,0 +1,81 @@
+"""Rows of questions and answers are known by the usual names of their columns, and what was guessed is said."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bloomery.data.documents import Tally, open_corpus, read_documents
+from bloomery.errors import UserError
+from bloomery.recipe.schema import Source
+
+ASKED = [
+    ("question", "answer"), ("instruction", "response"), ("input", "output"), ("prompt", "response"),
+    ("query", "answer"), ("Question", "Answer"), ("user", "assistant"), ("human", "bot"), ("problem", "solution"),
+    ("input", "target"),
+]  # fmt: skip
+
+
+def read(path, wants="sft", **source):
+    tally = Tally()
+    corpus = open_corpus(Source(path=str(path), **source), wants)
+    return list(read_documents(corpus, on_error="stop", tally=tally)), tally
+
+
+def turns_of(document):
+    (turns,) = document.example.answers
+    return [(turn.role, turn.content) for turn in turns]
+
+
+def write(path, row):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("asks", "answers"), ASKED)
+def test_a_question_and_its_answer_are_found(asks, answers, suffix, tmp_path):
+    row = {"id": 7, asks: "What is iron?", answers: "A metal."}
+    (document,), tally = read(write(tmp_path / f"qa.{suffix}", row))
+    assert turns_of(document) == [("user", "What is iron?"), ("assistant", "A metal.")]
+    (told,) = tally.formats
+    assert (told.startswith("alpaca (") and f"{answers} " in told) or answers == "output"
+
+
+def test_what_stands_beside_the_question_is_read_too(tmp_path):
+    row = {"instruction": "Sum up.", "context": "Iron is a metal.", "response": "A metal."}
+    row["system_prompt"] = "Be brief."
+    (document,), tally = read(write(tmp_path / "dolly.jsonl", row))
+    assert turns_of(document) == [
+        ("system", "Be brief."), ("user", "Sum up.\nIron is a metal."), ("assistant", "A metal."),
+    ]  # fmt: skip
+    assert tally.formats == {"alpaca (response is the output, context the input, system_prompt the system)"}
+
+
+def test_the_question_of_a_pair(tmp_path):
+    row = {"question": "What is iron?", "chosen": "A metal.", "rejected": "A cheese."}
+    (document,), tally = read(write(tmp_path / "pairs.jsonl", row), "pairs")
+    assert document.example.prompt == "What is iron?" or document.example.prompt[0].content == "What is iron?"
+    assert tally.formats == {"preference (question is the prompt)"}
+
+
+def test_what_a_recipe_says_of_columns_is_not_guessed_at(tmp_path):
+    path = write(tmp_path / "qa.jsonl", {"question": "What is iron?", "answer": "A metal.", "hint": "Fe"})
+    (document,), tally = read(path, format="alpaca", columns={"instruction": "hint", "output": "answer"})
+    assert turns_of(document)[0] == ("user", "Fe") and tally.formats == {"alpaca"}
+
+
+def test_text_stays_text(tmp_path):
+    row = {"text": "Iron is a metal.", "question": "What is iron?", "answer": "A metal."}
+    (document,), tally = read(write(tmp_path / "text.jsonl", row))
+    assert document.text == "Iron is a metal." and not tally.formats
+
+
+def test_a_column_that_is_no_text_is_no_answer(tmp_path):
+    path = write(tmp_path / "qa.jsonl", {"question": "What is iron?", "answer": 7, "note": "x"})
+    with pytest.raises(UserError, match="no column that is plainly"):
+        read(path)
