@@ -1,5 +1,6 @@
 """Fixtures of whole runs."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def dying_workshop(tmp_path: Path, monkeypatch) -> Path:
     write_workshop(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervise, "WORKER", "dying_worker")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return tmp_path
 
 

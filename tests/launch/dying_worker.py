@@ -1,11 +1,13 @@
 """The training child, on a machine whose kernels crash: it dies in a step as `deaths.json` beside the run says.
 
-Each death is [condition on the plan, step, how]; how is a signal's number or a text that is raised.
+Each death is [condition on the plan, step, how]; how is a signal's number, a text that is raised, "memory" (each step's
+forward then finds none) or "NaN" (each loss is).
 """
 
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from bloomery.hardware.children import loading
@@ -14,16 +16,43 @@ from bloomery.launch import worker
 
 def mortal(take_step, deaths):
     def step(job, stream):
-        facts = {"compile": job.plan.train.compile, "attention": job.plan.model.attention,
-                 "precision": job.plan.train.precision, "rows": job.plan.train.micro_batch}  # fmt: skip
+        train, optimizer = job.plan.train, job.plan.optimizer
+        facts = {"compile": train.compile, "attention": job.plan.model.attention, "precision": train.precision,
+                 "rows": train.micro_batch, "checkpointing": train.activation_checkpointing,
+                 "states": optimizer.states, "rate": optimizer.learning_rate}  # fmt: skip
         for condition, number, how in deaths:
             if job.step + 1 >= number and all(facts[name] == value for name, value in condition.items()):
                 if isinstance(how, int):
                     os.kill(os.getpid(), how)
-                raise RuntimeError(how)
+                if how not in ("memory", "NaN"):
+                    raise RuntimeError(how)
+                with failing(how):
+                    return take_step(job, stream)
         return take_step(job, stream)
 
     return step
+
+
+@contextmanager
+def failing(how):
+    """Of a step's losses: the real one of each micro-batch, times NaN, or no memory for it."""
+    import torch
+
+    from bloomery.train import step as steps
+
+    real = steps.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        if how == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+        parts = real(*args, **kwargs)
+        return parts._replace(total=parts.total * float("nan"))
+
+    steps.compute_loss = compute_loss
+    try:
+        yield
+    finally:
+        steps.compute_loss = real
 
 
 if __name__ == "__main__":

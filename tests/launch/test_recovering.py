@@ -13,13 +13,14 @@ from bloomery.launch.local import resume, start
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.rungs import Descent, keep, next_rung, take_kept
 from bloomery.launch.supervise import Ending
-from bloomery.launch.worker import FAILED, MEMORY_FULL, UNSOUND
+from bloomery.launch.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
 from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
+INSTEAD = "instead of 0.01: another training from here on"
 HIP = "HIP error: an illegal memory access was encountered"
 
 
@@ -56,7 +57,7 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(wor
     assert [event.step for event in told] == [4, 7, 10]
     assert [event.action for event in told] == [
         "restarted: blockwise attention instead of mask",
-        "restarted: matrix products in float32",
+        "restarted: matrix products in float32 instead of bfloat16: more memory, and slower",
         "restarted: micro-batch 1 instead of 2, accumulated 4 times: the same tokens a step",
     ]
     assert "SIGSEGV" in told[0].because
@@ -127,7 +128,8 @@ def ending(code: int, *tail: str, problem: str = "") -> Ending:
         (ending(-KILL), HALVED),
         (ending(MEMORY_FULL, problem="memory ran out"), HALVED),
         (ending(FAILED, "KeyError: 'x'"), None),
-        (ending(FAILED, problem="the loss is not a finite number"), None),
+        (ending(FAILED, problem="the recipe is wrong"), None),
+        (ending(DIVERGED, problem="the loss is not a finite number"), f"learning rate 0.005 {INSTEAD}"),
         (ending(-signal.SIGTERM), None),
         (Ending("prepare", -SEGV, None, ()), None),
     ],
@@ -146,7 +148,7 @@ def test_the_ladder_has_an_end() -> None:
     assert actions == [
         "without compilation",
         "blockwise attention instead of flex",
-        "matrix products in float32",
+        "matrix products in float32 instead of bfloat16: more memory",
         "micro-batch 3 instead of 6",
         "micro-batch 1 instead of 3",
     ]
@@ -155,7 +157,79 @@ def test_the_ladder_has_an_end() -> None:
     last = next_rung(short, ending(-KILL))
     assert last is not None
     assert last.rung.plan.train.activation_checkpointing == "full"
+    last = next_rung(last.rung.plan, ending(-KILL))
+    assert last is not None
+    assert last.rung.plan.optimizer.states == "int8" and not last.rung.only_time
     assert next_rung(last.rung.plan, ending(-KILL)) is None
+
+
+def climbed(plan, died: Ending, **known: bool) -> list[tuple[str, bool]]:
+    """Each rung to the end of the ladder: the choices that changed, and whether it is taken unasked."""
+    taken = []
+    while (descent := next_rung(plan, died, **known)) is not None:
+        new = descent.rung.plan
+        was = {decision.key: decision.value for decision in plan.decisions}
+        key = next(each.key for each in new.decisions if was.get(each.key) != each.value)
+        value = next(each.value for each in new.decisions if each.key == key)
+        taken.append((f"{key}={value}", descent.unasked))
+        plan = new
+        assert len(taken) < 20
+    return taken
+
+
+def test_a_full_gpu_gives_time_before_it_gives_numbers() -> None:
+    plan = plan_of(micro_batch=2, accumulation=2, device="cuda")
+    assert climbed(plan, ending(MEMORY_FULL, problem="memory ran out")) == [
+        ("train.micro_batch=1", True),
+        ("train.activation_checkpointing=full", True),
+        ("train.offload_activations=True", True),
+        ("optimizer.offload=true", True),
+        ("optimizer.states=int8", False),
+    ]
+    assert not any(unasked for _, unasked in climbed(plan, ending(-KILL)))  # a kill may have been meant
+
+
+@pytest.mark.parametrize(("precision", "known", "first"), [
+    ("float16", True, ["train.precision=bfloat16"]), ("float16", False, ["train.precision=float32"]),
+    ("float32", True, []), ("bfloat16", True, []),
+])  # fmt: skip
+def test_losses_that_stay_not_finite_end_after_a_few_rungs(precision: str, known: bool, first: list[str]) -> None:
+    taken = climbed(plan_of(precision=precision), ending(DIVERGED, problem="the loss is NaN"), bfloat16=known)
+    halves = [f"optimizer.learning_rate={rate}" for rate in ("0.005", "0.0025", "0.00125")]
+    wide = ["train.precision=float32"] if precision == "bfloat16" or (precision == "float16" and known) else []
+    assert taken == [(edit, False) for edit in [*first, *halves, *wide]]
+
+
+def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_time(workshop: Path) -> None:
+    code = run_with(workshop, [{"checkpointing": "none"}, 8, "memory"], recover=False)
+    assert code == 0
+    told = of(workshop, Recovered)
+    assert [event.action.startswith("restarted: ") for event in told][-1:] == [True]
+    assert {event.action.partition(" ")[0] for event in told[:-1]} == {"micro-batch"}
+    assert [event.step for event in of(workshop, Resumed)] == [7]  # saved where memory ran out: nothing was lost
+    assert len(losses(workshop / "runs/one")) == 16
+    plan = read_plan(workshop / "runs/one/plan.json")
+    assert (plan.train.activation_checkpointing, plan.optimizer.states) == ("full", "float32")
+
+
+def test_numbers_change_only_when_asked(workshop: Path) -> None:
+    """States in 8 bits are offered without the flag, taken with it, and kept by a resume."""
+    error = run_with(workshop, [{"states": "float32"}, 8, "memory"], recover=False)
+    assert "`bloomery resume one --recover` goes on: optimizer states in int8 instead of float32" in str(error)
+    assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
+    assert read_plan(workshop / "runs/one/plan.json").optimizer.states == "int8"
+    assert of(workshop, Recovered)[-1].action.startswith("restarted: optimizer states in int8")
+    assert len(losses(workshop / "runs/one")) == 16
+
+
+def test_losses_that_are_not_finite_lower_the_rate_when_asked(workshop: Path) -> None:
+    fast = ("optimizer.kind=adamw", "optimizer.learning_rate=0.02")
+    error = run_with(workshop, [{"rate": 0.02}, 5, "NaN"], recover=False, overrides=fast)
+    assert "`bloomery resume one --recover` goes on: learning rate 0.01 instead of 0.02" in str(error)
+    assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
+    plan = read_plan(workshop / "runs/one/plan.json")
+    assert (plan.optimizer.learning_rate, plan.recovered) == (0.01, ("optimizer.learning_rate",))
+    assert of(workshop, RunEnded)[-1].why == "done"
 
 
 def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:

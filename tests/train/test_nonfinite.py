@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from bloomery.data.loader import Cursor, Loader
 from bloomery.errors import UserError
 from bloomery.monitor.events import Recovered, StepDone, Warned
+from bloomery.plan import safer
 from bloomery.train import job, state
 from bloomery.train.losses import LossParts
 from bloomery.train.objectives import Objective, pretraining
+from bloomery.train.run import Diverged
 from bloomery.train.step import LossScale
 
 
@@ -114,3 +117,48 @@ def test_an_overflow_of_float16_is_no_divergence(plan, tmp_path, monkeypatch):
     assert skipped == list(range(1, len(skipped) + 1))
     assert run.of(Recovered) == []
     assert all("overflowed float16" in event.because for event in run.of(Warned))
+
+
+def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, tmp_path, monkeypatch):
+    """Finite losses whose gradients overflow at scale 1: nothing is rewound, and the end says that the scale is 1."""
+    half = plan.model_copy(update={"train": plan.train.model_copy(update={"precision": "float16"})})
+    monkeypatch.setattr(state, "LossScale", lambda: LossScale(4.0))
+    clean = pretraining(score_chunk=64)
+
+    def loss(output, batch):
+        total, count, _ = clean.loss(output, batch)
+        total.register_hook(lambda gradient: gradient * math.inf)
+        return LossParts(total, count)
+
+    monkeypatch.setattr(job, "build_objective", lambda _: Objective(clean.head, loss))
+    with pytest.raises(Diverged, match=r"the gradient is not a finite number .* lowering the loss scale to 1"):
+        Run(half, tmp_path / "run")
+
+
+def test_a_wider_precision_goes_on_from_a_checkpoint_of_the_narrow_one(plan, tmp_path):
+    """Weights and moments are cast: of float16 they are float32 anyway, of bfloat16-pure bfloat16."""
+    for precision, wide in (("float16", "bfloat16"), ("bfloat16-pure", "float32")):
+        narrow = plan.model_copy(update={"train": plan.train.model_copy(update={"precision": precision})})
+        first = Run(narrow, tmp_path / precision, stop_after=3)
+        rung = safer._precise(narrow, wide, "the loss is NaN")
+        second = Run(rung.plan, tmp_path / precision, resume_from=first.checkpoint(3))
+        assert second.outcome == "done"
+        assert second.losses()[4] == pytest.approx(Run(plan, tmp_path / f"{wide}-all").losses()[4], abs=0.05)
+        assert {tensor.dtype for name, tensor in second.tensors(10).items() if "rng" not in name} == {torch.float32}
+
+
+def test_int8_states_and_states_on_the_host_go_on_from_float32_ones(plan, tmp_path):
+    wide = replace(CONFIG, hidden_size=64, intermediate_size=128)  # matrices of 4,096 numbers and more
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"config": wide})})
+    first = Run(plan, tmp_path / "run", stop_after=6)
+    exact = Run(plan, tmp_path / "exact", resume_from=first.checkpoint(6))
+    gpu = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
+    home = {"train": plan.train}
+    hosted = safer.offloaded_states(gpu, "full").plan.model_copy(update=home)
+    assert Run(hosted, tmp_path / "hosted", resume_from=first.checkpoint(6)).losses() == pytest.approx(
+        exact.losses(), abs=1e-5
+    )
+    small = safer.smaller_states(plan, "full").plan
+    run = Run(small, tmp_path / "small", resume_from=first.checkpoint(6))
+    assert run.losses() == pytest.approx(exact.losses(), abs=0.02)
+    assert any(tensor.dtype == torch.int8 for tensor in run.tensors(10).values())

@@ -3,7 +3,6 @@
 This process never imports torch: it stays quick to answer Ctrl+C, and survives whatever a driver does to its child.
 """
 
-import itertools
 import os
 import signal
 import time
@@ -331,18 +330,25 @@ def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
 
 
 def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
-    """Trains until the run ends; with `recover`, on a safer rung after each death that one may prevent."""
+    """Trains until the run ends; on a safer rung after each death that one may prevent, where it only costs time, and
+    with `recover` where it changes numbers.
+    """
     environment = _environment(flow, plan, machine)
-    for restarts in itertools.count():
+    bfloat16, restarts = build_profile(machine).dtype.value == "bfloat16", 0
+    while True:
         flow.folder.safer.unlink(missing_ok=True)
         ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
         if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen: nothing was to save
             raise _Stopped
-        descent = next_rung(read_plan(flow.folder.plan), ending)  # training may have changed its plan
-        if descent is None or not flow.recover or flow.requests.asked or restarts == MOST_RESTARTS:
+        # Training may have changed its plan.
+        descent = next_rung(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
+        if descent is None or flow.requests.asked:
             break
+        if not descent.unasked and (not flow.recover or restarts == MOST_RESTARTS):
+            break
+        restarts += not descent.unasked
         plan, resumed = _descend(flow, descent), True
     died = failure(ending, flow.folder, step=last_step(flow.folder))
     raise died if descent is None else _with_way_out(flow, died, descent, restarts)

@@ -125,7 +125,8 @@ def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
     exact = True
     for section, fields in MACHINE_DEPENDENT.items():
         old, new = getattr(stored, section), getattr(fresh, section)
-        changed = {field: getattr(new, field) for field in fields if getattr(old, field) != getattr(new, field)}
+        free = [field for field in fields if f"{section}.{field}" not in stored.recovered]  # a fallback's choice stays
+        changed = {field: getattr(new, field) for field in free if getattr(old, field) != getattr(new, field)}
         sections[section] = old.model_copy(update=changed)
         for field, value in changed.items():
             key = f"{section}.{field}"

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from bloomery.disk import read_whole, write_durably
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.supervise import Ending
-from bloomery.launch.worker import FAILED, MEMORY_FULL, UNSOUND
-from bloomery.plan.safer import Rung, blockwise, plainer, roomier
+from bloomery.launch.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
+from bloomery.plan.safer import Rung, blockwise, plainer, roomier, steadier
 from bloomery.plan.types import Plan
 
 MOST_RESTARTS = 3
@@ -28,24 +28,30 @@ KERNEL = re.compile(
 @final
 @dataclass(frozen=True)
 class Descent:
-    """A rung and why it is taken."""
+    """A rung and why it is taken. `unasked`: training found its own memory full, and the rung costs only time."""
 
     rung: Rung
     because: str
+    unasked: bool = False
 
 
-def next_rung(plan: Plan, ending: Ending) -> Descent | None:
-    """None where a safer plan would not help: a mistake in the recipe, a full disk, text that is gone."""
+def next_rung(plan: Plan, ending: Ending, *, bfloat16: bool = False) -> Descent | None:
+    """None where a safer plan would not help: a mistake in the recipe, a full disk, text that is gone.
+
+    `bfloat16`: whether the device multiplies it.
+    """
     because = _cause(ending)
     if because is None:
         return None
     if ending.code in (-signal.SIGKILL, MEMORY_FULL):
         rung = roomier(plan, because)
+    elif ending.code == DIVERGED:
+        rung = steadier(plan, because, bfloat16=bfloat16)
     elif ending.code == UNSOUND:
         rung = blockwise(plan, because) or plainer(plan, because)
     else:
         rung = plainer(plan, because)
-    return None if rung is None else Descent(rung, because)
+    return None if rung is None else Descent(rung, because, unasked=ending.code == MEMORY_FULL and rung.only_time)
 
 
 def _cause(ending: Ending) -> str | None:
@@ -55,7 +61,7 @@ def _cause(ending: Ending) -> str | None:
         return "the system killed the training process (SIGKILL), as it does when memory runs out"
     if -ending.code in CRASHES:
         return f"the training process died of {signal.Signals(-ending.code).name}"
-    if ending.report is not None and ending.code in (MEMORY_FULL, UNSOUND):
+    if ending.report is not None and ending.code in (MEMORY_FULL, UNSOUND, DIVERGED):
         return str(ending.report["problem"])
     if ending.report is None and ending.code == FAILED:
         return next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)

@@ -22,10 +22,10 @@ from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.launch.thermal import PAUSE, Waiting
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
-from bloomery.train.run import MemoryFull, Unsound
+from bloomery.train.run import Diverged, MemoryFull, Unsound
 
 DONE, FAILED, STOPPED = 0, 1, 75
-UNSOUND, MEMORY_FULL = 3, 4  # failures that a safer plan may prevent
+UNSOUND, MEMORY_FULL, DIVERGED = 3, 4, 5  # failures that a safer plan may prevent
 
 
 @final
@@ -72,7 +72,9 @@ class StopFlag:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 done, 75 stopped and saved; 1, 3 (wrong kernel), 4 (memory full): the parent was told."""
+    """The exit code: 0 done, 75 stopped and saved; of what the parent was told 1, or 3 (wrong kernel), 4 (memory full),
+    5 (not finite).
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=("prepare", "train"))
     parser.add_argument("folder", type=Path)
@@ -94,7 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         report = {"problem": error.problem, "where": error.where, "remedy": error.remedy, "code": error.code}
         os.write(words.report, json.dumps(report).encode())
-        return UNSOUND if isinstance(error, Unsound) else MEMORY_FULL if isinstance(error, MemoryFull) else FAILED
+        kinds = ((Unsound, UNSOUND), (MemoryFull, MEMORY_FULL), (Diverged, DIVERGED))
+        return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 
 
 @contextmanager

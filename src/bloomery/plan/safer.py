@@ -1,18 +1,25 @@
-"""A plan made safer after a failure: the same training in smaller micro-batches, or on plainer kernels."""
+"""A plan made safer after a failure: in less memory, on plainer kernels, in a wider precision, or at a lower rate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 from bloomery.plan.types import Decision, Plan
 
+MOST_HALVINGS = 3  # of the learning rate: what still diverges at an eighth of it has another cause
+
 
 @final
 @dataclass(frozen=True)
 class Rung:
-    """The plan one rung safer, and in a few words what the run does from here on."""
+    """The plan one rung safer, and in a few words what the run does from here on and what that costs.
+
+    `only_time`: it computes the same, up to the order of sums, so that nobody needs to ask for it.
+    """
 
     plan: Plan
     action: str
+    only_time: bool = False
 
 
 def decided(plan: Plan, key: str, value: object, because: str) -> Plan:
@@ -40,7 +47,8 @@ def smaller_micro_batch(plan: Plan, because: str) -> Rung | None:
         ),
     }
     smaller = decided(plan.model_copy(update=cut), "train.micro_batch", fewer, because)
-    return Rung(smaller, f"micro-batch {fewer} instead of {rows}, accumulated {more} times: the same tokens a step")
+    action = f"micro-batch {fewer} instead of {rows}, accumulated {more} times: the same tokens a step"
+    return Rung(smaller, action, only_time=True)
 
 
 def smaller_evaluation(plan: Plan, because: str) -> Rung | None:
@@ -50,7 +58,7 @@ def smaller_evaluation(plan: Plan, because: str) -> Rung | None:
         return None
     smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch": rows // 2})})
     action = f"evaluation in micro-batches of {rows // 2} instead of {rows}: the same score"
-    return Rung(decided(smaller, "eval.micro_batch", rows // 2, because), action)
+    return Rung(decided(smaller, "eval.micro_batch", rows // 2, because), action, only_time=True)
 
 
 def recomputed(plan: Plan, because: str) -> Rung | None:
@@ -58,7 +66,8 @@ def recomputed(plan: Plan, because: str) -> Rung | None:
     key = "train.activation_checkpointing"
     if plan.train.activation_checkpointing == "full":
         return None
-    return Rung(_trained(plan, key, "full", because), "activations are recomputed: less memory, a third more compute")
+    action = "activations are recomputed: less memory, a third more compute"
+    return Rung(_trained(plan, key, "full", because), action, only_time=True)
 
 
 def plainer(plan: Plan, because: str) -> Rung | None:
@@ -68,7 +77,7 @@ def plainer(plan: Plan, because: str) -> Rung | None:
     if plan.model.attention != "blockwise":
         return blockwise(plan, because)
     if plan.train.precision != "float32":
-        return Rung(_trained(plan, "train.precision", "float32", because), "matrix products in float32")
+        return _precise(plan, "float32", because)
     return smaller_micro_batch(plan, because)
 
 
@@ -82,17 +91,84 @@ def blockwise(plan: Plan, because: str) -> Rung | None:
 
 
 def roomier(plan: Plan, because: str) -> Rung | None:
-    """The next of: a smaller micro-batch, in evaluations too, then recomputed activations; None when all are taken."""
+    """The next of what takes less memory, or takes it elsewhere; None when all are taken.
+
+    A smaller micro-batch, in evaluations too; recomputed activations; on a GPU activations, then optimizer states, in
+    the host's memory; last, and the only one that changes numbers, optimizer states in 8 bits.
+    """
     rung = smaller_micro_batch(plan, because)
-    if rung is None:
-        return recomputed(plan, because)
-    rows = min(plan.eval.micro_batch, rung.plan.train.micro_batch)
-    looked = rung.plan.model_copy(update={"eval": rung.plan.eval.model_copy(update={"micro_batch": rows})})
-    return Rung(looked, rung.action)
+    if rung is not None:
+        rows = min(plan.eval.micro_batch, rung.plan.train.micro_batch)
+        looked = rung.plan.model_copy(update={"eval": rung.plan.eval.model_copy(update={"micro_batch": rows})})
+        return Rung(looked, rung.action, only_time=True)
+    away = offloaded_activations(plan, because) or offloaded_states(plan, because)
+    return recomputed(plan, because) or away or smaller_states(plan, because)
+
+
+def offloaded_activations(plan: Plan, because: str) -> Rung | None:
+    """None where they wait on the host, or where that is the device."""
+    if plan.train.device == "cpu" or plan.train.offload_activations:
+        return None
+    action = "activations wait in the host's memory: they travel twice a step"
+    return Rung(_trained(plan, "train.offload_activations", True, because), action, only_time=True)
+
+
+def offloaded_states(plan: Plan, because: str) -> Rung | None:
+    """None where they wait on the host, where that is the device, and of optimizers that keep little."""
+    optimizer = plan.optimizer
+    if plan.train.device == "cpu" or optimizer.kind != "adamw" or optimizer.offload or optimizer.paged:
+        return None
+    action = "optimizer states wait in the host's memory: they travel twice a step"
+    return Rung(_optimized(plan, {"offload": True}, "optimizer.offload", "true", because), action, only_time=True)
+
+
+def smaller_states(plan: Plan, because: str) -> Rung | None:
+    """AdamW's moments in 8 bits; None where they are, and of other optimizers."""
+    if plan.optimizer.kind != "adamw" or plan.optimizer.states == "int8":
+        return None
+    changed = _optimized(plan, {"states": "int8"}, "optimizer.states", "int8", because)
+    action = f"optimizer states in int8 instead of {plan.optimizer.states}: nearly the same training"
+    return Rung(_noted(changed, "optimizer.states"), action)
+
+
+def steadier(plan: Plan, because: str, *, bfloat16: bool) -> Rung | None:
+    """What losses that stay non-finite may need; None when all is taken.
+
+    float16, whose numbers end at 65,504, becomes bfloat16 where the device has it (`bfloat16`), else float32. Then half
+    the learning rate, three times at most; last, bfloat16 becomes float32.
+    """
+    if plan.train.precision == "float16":
+        return _precise(plan, "bfloat16" if bfloat16 else "float32", because)
+    if plan.recovered.count("optimizer.learning_rate") < MOST_HALVINGS:
+        return _slower(plan, because)
+    return _precise(plan, "float32", because) if plan.train.precision != "float32" else None
+
+
+def _slower(plan: Plan, because: str) -> Rung:
+    old = plan.optimizer
+    halves = {"learning_rate": old.learning_rate / 2, "matrix_learning_rate": old.matrix_learning_rate / 2}
+    changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", because)
+    action = f"learning rate {old.learning_rate / 2:g} instead of {old.learning_rate:g}: another training from here on"
+    return Rung(_noted(changed, "optimizer.learning_rate"), action)
+
+
+def _precise(plan: Plan, precision: str, because: str) -> Rung:
+    cost = ": more memory, and slower" if precision == "float32" else ": the same memory"
+    action = f"matrix products in {precision} instead of {plan.train.precision}{cost}"
+    return Rung(_noted(_trained(plan, "train.precision", precision, because), "train.precision"), action)
+
+
+def _noted(plan: Plan, key: str) -> Plan:
+    return plan.model_copy(update={"recovered": (*plan.recovered, key)})
+
+
+def _optimized(plan: Plan, update: Mapping[str, object], key: str, value: str, because: str) -> Plan:
+    changed = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=update)})
+    return decided(changed, key, value, because)
 
 
 def _trained(plan: Plan, key: str, value: object, because: str) -> Plan:
     field = key.partition(".")[2]
     changed = plan.model_copy(update={"train": plan.train.model_copy(update={field: value})})
-    said = value if not isinstance(value, bool) else {True: "compiled", False: "uncompiled"}[value]
+    said = {True: "compiled", False: "uncompiled"}[bool(value)] if field == "compile" else value
     return decided(changed, key, said, because)

@@ -284,6 +284,7 @@ class Plan(Part):
     disk: dict[str, float] = {}  # bytes: shards, checkpoints
     energy_kwh: float | None = None  # None: the board's power is unknown
     step_parts: dict[str, Estimate] = {}  # seconds of a step by what takes them; empty: unknown
+    recovered: tuple[str, ...] = ()  # keys that a fallback has changed so that numbers differ, once for each time
     longest: Longest | None = None  # on one device, in the chosen layout; None: not a GPU
     mesh: MeshPlan | None = None  # None: one device
 

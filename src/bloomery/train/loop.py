@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 
 from bloomery.data.loader import Batch, Cursor, Prefetcher
-from bloomery.errors import UserError
 from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import Emit, Phase, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.store import write_plan
@@ -26,6 +25,7 @@ from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import allocator_sample, peak_memory_gib
 from bloomery.train.reference import Stopped
+from bloomery.train.run import Diverged
 from bloomery.train.schedules import planned_share
 from bloomery.train.state import go_back
 from bloomery.train.step import StepResult, train_step
@@ -50,7 +50,7 @@ def run(
     """Trains for the planned length, or until `stop` says so after a step; either way a checkpoint stands afterwards.
 
     `save_asked`: whether somebody wants a checkpoint after this step; asked once a step. `resume_from`: an undamaged
-    checkpoint; what follows equals the undisturbed run. `timer`: the clock of a wall-time length. Raises UserError when
+    checkpoint; what follows equals the undisturbed run. `timer`: the clock of a wall-time length. Raises Diverged when
     the loss stays non-finite after skipping and rewinding, and when the last checkpoint cannot be written.
     """
     try:
@@ -181,7 +181,8 @@ def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
     where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data, which begin with {text!r}"
     because = f"the {what} of step {job.step} is not a finite number ({where}): the step was {result.left}"
     job.emit(Warned(step=job.step, because=because))
-    return job.state.policy.judge(False, step=job.step, rows=rows, what=what)
+    exhausted = scale is not None and what == "gradient"
+    return job.state.policy.judge(False, step=job.step, rows=rows, what=what, exhausted=exhausted)
 
 
 def rewind(job: Job) -> None:
@@ -292,11 +293,11 @@ def save(job: Job) -> None:
 
 
 def refuse_damaged_weights(job: Job) -> None:
-    """Raises UserError when an update has overflowed: such weights are never saved, and older checkpoints stay."""
+    """Raises Diverged when an update has overflowed: such weights are never saved, and older checkpoints stay."""
     for name, parameter in job.state.trainee.model.named_parameters():
         if parameter.requires_grad and not bool(parameter.isfinite().all()):
             job.saver.drain()
-            raise UserError(
+            raise Diverged(
                 f"after step {job.step} the weights are no longer finite numbers ({name}), and they are not saved",
                 where=f"step {job.step}",
                 remedy="start again with a lower optimizer.learning_rate; older checkpoints are untouched",

@@ -71,8 +71,15 @@ class LeanAdamW(torch.optim.Optimizer):
         return {"step": no_steps(), **placed}
 
     def adopted(self, parameter: nn.Parameter, slots: dict[str, Tensor], *, name: str) -> dict[str, Tensor]:
-        """Copies of a checkpoint's state of this parameter, where states are at home. Raises UserError."""
+        """Copies of a checkpoint's state of this parameter, where states are at home. Raises UserError.
+
+        Floating-point numbers become float32 or int8 ones, for a run that a fallback goes on with in those.
+        """
         shape = torch.empty_like(parameter, device="meta")
+        for m in self._moments(parameter) if self._states != "bfloat16" else ():
+            exact = slots.get(m.slot)
+            if exact is not None and exact.is_floating_point() and exact.shape == parameter.shape:
+                slots = slots | m.adopted(exact)
         wanted = {slot: value for m in self._moments(parameter) for slot, value in m.fresh(shape).items()}
         kinds = {slot: (value.dtype, value.shape) for slot, value in slots.items()}
         unlike = [slot for slot, value in wanted.items() if kinds.get(slot) != (value.dtype, value.shape)]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.train.optim_pieces import Rounding, Span, State
@@ -29,6 +30,10 @@ class Moment(Protocol):
         ...
 
     def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]: ...
+
+    def adopted(self, exact: Tensor) -> State:
+        """What `fresh` keeps, of numbers in the parameter's shape that another way of keeping them has saved."""
+        ...
 
 
 @final
@@ -58,6 +63,9 @@ class Plain:
             for part, span in zip(parts, spans, strict=True)
         ]
         return [torch.cat(drawn)]
+
+    def adopted(self, exact: Tensor) -> State:
+        return {self.slot: exact.to(self.dtype)}
 
 
 @final
@@ -104,6 +112,11 @@ class EightBit:
             return [shares.sqrt_().sqrt_().mul_(255).round_().clamp_(min=1).to(torch.uint8), scales]
         levels = shares.abs().sqrt_().sqrt_().mul_(127).round_().mul_(shares.sign_())
         return [levels.to(torch.int8), scales]
+
+    def adopted(self, exact: Tensor) -> State:
+        flat = exact.to(torch.float32).flatten()
+        levels, scales = self.encoded(F.pad(flat, (0, -len(flat) % BLOCK)), [], 0)
+        return {self.slot: levels, f"{self.slot}_scale": scales}
 
 
 def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) -> Moment:

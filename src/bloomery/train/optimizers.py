@@ -20,6 +20,7 @@ from bloomery.train.optim_pieces import Rounding
 # Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
+_AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # a run whose precision has changed keeps them otherwise
 _STACK_ELEMENTS = 2**24  # matrices orthogonalised at once: enough to fill a device, 100 MiB of scratch at most
 
 
@@ -200,11 +201,13 @@ class Optimizer:
 
 
 def _placed(slots: Mapping[str, Tensor], parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
-    """Step counts live beside fused kernels, else on the host: torch's own rule."""
+    """Step counts live beside fused kernels, else on the host; moments have the weight's dtype: torch's own rules."""
     host = torch.device("cpu")
     return {
-        slot: value.to(parameter.device if fused or value.ndim else host, copy=True) for slot, value in slots.items()
-    }
+        slot: value.to(parameter.device if fused or value.ndim else host, copy=True,
+                       dtype=parameter.dtype if slot in _AS_WEIGHTS else value.dtype)
+        for slot, value in slots.items()
+    }  # fmt: skip
 
 
 def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, final
 
-from bloomery.errors import UserError
+from bloomery.train.run import Diverged
 
 Action = Literal["step", "skip", "rewind"]
 
@@ -22,11 +22,13 @@ class NonFinite:
         self._skipped = 0
         self._rewound = 0
 
-    def judge(self, finite: bool, *, step: int, rows: range, what: str = "loss") -> Action:
+    def judge(
+        self, finite: bool, *, step: int, rows: range, what: str = "loss", exhausted: bool = False
+    ) -> Action:
         """What to do with the step that would be number `step` and has learned from `rows` of the shuffled data.
 
-        `what` was not finite ("loss", "gradient"). Raises UserError, naming the batch, when skipping and rewinding have
-        not helped.
+        `what` was not finite ("loss", "gradient"). `exhausted`: in float16, although nothing is scaled any more: other
+        rows would not help. Raises Diverged, naming the batch, when skipping and rewinding have not helped.
         """
         if finite:
             self._skipped = 0
@@ -34,13 +36,15 @@ class NonFinite:
         if self._skipped < self.skips:
             self._skipped += 1
             return "skip"
-        if self._rewound < self.rewinds:
+        if self._rewound < self.rewinds and not exhausted:
             self._skipped = 0
             self._rewound += 1
             return "rewind"
-        raise UserError(
+        tried = f"skipping {self.skips} steps in a row"
+        tried += " and lowering the loss scale to 1" if exhausted else f" and rewinding {self.rewinds} times"
+        raise Diverged(
             f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled "
-            f"data; skipping {self.skips} steps in a row and rewinding {self.rewinds} times did not help",
+            f"data; {tried} did not help",
             where=f"step {step}",
             remedy="lower optimizer.learning_rate, set train.clip, or train in train.precision=float32 or bfloat16; "
             "the last good checkpoint is untouched",

@@ -18,6 +18,10 @@ class MemoryFull(UserError):
     """Even a single row at once does not fit."""
 
 
+class Diverged(UserError):
+    """Losses, gradients or weights are no numbers any more, and skipping and rewinding have not helped."""
+
+
 class Unsound(UserError):
     """A kernel does not compute what it should."""
 
