@@ -1,19 +1,26 @@
 """A tiny run: a folder with text and a recipe, the command line as a process, and what a run left behind."""
 
+import functools
 import io
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import yaml
+
 from bloomery import cli
-from bloomery.monitor.events import Event, StepDone, last_per_step, read_events
+from bloomery.monitor.events import EvalDone, Event, StepDone, last_per_step, read_events
+from models_for_tests import make_model
 
 RECIPE = """
 model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2,
@@ -28,16 +35,51 @@ monitor: {every: 5 steps}
 """
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
 PATIENCE_SECONDS = 120.0
+CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdirat,ftruncate"
+ADAPTED = """
+model: {from: base}
+tokenizer: {from: same}
+adapter: {kind: lora, rank: 4, dropout: 0.1, targets: [all-linear]}
+data: {path: text, glob: "*.txt", sequence_length: 64, validation: 20%}
+"""
+# What differs from RECIPE, by kind of run.
+KINDS = {
+    "pretrain": "",
+    "lora": ADAPTED,
+    "qlora": ADAPTED + "quantize: {base: nf4}\n",
+    "dpo": """
+objective: {kind: dpo}
+data: {path: pairs.jsonl, glob: null, sequence_length: 64, validation: 20%, chat: {template: chatml}}
+""",
+}
 
 
-def write_workshop(folder: Path) -> Path:
-    """A folder with the recipe and its text; returns the recipe."""
+def write_workshop(folder: Path, kind: str = "pretrain") -> Path:
+    """A folder with the recipe, its text and, for an adapter, its base; returns the recipe."""
     draw = random.Random(0)
     (folder / "text").mkdir(parents=True)
     for number in range(40):
         (folder / f"text/{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(60)))
-    (folder / "tiny.yaml").write_text(RECIPE)
+    if kind == "dpo":
+        said = [{role: " ".join(draw.choice(WORDS) for _ in range(6)) for role in ("prompt", "chosen", "rejected")}
+                for _ in range(60)]  # fmt: skip
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in said))
+    elif kind != "pretrain":
+        (folder / "base").mkdir()
+        make_model(folder / "base")
+    changed = yaml.safe_load(KINDS[kind]) or {}
+    recipe = yaml.safe_load(RECIPE) | changed
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "tiny.yaml"
+
+
+@functools.cache
+def why_no_strace() -> str:
+    """Why system calls cannot be made to fail here; "" when they can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    tried = subprocess.run(["strace", "-f", "-o", os.devnull, "-e", f"trace={CALLS}", "true"], capture_output=True)
+    return "" if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.decode()[:200]}"
 
 
 @dataclass
@@ -46,9 +88,11 @@ class Bloomery:
 
     folder: Path
 
-    def start(self, *words: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
+    def start(
+        self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = ()
+    ) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-m", "bloomery", *words],
+            [*under, sys.executable, "-m", "bloomery", *words],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -58,10 +102,17 @@ class Bloomery:
             start_new_session=True,
         )
 
-    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        with self.start(*words) as process:
+    def run(self, *words: str, under: Sequence[str] = ()) -> "subprocess.CompletedProcess[str]":
+        with self.start(*words, under=under) as process:
             out, err = process.communicate(timeout=PATIENCE_SECONDS)
             return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def faulted(self, fault: str, *words: str) -> "subprocess.CompletedProcess[str]":
+        """With a system call that kills or fails, in whichever process gets there: "fsync:error=EIO:when=3"."""
+        if why := why_no_strace():
+            pytest.skip(why)
+        under = ("strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={CALLS}", "-e", f"inject={fault}")
+        return self.run(*words, under=under)
 
     def here(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """The same in this process, which need not start: for words that are refused or lead to nothing."""
@@ -79,6 +130,12 @@ class Bloomery:
                 time.sleep(0.2 if repeat > 1 else 0)
             process.communicate(timeout=PATIENCE_SECONDS)
             return process.returncode
+
+    @property
+    def go_on(self) -> tuple[str, ...]:
+        """The words that begin this run, or resume it."""
+        begun = (self.run_dir / "recipe.yaml").exists()
+        return ("resume", "one") if begun else ("train", "tiny.yaml", "--run-dir", "runs/one")
 
     def kill_when(self, moment: Callable[[], bool], *words: str) -> None:
         assert self.run_until(moment, signal.SIGKILL, *words) in (-signal.SIGKILL, 0)
@@ -109,7 +166,13 @@ def losses(run: Path) -> list[float | None]:
 
 
 def assert_bitwise_equal(run: Path, reference: Path, step: int = 16) -> None:
+    """Losses, evaluations, and every tensor of the last checkpoint: model or adapter, optimizer, random numbers."""
     assert losses(run) == losses(reference)
-    for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors"):
-        ours, theirs = (folder / f"checkpoints/step-{step:08d}" / name for folder in (run, reference))
-        assert ours.read_bytes() == theirs.read_bytes(), name
+    exams = [[(exam.step, exam.loss) for exam in last_per_step(read_events(folder / "events.jsonl"), EvalDone)]
+             for folder in (run, reference)]  # fmt: skip
+    assert exams[0] == exams[1]
+    ours, theirs = (folder / f"checkpoints/step-{step:08d}" for folder in (run, reference))
+    names = sorted(path.name for path in theirs.glob("*.safetensors"))
+    assert len(names) >= 3
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name

@@ -1,13 +1,26 @@
 """A run that was killed at any moment ends, once resumed, equal to the undisturbed one to the last bit."""
 
+import functools
+import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
-from runs_of_bloomery import Bloomery, assert_bitwise_equal, write_workshop
+from runs_of_bloomery import (
+    KINDS,
+    PATIENCE_SECONDS,
+    Bloomery,
+    assert_bitwise_equal,
+    wait_for,
+    why_no_strace,
+    write_workshop,
+)
+from test_flow import worker_of
 
-from bloomery.monitor.events import Phase, StepDone
+from bloomery.monitor.events import Phase, RunEnded, StepDone, Warned
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
 RESUME = ("resume", "one")
@@ -17,12 +30,8 @@ def saving(bloomery: Bloomery) -> bool:
     return any((bloomery.run_dir / "checkpoints").glob(".tmp-*"))
 
 
-def go_on(bloomery: Bloomery) -> tuple[str, ...]:
-    return RESUME if (bloomery.run_dir / "recipe.yaml").exists() else TRAIN
-
-
 def finish(bloomery: Bloomery, undisturbed: Bloomery) -> None:
-    done = bloomery.run(*go_on(bloomery))
+    done = bloomery.run(*bloomery.go_on)
     assert done.returncode == 0, done.stderr
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
 
@@ -40,30 +49,92 @@ def test_a_kill_in_set_up_leaves_a_run_that_starts_over(bloomery: Bloomery, undi
     finish(bloomery, undisturbed)
 
 
-@pytest.mark.soak
-def test_twenty_kills_at_random_moments(bloomery: Bloomery, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two in set-up and preparing, then one every ten steps or so; a quarter of all in the middle of a save."""
-    long = ("train.length=200 steps", "checkpoint.every=4 steps")
-    calm = Bloomery(tmp_path_factory.mktemp("calm"))
-    write_workshop(calm.folder)
-    assert calm.run(*TRAIN, *long).returncode == 0
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bloomery]:
+    """The run of a kind, never disturbed; look, do not touch."""
 
-    draw = random.Random(20)
-    killed = 0
-    for number in range(20):
-        words = RESUME if (bloomery.run_dir / "recipe.yaml").exists() else (*TRAIN, *long)
-        step, saves = number * 10 - 10 + draw.randrange(10), number % 4 == 3
-        delay = draw.uniform(0.2, 1.5) if number < 2 else draw.uniform(0.0, 0.1)
-        reached = (lambda: True) if number < 2 else bloomery.saw(StepDone, step)
+    @functools.cache
+    def of(kind: str, *words: str) -> Bloomery:
+        folder = tmp_path_factory.mktemp(kind)
+        write_workshop(folder, kind)
+        bloomery = Bloomery(folder)
+        done = bloomery.run(*TRAIN, *words)
+        assert done.returncode == 0, done.stderr
+        return bloomery
 
-        def moment(reached=reached, delay=delay, saves=saves) -> bool:
-            if not reached() or (saves and not saving(bloomery)):
-                return False
-            time.sleep(0 if saves else delay)
-            return True
+    return of
 
-        killed += bloomery.run_until(moment, signal.SIGKILL, *words) == -signal.SIGKILL
-    assert killed == 20
-    done = bloomery.run(*RESUME)
+
+SHORT = ("train.length=8 steps", "eval.every=4 steps")
+
+
+@pytest.mark.parametrize(("kind", "faults"), [
+    ("dpo", ["fsync:signal=SIGKILL:when=12", "?rename:signal=SIGKILL:when=4", "fsync:error=ENOSPC:when=8"]),
+    ("qlora", ["?rename:signal=SIGKILL:when=2", "mkdir:signal=SIGKILL:when=1"]),
+])  # fmt: skip
+def test_faults_at_system_calls_leave_no_trace(kind: str, faults: list[str], tmp_path, calm) -> None:
+    write_workshop(tmp_path, kind)
+    bloomery = Bloomery(tmp_path)
+    for fault in faults:
+        told = bloomery.faulted(fault, *bloomery.go_on, *(SHORT if "train" in bloomery.go_on else ()))
+        assert told.returncode in ((-signal.SIGKILL, 1) if "SIGKILL" in fault else (0, 1)), (fault, told.stderr)
+        assert "Traceback" not in told.stderr and "stumbled" not in told.stderr
+    done = bloomery.run("resume", "one")
     assert done.returncode == 0, done.stderr
-    assert_bitwise_equal(bloomery.run_dir, calm.run_dir, step=200)
+    assert_bitwise_equal(bloomery.run_dir, calm(kind, *SHORT).run_dir, step=8)
+
+
+LONG = ("train.length=60 steps", "checkpoint.every=2 steps", "eval.every=7 steps")
+CALLED = {"fsync": 40, "?rename": 8, "unlinkat": 12, "?unlink": 8, "?rmdir": 6, "?mkdir": 8}  # how often at most
+EFFECTS = ("signal=SIGKILL", "signal=SIGKILL", "signal=SIGKILL", "error=EIO", "error=ENOSPC")
+FAULTS = 10  # a chain
+
+
+def random_fault(bloomery: Bloomery, draw: random.Random) -> bool:
+    """One at a system call, or a SIGKILL of the launcher or of its training process; whether it struck."""
+    words = bloomery.go_on if "resume" in bloomery.go_on else (*bloomery.go_on, *LONG)
+    if draw.random() < 0.5 and not why_no_strace():
+        call = draw.choice([*CALLED])
+        fault = f"{call}:{draw.choice(EFFECTS)}:when={draw.randint(1, CALLED[call])}"
+        told = bloomery.faulted(fault, *words)
+        assert told.returncode in (0, 1, -signal.SIGKILL), (fault, told.returncode, told.stderr)
+        assert "Traceback" not in told.stderr and "stumbled" not in told.stderr, (fault, told.stderr)
+        warned = [event for event in bloomery.events() if isinstance(event, Warned)]
+        return told.returncode != 0 or any("not saved" in event.because for event in warned)
+    reached = max((event.step for event in bloomery.events() if isinstance(event, StepDone)), default=0)
+    target, delay, saves = reached + draw.randrange(4), draw.uniform(0, 0.1), draw.random() < 0.4
+    seen = len(bloomery.events())
+
+    def moment() -> bool:
+        if len(bloomery.events()) == seen or not bloomery.saw(StepDone, target)() or (saves and not saving(bloomery)):
+            return False
+        time.sleep(0 if saves else delay)
+        return True
+
+    if draw.random() < 0.5:
+        return bloomery.run_until(moment, signal.SIGKILL, *words) == -signal.SIGKILL
+    with bloomery.start(*words) as process:
+        wait_for(lambda: moment() or process.poll() is not None)
+        worker = worker_of(bloomery.run_dir)
+        if worker is not None:
+            os.kill(worker, signal.SIGKILL)
+        process.communicate(timeout=PATIENCE_SECONDS)
+        return process.returncode == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chain", range(5))
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_faults_of_each_kind_of_run_leave_no_trace(kind: str, chain: int, tmp_path, calm) -> None:
+    """Two hundred in all, in chains of ten, each of which ends equal to the undisturbed run."""
+    draw, struck = random.Random(f"{kind} {chain}"), 0
+    write_workshop(tmp_path, kind)
+    bloomery = Bloomery(tmp_path)
+    while struck < FAULTS:
+        struck += random_fault(bloomery, draw)
+        if bloomery.saw(RunEnded, 60)():  # done before the tenth: another run
+            assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=60)
+            shutil.rmtree(bloomery.run_dir)
+    done = bloomery.run(*bloomery.go_on, *(LONG if "train" in bloomery.go_on else ()))
+    assert done.returncode == 0, done.stderr
+    assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=60)
