@@ -123,3 +123,8 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def state_folder() -> Path:
+    """Where programs keep what they note of this user: $XDG_STATE_HOME, else ~/.local/state."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from bloomery.disk import open_regular, state_folder
 from bloomery.errors import UserError
 from bloomery.text import harmless, scrub
 
@@ -64,16 +65,16 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
 def _keep(text: str) -> Path | None:
     """Append the traceback to the run's log, else to a file of its own; None when no place can be written."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "bloomery" / "errors.txt"
+    state = state_folder() / "errors.txt"
     text = scrub(text)  # people attach these files to reports
     for place in (traceback_file.get(), state, Path(tempfile.gettempdir()) / f"bloomery-errors-{os.getpid()}.txt"):
         if place is None:
             continue
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("a", encoding="utf-8") as file:
+            with os.fdopen(open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
                 file.write(f"{stamp}\n{text}\n")
-        except OSError:
+        except (OSError, UserError):
             continue
         return place
     return None

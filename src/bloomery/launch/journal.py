@@ -10,6 +10,7 @@ from typing import IO, Any, TextIO, cast, final
 from rich.console import Console
 
 from bloomery.hardware.machine import Machine, read_machine
+from bloomery.launch.hooks import remembered
 from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.explain import Diagnosis
@@ -66,6 +67,7 @@ class Journal:
         self._diagnosis: Diagnosis | None = None
         self.ended = False  # whether RunEnded is written
         self.began = False  # whether a child was started
+        self.hooks = frozenset[str]()  # commands that this user asked for; others are shown, not run
 
     def emit(self, event: Event) -> None:
         self.ended = self.ended or isinstance(event, RunEnded)
@@ -115,10 +117,15 @@ class Journal:
     def _opened(self, plan: Plan | None, stack: ExitStack) -> list[Sink]:
         if plan is None:
             return []
+        hooks = self.hooks | remembered(self._folder.path, plan.monitor.commands)
+        for command in plan.monitor.commands:
+            if command not in hooks:
+                again = f"`bloomery resume {self._folder.name} 'monitor.to=[{{command: ...}}]'` runs it"
+                self._warn(f"a hook that you did not ask for in this folder was not started: {command}; {again}")
         sinks = open_sinks(
             self._folder.path,
             plan.monitor.sinks,
-            plan.monitor.commands,
+            [command for command in plan.monitor.commands if command in hooks],
             every_steps=plan.monitor.every_steps,
             folder=self._folder.path,
             warn=self._warn,

@@ -20,6 +20,7 @@ from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
+from bloomery.launch.hooks import commands_of, remember
 from bloomery.launch.journal import Journal, journal, last_step
 from bloomery.launch.replan import (
     UP_TO_ROUNDING,
@@ -158,6 +159,7 @@ def start(
         journal(folder, quiet=quiet) as book,
     ):
         flow = _Flow(folder, lock, book, requests, loaded.name, recover, edit, watch)
+        _allow_hooks(flow, loaded)
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
@@ -203,12 +205,24 @@ def resume(
         require(loaded.recipe.monitor.trackers)
         with journal(folder, quiet=quiet) as book:
             flow = _Flow(folder, lock, book, requests, loaded.name, recover, watch=watch)
+            if any(word.startswith("monitor.to") for word in overrides):
+                _allow_hooks(flow, loaded)
             if step is None and told_done and not done:
                 because = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
                 book.emit(Warned(step=history.last_step, because=because))
             if history.problem is not None:
                 book.emit(Warned(step=history.last_step, because=history.problem))
             return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
+
+
+def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
+    """Those of a recipe that was just named, now and whenever the run resumes."""
+    flow.book.hooks = commands_of(loaded.recipe)
+    try:
+        remember(flow.folder.path, flow.book.hooks)
+    except OSError as error:
+        because = f"the hooks of this run will not start when it resumes: they cannot be noted in {error.filename}"
+        flow.book.emit(Warned(because=f"{because}: {error.strerror}"))
 
 
 def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:

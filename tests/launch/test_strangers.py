@@ -1,0 +1,63 @@
+"""A run folder that came from elsewhere: its hooks are shown and not run, its ends and its links lead nowhere."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import Bloomery
+
+from bloomery.launch import hooks
+from bloomery.launch.journal import journal
+from bloomery.launch.run_folder import RunFolder
+from bloomery.monitor.events import RunEnded, Warned, read_events
+from bloomery.plan.store import read_plan
+
+
+@pytest.fixture
+def hooked(undisturbed: Bloomery, tmp_path: Path) -> tuple[RunFolder, str]:
+    """A folder whose plan has a hook that leaves a trace."""
+    shutil.copytree(undisturbed.run_dir, tmp_path / "run")
+    folder, command = RunFolder(tmp_path / "run"), f"touch {tmp_path / 'trace'}"
+    plan = json.loads(folder.plan.read_text())
+    plan["monitor"]["commands"] = [command]
+    folder.plan.write_text(json.dumps(plan))
+    return folder, command
+
+
+def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]:
+    """Emits an event to the sinks of the plan; the warnings."""
+    plan = read_plan(folder.plan)
+    with journal(folder, quiet=True) as book:
+        book.hooks = asked
+        with book.shown(plan, "run"):
+            book.tell(RunEnded(why="stopped"))
+    return [event.because for event in read_events(folder.events) if isinstance(event, Warned)]
+
+
+def test_the_hook_of_a_stranger_is_shown_and_not_run(hooked) -> None:
+    folder, command = hooked
+    (warning,) = show(folder)
+    assert command in warning and "not started" in warning
+    assert not (folder.path.parent / "trace").exists()
+
+
+def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_elsewhere(hooked, tmp_path: Path) -> None:
+    folder, command = hooked
+    trace = folder.path.parent / "trace"
+    assert show(folder, asked=frozenset({command})) == [] and trace.exists()
+    trace.unlink()
+    hooks.remember(folder.path, [command])
+    assert show(folder) == [] and trace.exists()
+    trace.unlink()
+    shutil.copytree(folder.path, tmp_path / "copy")
+    assert len(show(RunFolder(tmp_path / "copy"))) == 1 and not trace.exists()
+
+
+def test_train_notes_the_hooks_of_its_recipe(bloomery: Bloomery, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    words = ("train.length=2 steps", "monitor.to=[{command: 'true'}]")
+    done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one", *words)
+    assert done.returncode == 0, done.stderr
+    assert hooks.remembered(bloomery.run_dir, ["true", "false"]) == {"true"}
+    assert not any(isinstance(event, Warned) and "hook" in event.because for event in bloomery.events())
