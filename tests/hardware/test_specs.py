@@ -254,6 +254,15 @@ def test_every_card_is_found_by_the_name_it_is_listed_under_and_by_its_drivers(s
             assert gpu_spec(device(spec.name, spec.arch, size)) == spec
 
 
+def test_processor_graphics_are_planned_in_a_machine_of_a_size():
+    with pytest.raises(UserError, match="shares the machine's memory") as error:
+        find_gpu("Strix Halo")
+    assert error.value.remedy == 'write it: --gpu "Strix Halo 32GB"'
+    found = find_gpu("Strix Halo 128GB")
+    assert (found.integrated, found.usable_bytes) == (True, 64 * GIB)
+    assert gpu_spec(found).name == find_spec(found.name).name
+
+
 def test_a_misspelt_gpu_gets_its_neighbours():
     with pytest.raises(UserError, match="not in the table") as error:
         find_gpu("RX 6701 XT")

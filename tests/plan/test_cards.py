@@ -63,6 +63,14 @@ def test_several_named_cards_stand_in_one_table(tmp_path, monkeypatch):
     assert rows[0]["peaks"] == "estimated"
 
 
+def test_processor_graphics_beside_cards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["go-coder-125m", "--gpu", "Strix Halo 64GB", "--gpu", "GTX 1060"]
+    shown = CliRunner().invoke(command, words, standalone_mode=False).stdout.splitlines()
+    assert shown[3].split()[:3] == ["Radeon", "8060S", "32"]
+    assert shown[-1].endswith('--gpu "Radeon 8060S 64GB"')
+
+
 def test_one_unknown_name_of_several_is_an_error():
     said = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "4090", "--gpu", "M3 Max"], standalone_mode=False)
     assert "GPUs of Apple are not supported" in str(said.exception)

@@ -14,6 +14,9 @@ from bloomery.hardware.machine import Accelerator, Host
 from bloomery.hardware.wheels import series
 from bloomery.units import GIB, MIB
 
+# Of a machine's memory, what Linux lends to processor graphics unless amdgpu.gttsize or ttm.pages_limit say more.
+LENT_SHARE = 0.5
+
 
 class Spec(BaseModel, frozen=True, extra="forbid"):
     """A row of gpus.toml: an unknown key is a typing error."""
@@ -87,6 +90,7 @@ class GpuSpec(Spec):
     def short_name(self) -> str:
         """Without its maker and line, as a column has room for it; `find_gpu` understands it."""
         text = re.sub(r"^(?:GeForce|Radeon(?= RX| PRO| Pro| AI)|Instinct|Tesla) ", "", self.name)
+        text = re.sub(r" \(Ryzen [^)]*\)", "", text)
         return text.replace("with Max-Q Design", "Max-Q").replace("Laptop GPU", "laptop").replace(" Generation", "")
 
     def memory_bytes(self) -> int:
@@ -293,8 +297,14 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
     sizes, facts = spec.memory_gib, arch_spec(spec.arch)
     assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
     if not sizes:
-        problem, remedy = f"{spec.name} shares the processor's memory", "plan on the machine that has it"
-        raise UserError(problem, where="--gpu", remedy=remedy, code=2)
+        if size is None:
+            problem = f"{spec.name} shares the machine's memory, whose size is open"
+            raise UserError(problem, where="--gpu", remedy=f'write it: --gpu "{text} 32GB"', code=2)
+        lent = int(size * GIB * LENT_SHARE)
+        return Accelerator(
+            index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=0, integrated=True,
+            gtt_bytes=lent,
+        )  # fmt: skip
     if size not in sizes and (size is not None or len(sizes) > 1):
         remedy = "write " + " or ".join(f"{spec.name} {gib}GB" for gib in sizes)
         raise UserError(f"{text!r} leaves open how much memory it has", where="--gpu", remedy=remedy, code=2)

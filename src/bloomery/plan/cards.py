@@ -7,7 +7,7 @@ from typing import Any
 from bloomery.errors import UserError
 from bloomery.hardware.assume import with_gpu
 from bloomery.hardware.machine import Accelerator, Machine
-from bloomery.hardware.specs import GpuSpec, arch_spec, gpu_spec, table
+from bloomery.hardware.specs import LENT_SHARE, GpuSpec, arch_spec, gpu_spec, table
 from bloomery.plan.page_figures import LABEL, SHORT_NAMES, WIDTH
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
@@ -91,7 +91,7 @@ def devices() -> Iterator[Accelerator]:
 
 
 def _planned(loaded: LoadedRecipe, machine: Machine, device: Accelerator, gpus: int, nodes: int) -> Card:
-    memory, spec = device.memory_bytes / GIB, gpu_spec(device)
+    memory, spec = device.usable_bytes / GIB, gpu_spec(device)
     assert spec is not None, f"gpus.toml has no {device.name}"
     try:
         plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes, brief=True)
@@ -131,7 +131,10 @@ def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int
         lines.append("Planned only: this version trains on one device.")
     best = (fitting or found)[0]
     size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
-    command = f'bloomery plan {source} --gpu "{best.name}{size}"{many}'
+    name = best.name + size
+    if not best.spec.memory_gib:  # processor graphics: the machine's memory is what was named
+        name = f"{best.spec.short_name} {best.memory_gib / LENT_SHARE:.0f}GB"
+    command = f'bloomery plan {source} --gpu "{name}"{many}'
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
 
