@@ -84,6 +84,15 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_the_draft_of_an_export_that_was_killed_goes_with_the_next(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    for name in (".tmp-out-4194999", ".tmp-other-4194999"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    export(source, tmp_path / "out", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-other-4194999", "out", "source"]
+
+
 def test_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_model(tmp_path / "source")
     copy = shutil.copyfile

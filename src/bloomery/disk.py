@@ -125,6 +125,20 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def abandoned(path: Path) -> bool:
+    """Whether this is a draft, `.tmp-NAME-PID`, of a process that is gone."""
+    writer = path.name.rpartition("-")[2]
+    if not path.name.startswith(".tmp-") or not writer.isdecimal():
+        return path.name.startswith(".tmp-")
+    try:
+        os.kill(int(writer), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 def state_folder() -> Path:
     """Where programs keep what they note of this user: $XDG_STATE_HOME, else ~/.local/state."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"

@@ -1,6 +1,5 @@
 """What a person sees when Bloomery itself is at fault: one sentence, and where the traceback is kept."""
 
-import errno
 import os
 import tempfile
 import time
@@ -11,34 +10,11 @@ from pathlib import Path
 import click
 
 from bloomery.disk import open_regular, state_folder
-from bloomery.errors import UserError
+from bloomery.errors import UserError, of_the_system
 from bloomery.text import harmless, scrub
 
 # Set by a verb that has a run folder, so that a traceback ends up in the run's own log.txt.
 traceback_file: ContextVar[Path | None] = ContextVar("traceback_file", default=None)
-
-_FREE_SPACE = "free some space, then run the same command again: what is complete is kept"
-_SYSTEM_ERRORS = {
-    errno.ENOSPC: ("the disk is full", _FREE_SPACE),
-    errno.EDQUOT: ("the disk quota is used up", _FREE_SPACE),
-    errno.EROFS: ("the file system is read-only", "mend its rights, or copy the folder to a disk that can be written"),
-    errno.EACCES: ("access was refused", "check the owner and the permissions, or choose another folder"),
-    errno.EPERM: ("access was refused", "check the owner and the permissions, or choose another folder"),
-    errno.EMFILE: ("too many files are open", "raise the limit: ulimit -n 4096"),
-    errno.EFBIG: ("a file would grow beyond the limit that is set", "raise it: ulimit -f unlimited"),
-    errno.ENAMETOOLONG: ("a name is longer than the file system takes", "choose a shorter one"),
-    errno.ELOOP: ("links lead round in a circle", "name the file itself"),
-    errno.EISDIR: ("a folder stands where a file should be", "move it away, then run the same command again"),
-    errno.ENOTDIR: ("a file stands where a folder should be", "move it away, then run the same command again"),
-    errno.EIO: ("the disk cannot be read or written", "check it (`dmesg`), then run the same command again"),
-    errno.EPIPE: ("nobody reads what is printed any more", "let the reader go on, or write into a file"),
-}
-
-
-def shorten(text: str, width: int) -> str:
-    """The text, or its beginning and end."""
-    return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
-
 
 def explain(kind: type[BaseException], error: BaseException) -> None:
     """Print the sentence for an exception that nothing caught; the traceback goes to a file."""
@@ -50,9 +26,9 @@ def explain(kind: type[BaseException], error: BaseException) -> None:
 
 
 def _sentence(error: BaseException, kept: Path | None) -> UserError:
-    known = _SYSTEM_ERRORS.get(error.errno or 0) if isinstance(error, OSError) else None
-    if known is not None and isinstance(error, OSError):
-        return UserError(known[0], where=shorten(str(error.filename or ""), 200), remedy=known[1])
+    known = of_the_system(error) if isinstance(error, OSError) else None
+    if known is not None:
+        return known
     if isinstance(error, MemoryError):
         remedy = "close other programs or choose smaller sizes"
         return UserError("this machine's memory is used up", where=str(error), remedy=remedy)

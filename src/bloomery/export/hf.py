@@ -1,5 +1,6 @@
 """A model as a folder that transformers, vLLM and other readers of that layout open."""
 
+import glob
 import importlib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from bloomery.data.tokenizer import load_tokenizer
+from bloomery.disk import abandoned, remove
 from bloomery.errors import UserError
 from bloomery.export.card import model_card, training_of
 from bloomery.model.base import is_adapter_folder
@@ -67,6 +69,9 @@ def draft_of(out: Path) -> Iterator[Path]:
         raise UserError("this place is taken; nothing is overwritten", where=str(out), remedy="choose another --out")
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
+        for left in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
+            if abandoned(left):
+                remove(left)
         draft.mkdir(parents=True)
         yield draft
         draft.replace(out)

@@ -12,7 +12,7 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any, final
 
-from bloomery.disk import irregular, open_regular, read_whole, remove, write_durably
+from bloomery.disk import abandoned, irregular, open_regular, read_whole, remove, write_durably
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.signals import can_hear
@@ -176,9 +176,7 @@ def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
 def _sweep(folder: RunFolder) -> None:
     """Deletes what killed processes were writing. Raises UserError for a link: nothing is written through one."""
     for path in folder.path.iterdir():
-        writer = path.name.rpartition("-")[2]
-        writing = writer.isdecimal() and start_mark(int(writer)) is not None
-        if path.name.startswith(".tmp-") and not writing:
+        if abandoned(path):
             remove(path)
         elif path.is_symlink():
             raise irregular(path)

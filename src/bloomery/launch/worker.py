@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from bloomery.errors import UserError
+from bloomery.errors import UserError, of_the_system
 from bloomery.hardware.children import die_with_parent, loading
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.signals import SAVE_SIGNAL, STOP_SIGNALS
@@ -93,7 +93,10 @@ def main(arguments: Sequence[str]) -> int:
             if words.stage == "prepare":
                 return _prepare(folder, words.data, emit)
             return _train(folder, emit, flag, resumed=words.resumed)
-    except UserError as error:
+    except (UserError, OSError) as failed:
+        error = failed if isinstance(failed, UserError) else of_the_system(failed)
+        if error is None:
+            raise
         report = {"problem": error.problem, "where": error.where, "remedy": error.remedy, "code": error.code}
         os.write(words.report, json.dumps(report).encode())
         kinds = ((Unsound, UNSOUND), (MemoryFull, MEMORY_FULL), (Diverged, DIVERGED))

@@ -1,9 +1,9 @@
 """The plan of a run: every "auto" decided. Stored as `plan.json`, replayed by `resume`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, PositiveInt
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.quantize_facts import Reader
@@ -11,6 +11,7 @@ from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quan
 from bloomery.units import Duration
 
 Origin = Literal["table", "probe", "measured"]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Part(BaseModel, frozen=True, extra="forbid"):
@@ -121,12 +122,12 @@ class DataPlan(Part):
 
 class OptimizerPlan(Part):
     kind: Literal["adamw", "muon", "adafactor"]
-    learning_rate: float
-    matrix_learning_rate: float
+    learning_rate: NotNegative
+    matrix_learning_rate: NotNegative
     momentum: float
     betas: tuple[float, float]
-    epsilon: float
-    weight_decay: float
+    epsilon: NotNegative
+    weight_decay: NotNegative
     fused: bool
     schedule: Literal["cosine", "linear", "constant"] | Wsd
     floor: float
@@ -163,9 +164,9 @@ class TrainPlan(Part):
     seconds: float | None
     min_steps: int | None = None  # of a wall-time run, which then takes longer where it must
     blocks: tuple[ScheduleBlock, ...] = ()
-    tokens_per_step: int
-    micro_batch: int  # rows
-    accumulation: int  # micro-batches per step
+    tokens_per_step: PositiveInt
+    micro_batch: PositiveInt  # rows
+    accumulation: PositiveInt  # micro-batches per step
     precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
     compile: bool
     activation_checkpointing: str
@@ -178,7 +179,7 @@ class TrainPlan(Part):
 
 
 class CheckpointPlan(Part):
-    every_steps: int
+    every_steps: PositiveInt
     keep: int
     asynchronous: bool
 
@@ -186,18 +187,18 @@ class CheckpointPlan(Part):
 class EvalPlan(Part):
     """`rows`: how many rows of the validation split an evaluation reads at most; None: all of them."""
 
-    every_steps: int
+    every_steps: PositiveInt
     rows: int | None = None
     prompts: tuple[str, ...]
     max_tokens: int
     temperature: float
     top_p: float
     stop_early: int | None
-    micro_batch: int
+    micro_batch: PositiveInt
 
 
 class MonitorPlan(Part):
-    every_steps: int
+    every_steps: PositiveInt
     sinks: tuple[str, ...]
     commands: tuple[str, ...]
     pause_above: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: what each GPU says of itself
