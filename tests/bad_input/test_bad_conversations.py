@@ -73,7 +73,7 @@ CASES = {
     "null": ("null", ["null"]),
     "a list": ("[1]", ["a list"]),
     "another column": ({"text": "hi"}, ["messages"]),
-    "50 MB": (talks(("user", "x" * 50_000_000), ("assistant", "b")), ["47.7 MiB", "8.0 MiB is the limit"]),
+    "50 MB": (talks(("user", "x" * 50_000_000), ("assistant", "b")), ["47.7 MiB", "2.0 MiB is the limit"]),
     "chatml and tools": (
         talks(("user", "a"), ("assistant", "b"), tools=[{"type": "function", "function": {"name": "f"}}]),
         ["chatml has no form for tools"],

@@ -224,7 +224,7 @@ FLAWS = {
     "50 MB": (
         turns({"role": "user", "content": "x" * 50_000_000}, ANSWER),
         "messages",
-        "47.7 MiB, and 8.0 MiB is the limit",
+        "47.7 MiB, and 2.0 MiB is the limit",
     ),
     "equal sides": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "a.jsonl:3", "chosen and rejected are equal"),
     "equal sides of messages": ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "a.jsonl:3", "are equal"),

@@ -1,5 +1,6 @@
 """Nothing is lost, nothing is added, and other people's files cannot take the process down."""
 
+import itertools
 import json
 import os
 import random
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from bloomery.data import tokenizer_training
+from bloomery.data import tokenizer_training, words
 from bloomery.data.builtin import stdlib_files
 from bloomery.data.sentencepiece_json import PROBES
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer import SPECIAL, JsonBackend, Tokenizer, load_tokenizer
 from bloomery.data.tokenizer_training import LONGEST_WORD, bounded, train_tokenizer
 from bloomery.data.words import ascii_pattern
 from bloomery.errors import UserError
@@ -316,3 +317,61 @@ def test_one_word_of_megabytes_takes_no_longer_than_other_text(tmp_path, text):
     began = time.process_time() + sum(os.times()[2:4])
     train_tokenizer(iter([text]), TrainTokenizer(vocab_size=300), tmp_path)
     assert time.process_time() + sum(os.times()[2:4]) - began < 8  # uncut it was 26 s for a tenth of it
+
+
+LATER = [words._LATER % "", words._LATER % "{1,3}", words.GPT2_PATTERN]
+
+
+@pytest.fixture(scope="module")
+def later(trained) -> dict[str, Tokenizer]:
+    """The same merges behind the expressions of later models, and behind none that is known."""
+    found = {}
+    for number, pattern in enumerate([*LATER, r"\p{L}+|\s|[^\p{L}\s]+"]):
+        description = json.loads((trained[1] / "tokenizer.json").read_text())
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+        description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+        found[pattern] = Tokenizer(JsonBackend(description, str(number), set(SPECIAL)), {})
+    return found
+
+
+@pytest.mark.parametrize("pattern", LATER)
+@given(st.lists(st.sampled_from([*SNIPPETS, *["日本", "。", "é", " 's", "7", "\r\n", "\u00a0", "\u0301"]]), min_size=8))
+@settings(max_examples=60, deadline=None)
+def test_text_in_pieces_has_the_ids_of_the_whole(later, pattern, snippets):
+    text, tokenizer = "".join(snippets), later[pattern]
+    ends = words.word_ends(tokenizer._backend.description)
+    assert ends is not None
+    cuts = [0, *(match.start() for match in ends.finditer(text)), len(text)]
+    pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
+    whole = tokenizer.encode(text)
+    assert [index for piece in pieces for index in tokenizer.encode(piece)] == whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "PIECE", 7)
+        assert tokenizer.encode(text) == tokenizer.encode_array(text).tolist() == whole
+
+
+def test_long_text_is_encoded_in_little_memory_or_refused(trained, later, monkeypatch):
+    monkeypatch.setattr(words, "PIECE", 10_000)
+    monkeypatch.setattr(words, "LONGEST_PIECE", 40_000)
+    tokenizer, _ = trained
+    for unit, ends in (("a line of it\n", True), ("日本語のテキスト。\n", True), ("é ", True), ("x = [1];", False)):
+        text = unit * 20_000
+        sizes = [len(piece.encode()) for piece in words.pieces(text, tokenizer._ends)]
+        assert not ends or max(sizes) <= 40_000
+        assert tokenizer.too_long(text) is None
+        part = text[:100_000]
+        assert tokenizer.encode_array(part).tolist() == tokenizer._backend.encode_batch([part], special=False)[0]
+    for text in ("a" * 50_000, "日" * 50_000, "é" * 30_000 + " ok"):
+        with pytest.raises(UserError, match="in one piece"):
+            tokenizer.encode_array(text)
+        assert "in one piece" in tokenizer.too_long(text).problem
+        with pytest.raises(UserError, match="in one piece"):
+            tokenizer.encode(text)
+    unknown = later[r"\p{L}+|\s|[^\p{L}\s]+"]
+    assert unknown._ends is None and unknown.too_long("é b " * 20_000) is not None
+    remembers = unknown._fast_encoder() is not None  # BPE, word by word
+    assert (unknown.too_long("a b " * 20_000) is None) is remembers
+    monkeypatch.setattr(words, "LONGEST_PLACED", 40_000)
+    with pytest.raises(UserError, match="in one piece"):
+        tokenizer.encode_places(["a b " * 20_000])

@@ -36,6 +36,7 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
 
     Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2
     """
+    from bloomery.data.encoder import fewer_workers
     from bloomery.data.prepare import prepare, prepared_folder
     from bloomery.plan.fetched import fetch_text
     from bloomery.recipe.load import load_recipe
@@ -46,6 +47,8 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
     if count is not None:
         _preview(loaded, folder, count)
         return
+    if (told := fewer_workers(loaded.recipe.data.workers)) is not None:
+        say(f"warning    {told}")
     with reporting() as report:
         manifest = prepare(loaded, folder, report=report)
     _summarise(manifest, loaded, folder)

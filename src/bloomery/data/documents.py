@@ -181,6 +181,8 @@ def _typed_rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Docu
         read, columns = _typed_reader(file, corpus, types, tally)
         for value in READERS[file.format](file.path, file.shown, columns):
             yield from read(value)
+    except UnicodeDecodeError:
+        yield Flaw(file.shown, "holds a column whose name is not UTF-8", "rename the column")
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

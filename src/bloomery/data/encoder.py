@@ -231,10 +231,23 @@ def encode_in_order(jobs: Iterable[tuple[_Tag, list[str]]], using: list[Encoder]
 
 
 def count_workers(asked: int | str, bytes_of_text: float, *, rendered: bool = False) -> int:
-    """Processes for so much text: starting one costs as much as encoding some 10 MB, or rendering 1 MB."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processes for so much text, never more than there are cores: starting one costs as much as encoding some 10 MB,
+    or rendering 1 MB.
+    """
     each = 1_000_000 if rendered else 10_000_000
-    return asked if isinstance(asked, int) else max(1, min(cores, int(bytes_of_text) // each))
+    return min(asked if isinstance(asked, int) else max(1, int(bytes_of_text) // each), cores())
+
+
+def cores() -> int:
+    """Of this machine, for this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fewer_workers(asked: int | str) -> str | None:
+    """What to say of a recipe that asks for more processes than the machine has cores."""
+    if isinstance(asked, int) and asked > cores():
+        return f"data.workers={asked:,} starts {cores():,} processes, as many as this machine has cores"
+    return None
 
 
 def main() -> None:

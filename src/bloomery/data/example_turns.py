@@ -9,7 +9,7 @@ from bloomery.data.examples import Message, Role
 from bloomery.data.streams import Flaw, text_of
 from bloomery.units import MIB, format_bytes
 
-MAX_CONVERSATION = 8 * MIB  # of text: two million tokens, more than any model reads
+MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
 ROLES: dict[str, Role] = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",

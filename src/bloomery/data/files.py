@@ -55,9 +55,20 @@ def suffix_of(path: Path) -> str:
 
 
 def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
-    """Sorted by name. Raises UserError when there are none, naming what lies there instead. `rows`: conversations and
-    pairs are looked for, so that tables come before texts that only describe them.
+    """Sorted by name. Raises UserError when there are none, naming what lies there instead, and for what may not be
+    read. `rows`: conversations and pairs are looked for, so that tables come before texts that only describe them.
     """
+    try:
+        return _listed(source, rows=rows)
+    except OSError as error:
+        problem, remedy = f"cannot be read: {error.strerror}", "check its owner, its permissions and the disk"
+        raise UserError(problem, where=str(error.filename or source.path), remedy=remedy) from error
+    except UnicodeEncodeError as error:
+        problem, remedy = "this locale has no bytes for the letters of the name", "set LANG=C.UTF-8"
+        raise UserError(problem, where=f"data.path: {source.path}", remedy=remedy) from error
+
+
+def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     root = data_place(source.path)
     if not root.exists() and source.path.startswith(PREFIX):
         remedy = f"`bloomery download {source.path.removeprefix(PREFIX)} --dataset` fetches it"
@@ -99,7 +110,10 @@ def _near(root: Path) -> str:
 def _walk(root: Path, glob: str | None) -> Iterator[str]:
     """Names below `root`. Links are followed, each real folder is entered once, hidden ones never."""
     seen: set[tuple[int, int]] = set()
-    for folder, folders, files in os.walk(root, followlinks=True):
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
         status = Path(folder).stat()
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()

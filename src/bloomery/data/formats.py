@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from bloomery.data.streams import MAX_BYTES, Flaw, decode, lines, open_bytes, too_long
+from bloomery.data.streams import BLANK, MAX_BYTES, Flaw, blank, decode, lines, open_bytes, too_long
 from bloomery.errors import UserError
 from bloomery.units import MIB
+
+WHOLE = 4 * MIB  # of a text that is one document: no tokenizer needs more memory than a machine has for it
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def read_text(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
-    """The file as one text. A longer one than MAX_BYTES comes in pieces cut at ends of lines."""
+    """The file as one text. A longer one than WHOLE comes in pieces cut at ends of lines."""
     del columns
     with open_bytes(path) as stream:
         data = stream.read(MAX_BYTES + 1)
-        if len(data) <= MAX_BYTES:
+        if len(data) <= WHOLE:
             text = decode(data.removeprefix(codecs.BOM_UTF8), name)
             yield text if isinstance(text, Flaw) else Value(name, text)
             return
@@ -54,10 +56,13 @@ def read_text(path: Path, name: str, columns: list[str] | None) -> Iterator[Valu
 
 
 def _pieces(data: bytes, stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
-    part = 0
+    part = run = 0
     while data:
         part += 1
         end = len(data) if len(data) <= 4 * MIB else data.rfind(b"\n", 0, 4 * MIB) + 1 or data.find(b"\n") + 1
+        if end > BLANK // 8 and data[:end].isspace() and (run := run + end) > BLANK:
+            yield blank(f"{name}, part {part}")
+            return
         if end == 0 and len(data) > MAX_BYTES:
             yield too_long(f"{name}, part {part}", "a line")
             return
@@ -126,9 +131,13 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
     much each time.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    buffer, line, want, ended = "", 1, MIB, False
+    buffer, line, want, ended, run = "", 1, MIB, False, 0
     while True:
         stripped = buffer.lstrip(" \t\r\n,[]")
+        run = 0 if stripped else run + len(buffer)
+        if run > BLANK:
+            yield blank(f"{name}:{line}")
+            return
         line += buffer.count("\n", 0, len(buffer) - len(stripped))
         buffer = stripped
         try:
@@ -198,7 +207,7 @@ def read_parquet(path: Path, name: str, columns: list[str] | None) -> Iterator[V
     """Rows, page by page; only the columns that are needed are read."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB) as file:
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB, page_checksum_verification=True) as file:
         yield from _batches(file.iter_batches(batch_size=64, columns=columns), file.schema_arrow, name, columns)
 
 
@@ -229,9 +238,22 @@ def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] 
     row = 0
     for batch in batches:
         for start in range(0, batch.num_rows, 64):
-            for content in batch.slice(start, 64).to_pylist():
+            part = batch.slice(start, 64)
+            try:
+                contents = part.to_pylist()
+            except UnicodeDecodeError:  # nothing checks the bytes of a column of text before
+                contents = [_row(part, index, f"{name}, row {row + index + 1}") for index in range(part.num_rows)]
+            for content in contents:
                 row += 1
-                yield Value(f"{name}, row {row}", content)
+                yield content if isinstance(content, Flaw) else Value(f"{name}, row {row}", content)
+
+
+def _row(batch: Any, index: int, where: str) -> Any:
+    try:
+        return batch.slice(index, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        problem = f"holds text that is not UTF-8: byte 0x{error.object[error.start]:02x}"
+        return Flaw(where, problem, "write the column again as UTF-8, or set data.on_error to skip")
 
 
 READERS: dict[str, Reader] = {

@@ -40,6 +40,7 @@ from bloomery.data.preparing_journal import JOURNAL, Journal, open_journal
 from bloomery.data.shard_writer import Lost, SplitWriter
 from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name, ShardKind
 from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpora
+from bloomery.data.streams import Flaw
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, write_file
 from bloomery.data.tokenizer_source import find_tokenizer
 from bloomery.data.tokenizer_training import train_tokenizer
@@ -111,6 +112,7 @@ class Work:
         """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder."""
         splitter = make_splitter(self._corpora[: self._num_train], self._data, self._wants)
         tokenizer = self._tokenizer(splitter)
+        self._too_long = tokenizer.too_long
         self._unpadded = partial(unpadded, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
         if self.rendering is not None:
             keep_template(tokenizer, self.rendering, self._folder)
@@ -232,6 +234,11 @@ class Work:
                 if behind and twins is None:
                     continue
                 name = split_of(whole) if document.tokens != () else "empty"
+                if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
+                    flaw, name = Flaw(document.source, error.problem, error.remedy), "flawed"
+                    if self._data.on_error != "skip":
+                        raise flaw.error()
+                    self._tally.skip(flaw)
                 twin = twins.of(document, name) if twins is not None and name in SPLITS else document
                 if behind:
                     continue

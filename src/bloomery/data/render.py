@@ -12,6 +12,8 @@ from bloomery.data.streams import Flaw
 from bloomery.data.template_process import TemplateProcess
 from bloomery.data.templates import ChatTemplate, find_template
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.words import LONGEST_PLACED
+from bloomery.units import format_bytes
 
 TrainOn = Literal["assistant", "all", "last"]
 BATCH = 256  # conversations a round trip
@@ -94,13 +96,16 @@ class Renderer:
             raise self._process(bool(tools)).error(answer["error"])
         return self._tokenizer.encode_places([answer["text"]])[0][0]
 
-    def _encode_texts(self, example: Example) -> Encoded:
+    def _encode_texts(self, example: Example) -> Encoded | Flaw:
         """Prompt and answer in one piece, as TRL does: what the ids share with those of the prompt alone is not
         learned; the end token is. Answers of one prompt begin to be learned at one place.
         """
         assert isinstance(example.prompt, str)
         prompt, prefix = example.prompt, self._tokenizer.prefix
         texts = [prompt, *(prompt + answer for answer in example.answers if isinstance(answer, str))]
+        for text in texts:
+            if (error := self._tokenizer.too_long(text, special=True)) is not None:
+                return Flaw(example.source, error.problem, error.remedy)
         asked, *told = self._tokenizer.encode_batch(texts, special=True)
         prefix = [] if asked[: len(prefix)] == prefix else prefix
         start = min(_shared(asked, ids) for ids in told)
@@ -124,7 +129,7 @@ class Renderer:
 
     def _render(self, examples: list[Example], tools: bool) -> list[Encoded | Flaw]:
         jobs = [self._job(example, answer) for example in examples for answer in example.answers]
-        answers = self._process(tools).read(jobs)
+        answers = [_refused(answer) or answer for answer in self._process(tools).read(jobs)]
         good = [answer for answer in answers if "error" not in answer]
         placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
         made = iter([_sequence(answer, next(placed)) if "error" not in answer else answer for answer in answers])
@@ -182,6 +187,12 @@ def as_turn(message: Message) -> Json:
     if message.call_id is not None:
         turn["tool_call_id"] = message.call_id
     return turn
+
+
+def _refused(answer: Json) -> Json | None:
+    """Of a rendering that would take too much memory to encode: why."""
+    size = len(answer.get("text", "").encode())
+    return {"error": f"that is {format_bytes(size)} of text"} if size > LONGEST_PLACED else None
 
 
 def _sequence(answer: Json, placed: tuple[list[int], list[Span]]) -> Sequence:

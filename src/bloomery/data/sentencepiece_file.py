@@ -29,6 +29,7 @@ class SentencePiece:
                 remedy="pip install 'bloomery[sentencepiece]'",
             ) from error
         self.description: dict[str, Any] = {}
+        self.growth = 1.0
         self._content = read_input(path, MAX_FILE)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content)

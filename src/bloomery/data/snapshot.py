@@ -78,7 +78,7 @@ def _source(corpus: Corpus, files: list[Seen]) -> SourceRecord:
         path=corpus.path,
         files=len(files),
         bytes=sum(file.bytes for file in files),
-        sha256=hashlib.sha256(lines.encode()).hexdigest(),
+        sha256=hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest(),
     )
 
 

@@ -14,6 +14,7 @@ from bloomery.errors import UserError
 from bloomery.units import MIB, format_bytes
 
 MAX_BYTES = 64 * MIB  # of one document, line or field
+BLANK = MIB  # of white space in one run: what a file of some kilobytes may expand to for hours
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 1024  # compressed bytes at a time: zstd expands one to at most some 30 MB
 
@@ -91,16 +92,27 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
 
 
 def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | Flaw]]:
-    """Numbered lines; one longer than MAX_BYTES comes as a Flaw and is passed over piece by piece."""
-    number = 0
+    """Numbered lines; one longer than MAX_BYTES comes as a Flaw and is passed over piece by piece. Nothing is read
+    behind a run of white space longer than BLANK.
+    """
+    number = run = 0
     while line := stream.readline(MAX_BYTES + 1):
         number += 1
+        run = run + len(line) if line.isspace() else 0
+        if run > BLANK:
+            yield number, blank(f"{name}:{number}")
+            return
         if len(line) > MAX_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(MIB)) and not rest.endswith(b"\n"):
                 pass
             yield number, too_long(f"{name}:{number}", "a line")
             continue
         yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+
+def blank(where: str) -> Flaw:
+    problem = f"more than {format_bytes(BLANK)} of white space follow each other"
+    return Flaw(where, problem, "remove it; what follows is not read")
 
 
 def too_long(where: str, what: str) -> Flaw:

@@ -27,6 +27,7 @@ class Backend(Protocol):
     """What encodes. `description` is what tokenizer.json says, empty for other kinds of file."""
 
     description: Json
+    growth: float  # how many times as many letters a text may have once it is normalised
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
     def encode_places(self, texts: list[str]) -> list[Placed]: ...
@@ -71,6 +72,7 @@ class JsonBackend:
     def __init__(self, description: Json, where: str, control: set[str]) -> None:
         tokenizer_file.check_ids(description, where)
         self.description, self._where = description, where
+        self.growth = tokenizer_file.check_growth(description, where)
         self._text = tokenizer_file.canonical(description)
         added = description.get("added_tokens") or []
         plain = {**description, "added_tokens": [_demoted(entry, control) for entry in added]}
@@ -194,13 +196,47 @@ class Tokenizer:
         """Ids of a text. A text that spells "<s>" or "</s>" holds letters, no control tokens, unless `special`; other
         added tokens always count.
         """
+        if self._short(text):
+            return self._backend.encode_batch([text], special=special)[0]
+        return [index for piece in words.pieces(text, self._ends) for index in self._piece(piece, special=special)]
+
+    def _piece(self, text: str, *, special: bool) -> list[int]:
+        words.refuse_long(self._size(text))
         return self._backend.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
+        if not all(map(self._short, texts)):
+            return [self.encode(text, special=special) for text in texts]
         return self._backend.encode_batch(texts, special=special)
+
+    def _short(self, text: str) -> bool:
+        return len(text) * self._backend.growth <= words.PIECE
+
+    def _size(self, text: str) -> int:
+        """Bytes, normalised."""
+        return round(len(text.encode()) * self._backend.growth)
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str] | None:
+        return words.word_ends(self._backend.description) if self._backend.description else None
+
+    def too_long(self, text: str, *, special: bool = False) -> UserError | None:
+        """Why `encode_array`, or `encode` with `special`, cannot encode a text in little memory; None where it can."""
+        if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:  # of four bytes a letter
+            return None
+        try:
+            for piece in words.pieces(text, self._ends):
+                size, fast = self._size(piece), None if special else self._fast_encoder()
+                size = fast.longest(piece) if fast and size > words.LONGEST_PIECE and piece.isascii() else size
+                words.refuse_long(size)
+        except UserError as error:
+            return error
+        return None
 
     def encode_places(self, texts: list[str]) -> list[Placed]:
         """Ids of texts with control tokens read out of them, and the characters that each id stands for."""
+        for text in texts:
+            words.refuse_long(self._size(text), words.LONGEST_PLACED)
         return self._backend.encode_places(texts)
 
     @cached_property
@@ -222,10 +258,19 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> words.Ids:
         """The ids of `encode` as `dtype`, several times as fast where byte-level BPE allows it."""
+        if self._short(text):
+            return self._array(text)
+        return np.concatenate([self._array(piece) for piece in words.pieces(text, self._ends)])
+
+    def _array(self, text: str) -> words.Ids:
+        fast = self._fast_encoder()
+        if fast is not None:
+            return fast.encode(text)
+        return np.array(self._piece(text, special=False), dtype=self.dtype)
+
+    def _fast_encoder(self) -> words.WordEncoder | None:
         self._fast = self._fast or self._word_encoder()
-        if self._fast is not None:
-            return self._fast.encode(text)
-        return np.array(self._backend.encode_batch([text], special=False)[0], dtype=self.dtype)
+        return self._fast
 
     def _word_encoder(self) -> words.WordEncoder | None:
         description = self._backend.description

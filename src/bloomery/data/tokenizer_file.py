@@ -1,6 +1,8 @@
 """tokenizer.json as others write it, made safe before the library sees it."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from bloomery.errors import UserError
 from bloomery.units import MIB
 
 MAX_FILE = 512 * MIB
+MOST_GROWTH = 64.0  # of Llama, Gemma, T5 and all others that we know: 2 or less
+_MOST_PREPENDED = 16.0  # letters
 _ANOTHER = "download or save the tokenizer again"
 _ROLES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
@@ -45,6 +49,8 @@ def check_ids(description: Json, where: str) -> None:
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise UserError("describes no tokenizer: model.vocab is missing", where=where, remedy=_ANOTHER)
     vocab = model["vocab"]
+    if not vocab:
+        raise UserError("describes no tokenizer: its vocabulary is empty", where=where, remedy=_ANOTHER)
     try:
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
@@ -58,6 +64,51 @@ def check_ids(description: Json, where: str) -> None:
             problem = f"token {token!r} has two ids, {ids[token]} and {index}"
             raise UserError(problem, where=where, remedy=_ANOTHER)
     _check_range(ids, where)
+
+
+def check_growth(description: Json, where: str) -> float:
+    """How many times as many letters a text may have behind the normalizer as before. Raises UserError for one, or a
+    decoder, that makes texts so much longer that no memory holds them.
+    """
+    grown = {part: _growth(description.get(part)) for part in ("normalizer", "decoder")}
+    for part, factor in grown.items():
+        if factor > MOST_GROWTH:
+            told = f"{factor:,.0f}" if factor < 1e15 else "endlessly many"
+            raise UserError(f"its {part} makes a text up to {told} times as long", where=where, remedy=_ANOTHER)
+    return grown["normalizer"]
+
+
+def _growth(step: object) -> float:
+    """Of Replace and Prepend, which write what the file says; of other steps the growth is Unicode's."""
+    if not isinstance(step, dict):
+        return 1.0
+    parts = [part for key in ("normalizers", "decoders") for part in _entries(step.get(key))]
+    own = 1.0
+    if step.get("type") == "Replace":
+        pattern, content = step.get("pattern"), step.get("content")
+        plain = pattern.get("String") if isinstance(pattern, dict) else None
+        written = len(content) if isinstance(content, str) else 0
+        own = max(1.0, written / len(plain)) if plain and isinstance(plain, str) else max(
+            1.0, written + _matches_nothing(pattern)
+        )
+    elif step.get("type") == "Prepend":
+        own = max(1.0, len(str(step.get("prepend"))) / _MOST_PREPENDED)
+    return own * math.prod(map(_growth, parts))
+
+
+def _matches_nothing(pattern: object) -> float:
+    """1 when an expression may match between two letters, where what it writes is added and replaces nothing."""
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if not isinstance(expression, str) or re.search(r"\(\?|\\[bBAzZG]|[\^$|]", expression):
+        return 1.0
+    try:
+        return float(re.fullmatch(expression, "") is not None)
+    except (re.error, RecursionError, OverflowError):
+        return 1.0
+
+
+def _entries(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _check_range(ids: Json, where: str) -> None:

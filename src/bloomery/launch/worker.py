@@ -122,10 +122,13 @@ def _memory_explained(micro_batch: int) -> Iterator[None]:
 
 def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
     with loading():
+        from bloomery.data.encoder import fewer_workers
         from bloomery.data.prepare import prepare
         from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(folder.recipe)
+    if (told := fewer_workers(loaded.recipe.data.workers)) is not None:
+        emit(Warned(because=told))
     prepare(loaded, data, report=paced(emit))
     return DONE
 

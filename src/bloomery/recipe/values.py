@@ -1,5 +1,6 @@
 """The values of a recipe: lengths, counts, ranges and paths."""
 
+import os
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -80,7 +81,11 @@ def wall_time(text: str | float) -> Duration:
 
 
 def _path(value: str) -> str:
-    """The limits of Linux, which are those of most file systems."""
+    """The limits of Linux, which are those of most file systems, and the letters that it has bytes for here."""
+    try:
+        value.encode(), os.fsencode(value)
+    except UnicodeEncodeError as error:
+        raise ValueError("holds a letter that this locale has no bytes for: set LANG=C.UTF-8, or rename it") from error
     sizes = [len(part.encode()) for part in value.split("/")]
     if max(sizes) > 255 or sum(sizes) > 4000:
         raise ValueError("is longer than a file system takes")
