@@ -1,14 +1,19 @@
 """Steps and their cut: what a step holds never depends on the machine."""
 
+from typing import get_args
+
 import pytest
 from plan_help import SMALL, gpu_machine, loaded, machine
 
 from bloomery.errors import UserError
 from bloomery.model.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
+from bloomery.plan.lengths import REPEATS
+from bloomery.plan.page import step_lines
 from bloomery.plan.resolve import resolve
+from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Model
+from bloomery.recipe.schema import Model, Objective
 
 
 def test_the_step_grows_with_the_model_by_the_published_law():
@@ -78,3 +83,61 @@ def test_a_run_that_does_not_fit_says_what_would_help():
     assert not plan.fits
     assert "train.micro_batch=1" in [remedy.edit for remedy in plan.remedies]
     assert all("in all" in remedy.saves for remedy in plan.remedies)
+
+
+def test_a_small_dataset_has_steps_to_learn_in():
+    """The batch that suits the model alone would be more than an epoch of it."""
+    config = preset("go-coder-small")
+    for rows, expected in [(3, 1), (40, 1), (64, 2), (1000, 16), (8191, 128), (8192, 256), (10**6, 256)]:
+        assert choose_tokens_per_step("auto", config, 1024, rows_per_epoch=rows).value == expected * 1024
+    said = choose_tokens_per_step("auto", config, 1024, rows_per_epoch=1000).because
+    assert "an epoch of 1,000 sequences has 62 steps" in said and "262,144" in said
+
+
+def test_fine_tuning_takes_smaller_steps_than_pretraining():
+    config = preset("go-coder-small")
+    assert choose_tokens_per_step("auto", config, 2048, tuning=True).value == 65_536
+    assert choose_tokens_per_step("auto", config, 1000, tuning=True).value == 65_000
+    small = build_config(Model(**SMALL), vocab_size=None)
+    assert choose_tokens_per_step("auto", small, 128, tuning=True).value == 4096
+
+
+def test_two_hundred_conversations_plan_something_sensible():
+    """They pack into three sequences; nothing but the data is named."""
+    corpus = CorpusFacts(rows_per_epoch=3, tokens=11_000, vocab_size=256)
+    recipe = loaded(objective={"kind": "sft"}, train={"length": "3 epochs", "tokens_per_step": "auto"})
+    plan = resolve(recipe, machine(), corpus=corpus)
+    assert (plan.train.steps, plan.epochs) == (9, 3.0)
+    assert "3 epochs" in " ".join(step_lines(plan))
+    assert not [doubt for doubt in plan.contradictions if "epochs" in doubt]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-qlora", "worldmodel-qwen2.5-lora", "dpo", "reward", "llama3.1-8b-lora"])
+def test_packaged_fine_tuning_follows_a_small_dataset(name):
+    recipe = load_recipe(name).recipe
+    assert recipe.train.length.unit == "epochs"
+    assert recipe.train.tokens_per_step == "auto"
+
+
+@pytest.mark.parametrize(
+    ("objective", "epochs", "edit"),
+    [("pretrain", 4, "1 epochs"), ("sft", 5, "3 epochs"), ("dpo", 3, "1 epochs"), ("reward", 2, "1 epochs")],
+)
+def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, edit):
+    """In `plan`, `--dry-run` and `train`, which all tell a plan's contradictions."""
+    corpus = CorpusFacts(rows_per_epoch=80, tokens=10_000, vocab_size=256)
+
+    def doubts(steps: int) -> list[str]:
+        recipe = loaded(objective={"kind": objective}, train={"length": f"{steps} steps", "tokens_per_step": 1024})
+        return [said for said in resolve(recipe, machine(), corpus=corpus).contradictions if "epochs" in said]
+
+    assert doubts(10 * epochs) == []
+    (said,) = doubts(10 * epochs + 10)
+    assert f"{epochs + 1} epochs of its 80 sequences" in said
+    assert said.endswith(f'set train.length="{edit}"')
+
+
+def test_every_objective_says_how_many_epochs_it_takes():
+    parts = get_args(get_args(Objective)[0])
+    kinds = {kind for part in parts for kind in get_args(part.model_fields["kind"].annotation)}
+    assert kinds - {"ppo", "grpo"} == set(REPEATS)

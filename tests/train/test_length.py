@@ -27,6 +27,7 @@ class Machine:
     save: float = 0.0
     first: float = 0.0
     noise: float = 0.0
+    startup: float = 0.0
     now: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -53,6 +54,7 @@ class Simulated:
 
     def __post_init__(self) -> None:
         self.timer = Timer(self.machine.now, self.machine.clock, self.before)
+        self.machine.works(self.machine.startup)
         self.timer.start()
         step = self.start
         self._keep_time(step)
@@ -127,6 +129,7 @@ BUSY = {
     "in and out": Machine(lambda now: 0.3 if now % 20 < 10 else 0.1),
     "busy at first": Machine(lambda now: 1.0 if now < 8 else 0.1),
     "compiles": Machine(0.1, first=20.0),
+    "starts slowly": Machine(0.1, startup=10.0),
     "evaluates long": Machine(0.1, evaluation=12.0, sampling=3.0, save=2.0),
     "evaluates longer under load": Machine(0.1, evaluation=lambda now: 4.0 if now < 60 else 9.0),
     "very slow": Machine(4.0),
@@ -155,6 +158,7 @@ def test_it_ends_in_time_and_no_rate_jumps(name, warmup, schedule):
     slowest = 4.0 if name == "very slow" else 0.0
     assert machine.now == pytest.approx(100, abs=5 + slowest / 2 + (3 if evaluation == 9.0 else 0))
     few = name == "very slow"
+    assert run.shares[0] <= (1.0 if warmup == "0 steps" else 0.1), "the warmup begins at its beginning"
     assert run.steepest() <= (0.25 if few else 0.1 + 1e-9)
     assert all(0 <= share <= 1 for share in run.shares.values())
     if schedule in ("cosine", "linear") and not (few and warmup == "30 steps"):  # which has 25

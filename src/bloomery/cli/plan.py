@@ -135,6 +135,7 @@ def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:
         "fits": plan.fits,
         "tokens": plan.total_tokens,
         "steps": plan.train.steps,
+        "epochs": plan.epochs,
         "seconds": _estimate(plan.seconds),
         "step_seconds": _estimate(plan.step_seconds),
         "tokens_per_second": _estimate(rate),

@@ -286,6 +286,27 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
             missing=missing,
         )
     )
+    _tell_epochs(loaded, folder, manifest)
+
+
+def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
+    """How often the planned run reads the text, and whether that is too often."""
+    from bloomery.errors import UserError
+    from bloomery.hardware.detect import detect
+    from bloomery.plan.corpus import counted
+    from bloomery.plan.lengths import in_epochs, too_many_epochs
+    from bloomery.plan.resolve import resolve
+
+    corpus = counted(manifest, loaded.recipe.data, folder)
+    try:
+        plan = resolve(loaded, detect(), prepared=folder, corpus=corpus, brief=True)
+    except UserError as error:
+        say(f"epochs     unknown: {error.problem}")
+        return
+    tokens = f"{plan.train.tokens_per_step:,} tokens per step"
+    say(f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.rows_per_epoch:,} sequences per epoch, {tokens}")
+    if (repeated := too_many_epochs(plan)) is not None:
+        say(f"warning    {repeated}")
 
 
 def _show_health(found: "Health") -> None:

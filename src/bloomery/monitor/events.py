@@ -38,6 +38,7 @@ class RunStarted(Event):
     device: str
     because: dict[str, str] = field(default_factory=dict)
     per: str = "token"  # what a loss is of: nats a learned token, or an objective's number a pair or an answer
+    epochs: str = ""  # how many the run makes, in words
 
 
 @dataclass(frozen=True, kw_only=True)

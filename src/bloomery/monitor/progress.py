@@ -194,6 +194,7 @@ class PlainView:
             case RunStarted():
                 some = f", {event.trained:,} of them trained," if event.trained is not None else ""
                 where = f"on {event.device}, attention: {event.attention}"
+                where += f", {event.epochs}" if event.epochs else ""
                 self._titled("runs", f"{event.parameters:,} parameters{some} {where}")
             case Phase():
                 self._say_phase(event)

@@ -11,9 +11,11 @@ from bloomery.plan.choices import ASKED
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.types import MemoryEstimate
 from bloomery.recipe.schema import Train
-from bloomery.units import format_count
+from bloomery.units import counted, format_count
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
+TUNING_TOKENS = 65_536
+EPOCH_STEPS = 32  # at least, where the dataset allows: three epochs of them are about what AdamW needs to move
 CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and hold more
 SMALL_CHUNK = 1024  # rows of logits: a matrix product is as fast in chunks of this size as in larger ones
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
@@ -21,14 +23,27 @@ ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch m
 Measure = Callable[[Occupancy], MemoryEstimate]
 
 
-def choose_tokens_per_step(asked: int | str, config: ModelConfig, sequence_length: int) -> Choice[int]:
-    """Depends on the model alone, so that one recipe is one training run on every machine.
+def choose_tokens_per_step(
+    asked: int | str,
+    config: ModelConfig,
+    sequence_length: int,
+    *,
+    rows_per_epoch: int | None = None,
+    tuning: bool = False,
+) -> Choice[int]:
+    """Depends on the model and the dataset alone, so that one recipe is one training run on every machine.
 
     The best batch grows with the compute that is spent: 0.292 C^0.3271 tokens (DeepSeek LLM, arXiv:2401.02954, 3.1).
-    C is taken at 20 tokens a parameter, 6 N 20 N, and the batch rounded to a power of two of rows. Raises UserError.
+    C is taken at 20 tokens a parameter, 6 N 20 N, and the batch rounded to a power of two of rows. `tuning` has less to
+    learn: TUNING_TOKENS at most. An epoch of a small dataset has EPOCH_STEPS steps all the same, or one per sequence.
+    Raises UserError.
     """
     if asked == "auto":
-        return _fitting_batch(config, sequence_length)
+        best = _fitting_batch(config, sequence_length)
+        if tuning and best.value > TUNING_TOKENS:
+            because = f"fine-tuning: no more than {TUNING_TOKENS:,} tokens (Alpaca: 128 examples of 512)"
+            best = Choice(max(1, TUNING_TOKENS // sequence_length) * sequence_length, because)
+        return _within_an_epoch(best, sequence_length, rows_per_epoch)
     assert isinstance(asked, int)
     if asked % sequence_length:
         below, above = asked // sequence_length * sequence_length, -(-asked // sequence_length) * sequence_length
@@ -40,6 +55,18 @@ def choose_tokens_per_step(asked: int | str, config: ModelConfig, sequence_lengt
             code=2,
         )
     return Choice(asked, ASKED)
+
+
+def _within_an_epoch(best: Choice[int], sequence_length: int, rows_per_epoch: int | None) -> Choice[int]:
+    """The largest power of two of sequences of which an epoch holds EPOCH_STEPS."""
+    if rows_per_epoch is None or rows_per_epoch * sequence_length >= EPOCH_STEPS * best.value:
+        return best
+    rows = 2 ** max(0, (rows_per_epoch // EPOCH_STEPS).bit_length() - 1)
+    if rows * sequence_length >= best.value:
+        return best
+    steps = counted(rows_per_epoch // rows, "steps")
+    because = f"an epoch of {counted(rows_per_epoch, 'sequences')} has {steps} then; the model alone would take"
+    return Choice(rows * sequence_length, f"{because} {best.value:,} tokens per step")
 
 
 def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:

@@ -10,6 +10,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.plan.claims import roughly, span
 from bloomery.plan.foreign import unrun_programs
 from bloomery.plan.lean import idle_lean_settings
+from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Expect, Lora, Recipe
 from bloomery.units import counted, format_count
@@ -21,6 +22,8 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     yield from _claims(recipe.expect, plan)
     if recipe.train.min_steps is not None and plan.train.seconds is None:
         yield f"train.min_steps does nothing: train.length is {recipe.train.length}, not a wall time"
+    if (repeated := too_many_epochs(plan)) is not None:
+        yield repeated
     yield from _lengths(plan)
     yield from _rows(plan)
     yield from _rank(recipe, plan)

@@ -11,6 +11,42 @@ MEASURED_STEPS = 10  # a wall-time run times these before it estimates its numbe
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
 
 
+@dataclass(frozen=True)
+class Repeats:
+    """How many epochs an objective takes before they do harm, and what is usual. `reason` names the source."""
+
+    most: int
+    usual: int
+    reason: str
+
+
+_PAIRS = Repeats(3, 1, "preference pairs are trained on for one to three epochs (Zephyr, arXiv:2310.16944)")
+REPEATS = {
+    "pretrain": Repeats(4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"),
+    "sft": Repeats(5, 3, "3 epochs are usual (Alpaca); from then on the validation loss mostly rises"),
+    "distil": Repeats(10, 3, "a teacher's probabilities bear more epochs than labels do"),
+    "reward": Repeats(2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"),
+} | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
+
+
+def in_epochs(plan: Plan) -> str:
+    """ "about 3 epochs"; empty where nothing can tell how many."""
+    epochs = plan.epochs
+    if epochs is None:
+        return ""
+    number = f"{epochs:,.0f}" if epochs >= 100 else f"{float(f'{epochs:.2g}'):g}"
+    return f"{'about ' if plan.epochs_about else ''}{number} {'epoch' if number == '1' else 'epochs'}"
+
+
+def too_many_epochs(plan: Plan) -> str | None:
+    """A warning with the edit, where the dataset is repeated so often that it is learned by heart."""
+    repeats, epochs, corpus = REPEATS.get(plan.objective.kind), plan.epochs, plan.corpus
+    if repeats is None or epochs is None or corpus is None or epochs <= repeats.most * (1 + corpus.spread) + 0.05:
+        return None
+    edit = f'set train.length="{repeats.usual} epochs"'
+    return f"the run makes {in_epochs(plan)} of its {corpus.rows_per_epoch:,} sequences: {repeats.reason}; {edit}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """What one step is, in every unit; None where it is unknown."""
@@ -51,7 +87,7 @@ def _epochs(amount: float, scale: Scale) -> int | None:
         raise UserError(
             f"the text fills {rows} rows in {amount:g} epochs, less than the {scale.rows_per_step} rows of one step",
             where="train.length",
-            remedy="give it more text, shorter rows (data.sequence_length) or smaller steps (train.tokens_per_step)",
+            remedy="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
         )
     return steps
 

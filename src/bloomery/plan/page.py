@@ -8,6 +8,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.families import architecture_of
+from bloomery.plan.lengths import in_epochs
 from bloomery.plan.page_figures import (
     LABEL,
     SHORT_NAMES,
@@ -175,7 +176,7 @@ def step_lines(plan: Plan) -> list[str]:
     rows = train.tokens_per_step // length
     parts = "no accumulation" if train.accumulation == 1 else f"{train.accumulation} of them added up"
     step = f"{rows:,} x {length:,} = {train.tokens_per_step:,} tokens: micro-batch {train.micro_batch}, {parts}"
-    return joined([step, _total(plan)])
+    return joined([step, *filter(None, (_total(plan), in_epochs(plan)))])
 
 
 def _total(plan: Plan) -> str:

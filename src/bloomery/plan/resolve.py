@@ -160,7 +160,11 @@ class _Resolution:
     def settle(self) -> Settled:
         """The choices that depend on each other, in the order in which they do."""
         recipe, config = self.recipe, self.config
-        tokens = batch.choose_tokens_per_step(recipe.train.tokens_per_step, config, recipe.data.sequence_length)
+        tokens = batch.choose_tokens_per_step(
+            recipe.train.tokens_per_step, config, recipe.data.sequence_length,
+            rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
+            tuning=recipe.objective.kind != "pretrain" or recipe.adapter.kind != "none",
+        )  # fmt: skip
         precision = choose_precision(recipe, self.profile)
         attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)
         scale = self.scale(tokens.value)

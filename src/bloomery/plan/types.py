@@ -302,3 +302,20 @@ class Plan(Part):
     @property
     def fits(self) -> bool:
         return self.memory.fits
+
+    @property
+    def epochs(self) -> float | None:
+        """How often the run trains on its dataset; an estimate where `epochs_about`. None where nothing can tell."""
+        asked = None if self.lengths is None else self.lengths.train
+        if self.corpus is None or not self.corpus.rows_per_epoch:
+            return asked.amount if asked is not None and asked.unit == "epochs" else None
+        steps: float | None = self.train.steps
+        if steps is None and self.train.seconds is not None and self.step_seconds is not None:
+            steps = max(self.train.seconds / self.step_seconds.value, self.train.min_steps or 1)
+        rows = self.train.tokens_per_step // self.data.sequence_length
+        return None if steps is None else steps * rows / self.corpus.rows_per_epoch
+
+    @property
+    def epochs_about(self) -> bool:
+        """Whether the dataset is not counted yet, or the steps are not."""
+        return self.train.seconds is not None or (self.corpus is not None and self.corpus.spread > 0)

@@ -12,6 +12,7 @@ from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.adapters import is_adapter
 from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
+from bloomery.plan.lengths import in_epochs
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
 from bloomery.train.answers import Prompts, open_prompts
@@ -113,6 +114,7 @@ def announce(job: Job) -> None:
             attention=plan.model.attention,
             device=plan.train.device,
             per=job.objective.per,
+            epochs=in_epochs(plan),
             because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
         )
     )

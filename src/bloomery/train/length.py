@@ -184,7 +184,8 @@ def with_next_block(plan: Plan, timer: Timer, *, step: int) -> Plan:
     seconds, blocks = plan.train.seconds, plan.train.blocks
     assert seconds is not None
     blocks = blocks if blocks and blocks[0].step <= step else ()
-    share = share_done(step, blocks) if blocks else min(1.0, timer.elapsed / seconds)
+    begins = min(1.0, timer.elapsed / seconds) if step else 0.0  # what passed before the first step trained nothing
+    share = share_done(step, blocks) if blocks else begins
     lasts = measured(plan, timer, step=step)
     if lasts is None:
         guessed = blocks[-1].steps if blocks else _guessed(plan, timer, step)
