@@ -76,8 +76,6 @@ class TestPipedPrompts:
 
 
 class TestOtherData:
-    RECIPE = "extends: {parent}\n"
-
     def data_of(self, *overrides, recipe="dpo"):
         return load_recipe(recipe, overrides).recipe.data
 
@@ -95,3 +93,103 @@ class TestOtherData:
         assert (data.glob, data.format) == (None, "preference")
         Path("same.yaml").write_text("extends: dpo\ndata: {sequence_length: 512}\n")
         assert self.data_of(recipe="same.yaml").glob == "data/train_prefs-*.parquet"
+
+
+TALK = [{"role": "user", "content": "What is iron?"}, {"role": "assistant", "content": "A metal."}]
+NOT_RECIPES = {
+    "conversations": ("chats.jsonl", [{"messages": TALK}], "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data"),
+    "questions": ("qa.jsonl", ROWS, "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data qa.jsonl`"),
+    "a list of rows": ("rows.json", ROWS, "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data rows.json`"),
+    "texts": ("texts.jsonl", [{"text": "iron"}], "`bloomery train go-coder-tiny data.path=texts.jsonl`"),
+    "a folder of texts": ("text", None, "`bloomery train go-coder-tiny data.path=text`"),
+    "an odd name": ("my chats.jsonl", [{"messages": TALK}], "--data 'my chats.jsonl'`"),
+}
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "prepare"])
+@pytest.mark.parametrize("case", NOT_RECIPES.values(), ids=NOT_RECIPES.keys())
+def test_a_dataset_is_no_recipe_and_the_command_is_said(case, verb, workshop):
+    name, rows, command = case
+    if rows is not None:
+        whole = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        Path(name).write_text(whole)
+    assert_clear(here(verb, name), code=2, mentions=["that is a dataset, not a recipe", f"where: {name}", command])
+
+
+def test_a_model_is_no_recipe_either(workshop, model):
+    command = f"`bloomery train --model {model} --data FILE`"
+    assert_clear(here("train", str(model)), code=2, mentions=["that is a model, not a recipe", command])
+
+
+def test_a_recipe_may_be_json(workshop):
+    Path("tiny.json").write_text(json.dumps({"model": {"preset": "go-coder-tiny"}, "data": {"path": "text"}}))
+    assert "dataset" not in here("plan", "tiny.json").err
+    assert here("plan", "tiny.json", "train.tokens_per_step=1024").code == 0
+
+
+class TestModelAndData:
+    """`--model M --data D` without a recipe."""
+
+    def made(self, model, data="qa.jsonl", *overrides, verb=("plan", "--json")):
+        result = here(*verb, "--model", str(model), "--data", data, *overrides)
+        assert result.code in (0, 1), result.err
+        text = result.err[result.err.index("model: {from:") :]
+        Path("made.yaml").write_text(text[: text.index("eval: {every: 12.5%}") + 21])
+        return result, load_recipe(Path("made.yaml"))
+
+    def test_questions_and_answers(self, workshop, model):
+        _, loaded = self.made(model)
+        recipe = loaded.recipe
+        assert (recipe.objective.kind, recipe.adapter.kind) == ("sft", "lora")
+        assert recipe.data.columns == {"instruction": "question", "output": "answer"}
+        assert recipe.data.chat.template == "chatml"  # the tiny model has none
+        assert recipe.data.sequence_length <= 1024 and recipe.train.tokens_per_step < 65_536
+
+    @pytest.mark.parametrize(
+        ("row", "kind"),
+        [
+            ({"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo"),
+            ({"prompt": "a", "completion": "b", "label": True}, "kto"),
+            ({"text": "iron is a metal"}, "pretrain"),
+            ({"messages": TALK}, "sft"),
+        ],
+    )
+    def test_the_rows_choose_the_objective(self, row, kind, workshop, model):
+        Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 200)
+        _, loaded = self.made(model, "rows.jsonl")
+        assert loaded.recipe.objective.kind == kind
+        assert loaded.recipe.adapter.kind == ("none" if kind == "pretrain" else "lora")
+
+    def test_what_is_printed_is_what_is_planned_and_named_again(self, workshop, model):
+        result, _ = self.made(model, "qa.jsonl", "train.length=2 epochs", verb=("plan",))
+        told = " ".join(result.out.replace("\\\n", " ").split())
+        assert f"bloomery train --model {model} --data qa.jsonl 'train.length=2 epochs'" in told
+        assert "bloomery bench" not in told
+        planned = json.loads(self.made(model)[0].out)
+        assert planned == json.loads(here("plan", "--json", "made.yaml").out)
+
+    def test_an_override_may_come_first(self, workshop, model):
+        result = here("plan", "train.length=4 steps", "--json", "--model", str(model), "--data", "qa.jsonl")
+        assert json.loads(result.out)["steps"] == 4
+
+    def test_beside_a_recipe_they_are_overrides(self, workshop, model):
+        result = here("train", "tiny.yaml", "--dry-run", "--model", str(model), "--data", "qa.jsonl")
+        assert str(model) in result.out and "made for" not in result.err
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ((), "a recipe is missing"),
+            (("--model", "x"), "--data is missing"),
+            (("--data", "qa.jsonl"), "--model is missing"),
+            (("--model", "x", "--data", "nothing.jsonl"), "there is no such file or folder"),
+        ],
+    )
+    def test_what_is_missing_is_said(self, words, said, workshop):
+        assert_clear(here("train", *words), code=here("train", *words).code, mentions=[said])
+
+    def test_the_recipe_of_a_run_can_be_copied(self, workshop):
+        (workshop / "runs/go-1").mkdir(parents=True)
+        (workshop / "runs/go-1/recipe.yaml").write_text("model: {preset: go-coder-tiny}\n")
+        assert here("recipes", "copy", "go-1", "mine.yaml").code == 0
+        assert Path("mine.yaml").read_text() == here("recipes", "show", "go").out

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from bloomery.text import harmless
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from bloomery.recipe.load import LoadedRecipe
     from bloomery.train.use import Use
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,6 +31,56 @@ F = TypeVar("F", bound=Callable[..., Any])
 def recipe_argument(function: F) -> F:
     """Click arguments `recipe: str` and `overrides: tuple[str, ...]` for `RECIPE [section.key=value ...]`."""
     return click.argument("recipe")(overrides_argument(function))
+
+
+def recipe_or_model(function: F) -> F:
+    """As `recipe_argument`, or `--model M --data D` without a recipe; `chosen_recipe` makes one of them."""
+    options = (
+        click.option("--model", metavar="MODEL", help="A folder or Hub id; without RECIPE, one is made for both."),
+        click.option("--data", metavar="PATH", help="A file, a folder or hub:ORG/NAME to train on."),
+        click.argument("recipe", required=False),
+        overrides_argument,
+    )
+    for decorate in reversed(options):
+        function = decorate(function)
+    return function
+
+
+def chosen_recipe(
+    recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None, *, fetch: bool = False
+) -> "tuple[LoadedRecipe, str]":
+    """The recipe that is meant, and the words that name it to another command. Beside a recipe, `model` and `data` are
+    overrides; without one a recipe is made of both, and printed. Raises UserError (code 2).
+    """
+    from bloomery.hub import PREFIX, fetch_dataset, fetch_model, is_hub_id
+    from bloomery.plan.made import guessed_columns, made_recipe, refuse_data
+    from bloomery.recipe.load import load_recipe, load_text, packaged
+
+    if recipe is not None and "=" in recipe and (model or data) and not Path(recipe).exists():
+        overrides, recipe = (recipe, *overrides), None
+    if recipe is not None:
+        if recipe not in packaged():
+            refuse_data(recipe)
+        given = [f"{key}={value}" for key, value in (("model.from", model), ("data.path", data)) if value is not None]
+        words = (*given, *overrides)
+        loaded = load_recipe(recipe, words)
+        for line in guessed_columns(loaded.recipe):
+            say(f"columns    {line}", err=True)
+        return loaded, shlex.join([recipe, *words])
+    if model is None or data is None:
+        missing = "a recipe is missing" if model is data else f"--{'data' if model else 'model'} is missing"
+        remedy = "name a recipe (`bloomery recipes` lists the packaged ones), or --model MODEL --data PATH"
+        raise UserError(missing, where="the command line", remedy=remedy, code=2)
+    with text_flags():
+        if fetch and is_hub_id(model):
+            fetch_model(model)
+        if fetch and (data.startswith(PREFIX) or is_hub_id(data)):
+            fetch_dataset(PREFIX + data.removeprefix(PREFIX))
+        text, name = made_recipe(model, data)
+    made = ["--model", model, "--data", data]
+    loaded = load_text(text, name=name, source=shlex.join(made), overrides=overrides)
+    say(f"# made for {shlex.join(made)}; as a file of yours, any key can be changed\n{text}", err=True)
+    return loaded, shlex.join([*made, *overrides])
 
 
 def overrides_argument(function: F) -> F:

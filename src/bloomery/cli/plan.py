@@ -1,11 +1,10 @@
 """`bloomery plan`: what a run would do, need and take. Nothing is run, and no torch is needed."""
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import print_json, recipe_argument, say
+from bloomery.cli.common import chosen_recipe, print_json, recipe_or_model, say
 from bloomery.cli.plan_simulate import simulated
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@recipe_argument
+@recipe_or_model
 @click.option(
     "--gpu",
     "gpu",
@@ -28,8 +27,10 @@ if TYPE_CHECKING:
 @click.option("--simulate", is_flag=True, help="Run a step on tensors without memory, and read its peak.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(
-    recipe: str,
+    recipe: str | None,
     overrides: tuple[str, ...],
+    model: str | None,
+    data: str | None,
     gpu: tuple[str, ...],
     gpus: int,
     nodes: int,
@@ -45,13 +46,11 @@ def command(
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
     from bloomery.errors import UserError
-    from bloomery.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
-    source = shlex.join([recipe, *overrides])
+    loaded, source = chosen_recipe(recipe, overrides, model, data)
     if len(gpu) > 1 or "all" in gpu:
         if simulate:
-            remedy = f"name it: `bloomery plan {recipe} --gpu MI300X --simulate`"
+            remedy = f"name it: `bloomery plan {source} --gpu MI300X --simulate`"
             raise UserError("--simulate is for one card, not for several", remedy=remedy, code=2)
         names = () if "all" in gpu else gpu
         return show_cards(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
@@ -102,7 +101,9 @@ def show_plan(
         from bloomery.plan.fetched import unfetched, weightless
         from bloomery.plan.page import page
 
-        elsewhere = {"train"} if gpu is not None else set()  # nobody trains on a card that is not here
+        elsewhere = {"train"} if gpu is not None else set[str]()  # nobody trains on a card that is not here
+        if (source or "").startswith("--model "):  # bench reads a recipe by its name, and this one has none
+            elsewhere |= {"bench"}
         verbs = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
         told, source = found.lines() if found else [], source or loaded.name
         words = _device_words(gpu, gpus, nodes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import recipe_argument, say
+from bloomery.cli.common import chosen_recipe, recipe_or_model, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,10 +28,12 @@ _WIDTH = 40  # characters of the longest bar
 
 
 @click.command()
-@recipe_argument
+@recipe_or_model
 @click.option("--preview", "count", type=click.IntRange(1), help="Show so many documents as tokens; make no shards.")
 @click.option("--check", is_flag=True, help="Also look for empty, repeated, cut and foreign text.")
-def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: bool) -> None:
+def command(
+    recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None, count: int | None, check: bool
+) -> None:
     """Turn the text of RECIPE into shards of tokens, on all cores. An interrupted run goes on where it stopped.
 
     Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2
@@ -39,9 +41,8 @@ def command(recipe: str, overrides: tuple[str, ...], count: int | None, check: b
     from bloomery.data.encoder import fewer_workers
     from bloomery.data.prepare import prepare, prepared_folder
     from bloomery.plan.fetched import fetch_text
-    from bloomery.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
+    loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     fetch_text(loaded.recipe)
     folder = prepared_folder(loaded, Path())
     if count is not None:

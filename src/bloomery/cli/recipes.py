@@ -6,7 +6,7 @@ from textwrap import shorten
 
 import click
 
-from bloomery.cli.common import NewPath, print_json, say
+from bloomery.cli.common import NewPath, find_run, print_json, say
 from bloomery.errors import UserError
 
 
@@ -34,7 +34,7 @@ def list_() -> None:
 @command.command()
 @click.argument("name")
 def show(name: str) -> None:
-    """Print a packaged recipe as it is."""
+    """Print a packaged recipe, or that of a run, as it is."""
     say(_packaged(name).read_text(encoding="utf-8"), nl=False)
 
 
@@ -42,8 +42,9 @@ def show(name: str) -> None:
 @click.argument("name")
 @click.argument("path", required=False, type=NewPath())
 def copy(name: str, path: Path | None) -> None:
-    """Copy a packaged recipe to PATH (default: NAME.yaml here), as a start for your own."""
+    """Copy a packaged recipe, or that of a run, to PATH (default: NAME.yaml here), as a start for your own."""
     source = _packaged(name)
+    name = source.parent.name if source.name == "recipe.yaml" else name
     target = path if path is not None else Path(f"{name}.yaml")
     target = target / f"{name}.yaml" if target.is_dir() else target
     try:
@@ -72,6 +73,10 @@ def _packaged(name: str) -> Path:
     known = packaged()
     if name in known:
         return known[name]
+    try:
+        return find_run(name) / "recipe.yaml"
+    except UserError:  # what is said is of recipes
+        pass
     near = get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
     raise UserError(f"there is no packaged recipe {name!r}", remedy=remedy, code=2)

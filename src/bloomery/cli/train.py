@@ -1,13 +1,12 @@
 """`bloomery train`: a recipe becomes a run."""
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import NewPath, expanded, recipe_argument, say
+from bloomery.cli.common import NewPath, chosen_recipe, expanded, recipe_or_model, say
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@recipe_argument
+@recipe_or_model
 @click.option("--run-dir", type=NewPath(), help="The run's folder [default: runs/RECIPE-DATE-TIME].")
 @click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu [default: the best].")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
 @click.option("--log-peak-memory", is_flag=True, help="monitor.memory=true: the peak in each printed line.")
 @click.option("--safe-load", is_flag=True, help="model.safe_load=true: transformers loads its layers.")
 def command(
-    recipe: str,
+    recipe: str | None,
     overrides: tuple[str, ...],
+    model: str | None,
+    data: str | None,
     run_dir: Path | None,
     devices: str | None,
     dry_run: bool,
@@ -45,27 +46,27 @@ def command(
 
     Ctrl+C once saves and stops (exit code 75, `bloomery resume` goes on), twice ends at once.
 
+    \b
     Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go" train.length="2 epochs"
+             bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.crash import traceback_file
     from bloomery.launch.local import start
     from bloomery.launch.run_folder import propose_folder
-    from bloomery.recipe.load import load_recipe
 
     given = keys_of(flags)
     for flag, word in given.items():
         say(f"{flag} -> {word}{_MEANING.get(flag, '')}", err=True)
-    loaded = load_recipe(recipe, (*overrides, *given.values()))
+    loaded, words = chosen_recipe(recipe, (*overrides, *given.values()), model, data, fetch=not dry_run)
     if dry_run:
         from bloomery.cli.plan import show_plan
 
-        return show_plan(loaded, devices=devices)
+        return show_plan(loaded, devices=devices, source=words)
     if rehearse:
         from bloomery.cli.rehearse import rehearse_run
 
-        words = shlex.join((recipe, *overrides, *given.values()))
         return rehearse_run(loaded, words=words, run_dir=run_dir, devices=devices)
-    if devices in (None, "cpu"):
+    if recipe is not None and model is data is None and devices in (None, "cpu"):  # the trial reads it by its name
         time_compiling(recipe, (*overrides, *given.values()))
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")

@@ -65,17 +65,27 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
     """
     found = _find(source)
     _refuse_unwritable_names(found.path)
-    document = reduce(_merged, [_extended(found, ()), *(_override(word) for word in overrides)])
+    return _loaded(found.name, found.label, _extended(found, ()), overrides)
+
+
+def load_text(text: str, *, name: str, source: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """As `load_recipe`, of YAML that no file holds; `source` is where its keys are said to come from."""
+    _refuse_unwritable_names(Path.cwd())
+    return _loaded(_safe_name(name), source, read_yaml(text, source=source, folder=Path.cwd()), overrides)
+
+
+def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> LoadedRecipe:
+    document = reduce(_merged, [own, *(_override(word) for word in overrides)])
     mistakes = [*document.mistakes, *secrets(document.data, document.origins)]
     recipe = None
     if isinstance(document.data, dict):
-        data = document.data | {"name": document.data.get("name") or _safe_name(found.name)}
+        data = document.data | {"name": document.data.get("name") or _safe_name(name)}
         data = _with_paths(data, document.origins)
         recipe, wrong = _validated(data, document.origins)
         mistakes += wrong
     elif not mistakes:
-        mistakes.append(Mistake((), found.label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
-    refuse(found.name, _telling(mistakes))
+        mistakes.append(Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
+    refuse(name, _telling(mistakes))
     assert recipe is not None and recipe.name is not None
     return LoadedRecipe(recipe, recipe.name, provenance(recipe, document.origins))
 

@@ -1,0 +1,166 @@
+"""A recipe made of a model and data alone: the objective that its rows ask for, with settings as packaged ones have."""
+
+import json
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery import hub
+from bloomery.data.documents import in_words, peek
+from bloomery.data.example_rows import wants_of
+from bloomery.data.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
+from bloomery.data.templates import beside, own_templates
+from bloomery.errors import UserError
+from bloomery.model.published import published_config
+from bloomery.plan.corpus import BYTES_PER_TOKEN
+from bloomery.recipe.schema import Recipe, Source
+from bloomery.shell import expanded
+from bloomery.units import MIB
+
+SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
+_LENGTH = 1024
+_STEPS, _MOST_PER_STEP = 32, 65_536  # of an epoch of few rows; tokens
+_READ = 16 * MIB  # of a JSON file
+_LORA = "adapter: {kind: lora, rank: 16, alpha: 32, targets: [all-linear]}\n"
+_SPEED = "optimizer: {{learning_rate: {rate}, weight_decay: {decay}, schedule: cosine, warmup: {warmup}}}\n"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How rows of one kind are trained on."""
+
+    method: str
+    objective: str
+    because: str
+    settings: str
+    epochs: int
+
+
+def _way(method: str, objective: str, because: str, *, rate: str, epochs: int, warmup: str = "3%") -> _Way:
+    decay, adapter = ("0.1", "") if objective == "{kind: pretrain}" else ("0.0", _LORA)
+    return _Way(method, objective, because, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
+
+
+_SFT = _way("lora", "{kind: sft}", "the answers are trained on", rate="2e-4", epochs=3)
+_TEXT = _way("text", "{kind: pretrain}", "plain text: every token is trained on", rate="2e-5", epochs=1)
+_WAYS = {
+    "preference": _way("dpo-lora", "{kind: dpo, beta: 0.1}", "each row has a chosen and a rejected answer",
+                       rate="5e-5", epochs=1, warmup="10%"),
+    "kto": _way("kto-lora", "{kind: kto, beta: 0.1}", "each answer is marked as desirable or not",
+                rate="5e-5", epochs=1, warmup="10%"),
+}  # fmt: skip
+
+
+def made_recipe(model: str, data: str) -> tuple[str, str]:
+    """The recipe as YAML, and its name. Raises UserError where the data are not here or hold nothing to read."""
+    source = Source(path=_place(data))
+    found = peek(source)
+    way = _TEXT if found is None else _WAYS.get(found[0], _SFT)
+    format, columns = found or ("auto", {})
+    facts = _facts(model)
+    length = min(_LENGTH, int(facts.get("positions") or _LENGTH))
+    template = ["  chat: {template: chatml}   # the model has none of its own"] if facts.get("bare") else []
+    lines = [
+        f"model: {{from: {json.dumps(model)}}}",
+        "data:",
+        f"  path: {json.dumps(source.path)}",
+        *([f"  format: {format}"] if columns else []),
+        *([f"  columns: {json.dumps(columns)}   # {in_words(columns)}"] if columns else []),
+        f"  sequence_length: {length}",
+        "  validation: 5%",
+        *(template if way is not _TEXT else []),
+        f"objective: {way.objective}   # {way.because}",
+    ]
+    step = _tokens_per_step(source, length)
+    train = f"train: {{length: {way.epochs} epochs, tokens_per_step: {step}}}\n"
+    text = "\n".join(lines) + "\n" + way.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
+    return text, f"{Path(model.partition('@')[0]).name or 'model'}-{way.method}".lower()
+
+
+def guessed_columns(recipe: Recipe) -> list[str]:
+    """Which columns of the recipe's rows are what, where nobody said it and their names did; of data that are here."""
+    data = recipe.data
+    whole = [Source(path=data.path, glob=data.glob, format=data.format, columns=data.columns)] if data.path else []
+    sources = [] if wants_of(recipe) in ("text", "any") else [*whole, *data.sources]
+    here = [source for source in sources if source.format == "auto" and hub.data_place(source.path).exists()]
+    found = [(source, peek(source)) for source in here]
+    return [
+        f"{Path(source.path).name}: {in_words(read[1])}"
+        for source, read in found
+        if read is not None and read[1] != source.columns
+    ]
+
+
+def _place(data: str) -> str:
+    """A path that exists, as it is; an id of the Hub as `hub:ORG/NAME`."""
+    if data.startswith(hub.PREFIX) or expanded(data).exists() or not hub.is_hub_id(data):
+        return data if data.startswith(hub.PREFIX) else str(expanded(data))
+    return hub.PREFIX + data
+
+
+def _tokens_per_step(source: Source, length: int) -> int:
+    """A power of two of sequences, so that an epoch of the files has about 32 steps; at most what fine-tuning uses."""
+    here = hub.data_place(source.path).exists()
+    size = sum(file.path.stat().st_size for file in list_files(source, rows=True)) if here else math.inf
+    sequences = min(size / BYTES_PER_TOKEN / _STEPS, _MOST_PER_STEP) / length
+    return length << math.floor(math.log2(max(sequences, 1)))
+
+
+def _facts(model: str) -> dict[str, Any]:
+    """`positions` that it learned and whether it is `bare` of a chat template, as far as this disk tells."""
+    folder = hub.cached_model(model)
+    if folder is None:
+        known = published_config(model)
+        return {} if known is None else {"positions": known.max_positions}
+    config, tokenizer = _json(folder / "config.json"), _json(folder / "tokenizer_config.json")
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    bare = not (own_templates(tokenizer) or beside(folder))
+    return {"positions": positions if isinstance(positions, int) else None, "bare": bare}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What is wrong with it is told when the model is loaded."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_READ))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def refuse_data(name: str) -> None:
+    """Raises UserError for a dataset or a model where a recipe should be, with the command that was meant."""
+    path = expanded(name)
+    if not name or not path.exists() or path.suffix.lower() in (".yaml", ".yml"):
+        return
+    if path.is_dir() and (path / "config.json").is_file():
+        command = f"bloomery train --model {shlex.quote(name)} --data FILE"
+        raise UserError("that is a model, not a recipe", where=name, remedy=f"`{command}` trains it", code=2)
+    if not _is_data(path):
+        return
+    source = Source(path=str(path))
+    if peek(source) is None:
+        command = f"bloomery train go-coder-tiny data.path={shlex.quote(name)}"
+        remedy = f"`{command}` trains a new model on its text"
+    else:
+        remedy = f"`bloomery train --model {SUGGESTED} --data {shlex.quote(name)}` trains a chat model on it"
+    raise UserError("that is a dataset, not a recipe", where=name, remedy=remedy, code=2)
+
+
+def _is_data(path: Path) -> bool:
+    if path.is_dir():
+        if any(path.glob("*.y*ml")):
+            return False
+        try:
+            return bool(list_files(Source(path=str(path))))
+        except UserError:
+            return False
+    suffix = suffix_of(path)
+    if suffix != ".json":
+        return suffix in DATA | TABLES | TEXT | CODE
+    with path.open("rb") as file:
+        head = file.read(_READ).lstrip()
+    sections = {f'"{key}"'.encode() for key in Recipe.model_fields}
+    return head[:1] == b"[" or not any(section in head for section in sections)
