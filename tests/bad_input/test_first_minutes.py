@@ -164,7 +164,7 @@ class TestModelAndData:
         result, _ = self.made(model, "qa.jsonl", "train.length=2 epochs", verb=("plan",))
         told = " ".join(result.out.replace("\\\n", " ").split())
         assert f"bloomery train --model {model} --data qa.jsonl 'train.length=2 epochs'" in told
-        assert "bloomery bench" not in told
+        assert "bloomery bench --model" not in told
         planned = json.loads(self.made(model)[0].out)
         assert planned == json.loads(here("plan", "--json", "made.yaml").out)
 
