@@ -165,8 +165,9 @@ class TestModelAndData:
         told = " ".join(result.out.replace("\\\n", " ").split())
         assert f"bloomery train --model {model} --data qa.jsonl 'train.length=2 epochs'" in told
         assert "bloomery bench --model" not in told
-        planned = json.loads(self.made(model)[0].out)
-        assert planned == json.loads(here("plan", "--json", "made.yaml").out)
+        first, again = json.loads(self.made(model)[0].out), json.loads(here("plan", "--json", "made.yaml").out)
+        assert [first[key] for key in ("steps", "tokens")] == [again[key] for key in ("steps", "tokens")]
+        assert first["memory"]["parts"] == again["memory"]["parts"]
 
     def test_an_override_may_come_first(self, workshop, model):
         result = here("plan", "train.length=4 steps", "--json", "--model", str(model), "--data", "qa.jsonl")

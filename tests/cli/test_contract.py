@@ -33,8 +33,8 @@ FLAGS = {
     "bench": {"--sweep", "--card", "--json", "--giver", "--limit"},
     "train": {
         "--model", "--data", "--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps",
-        "--train-epochs", "--log-peak-memory", "--models-dir", "--model-name", "--dataset-config", "--dataset-proj", "--safe-load",
-        "--gradient-checkpointing", "--chat-template",
+        "--train-epochs", "--log-peak-memory", "--models-dir", "--model-name", "--dataset-config", "--dataset-proj",
+        "--safe-load", "--gradient-checkpointing", "--chat-template",
     },
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
