@@ -106,6 +106,14 @@ def test_a_missing_tensorboard_is_a_warning_with_its_remedy(tmp_path, monkeypatc
     assert len(sinks) == 1 and "bloomery[track]" in told[0]
 
 
+def test_a_tensorboard_that_nobody_asked_for_is_not_missed(tmp_path, monkeypatch):
+    told = []
+    assert len(open_sinks(tmp_path, ["auto"], [], every_steps=1, folder=tmp_path, warn=told.append)) == 2
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+    assert len(open_sinks(tmp_path, ["auto"], [], every_steps=1, folder=tmp_path, warn=told.append)) == 1
+    assert not told
+
+
 def hook(tmp_path, body):
     script = tmp_path / "hook.py"
     script.write_text(body)

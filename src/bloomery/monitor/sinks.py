@@ -327,19 +327,23 @@ def _words(error: Exception) -> str:
 def open_sinks(
     run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
 ) -> list[Sink]:
-    """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`."""
+    """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`. "auto" is
+    TensorBoard where it is installed, and nothing where it is not: nobody asked for it.
+    """
     from bloomery.monitor.tracking import TrackerSink  # which is a sink itself
 
     sinks: list[Sink] = [LogFile(run_dir / "log.txt", every_steps)]
     for name in names:
         try:
             sink: Sink
-            if name == "tensorboard":
+            if name in ("auto", "tensorboard"):
                 sink = TensorBoard(run_dir / "tensorboard", every_steps)
             else:
                 sink = TrackerSink(name, run_dir, warn, every_steps)
-            sinks.append(_Guarded(name, sink, warn))
+            sinks.append(_Guarded("tensorboard" if name == "auto" else name, sink, warn))
         except ImportError as error:
+            if name == "auto":
+                continue
             warn(f"TensorBoard files are not written ({error}); mend: pip install 'bloomery[track]'")
         except Exception as error:
             warn(f"{name} could not be started, this run is not tracked there: {_words(error)}")

@@ -336,7 +336,7 @@ def _in_order(value: list[int]) -> list[int]:
 
 class Monitor(Section):
     every: Length = Duration(10.0, "steps")
-    to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command] = []
+    to: list[Literal["auto", "tensorboard", "trackio", "wandb", "mlflow"] | Command] = []  # auto: see `open_sinks`
     pause_above: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = "auto"  # degrees Celsius
     memory: bool = False  # the peak so far stands in each printed line; events have it always
     trace_steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)] | None = (
@@ -346,7 +346,7 @@ class Monitor(Section):
     @property
     def trackers(self) -> list[str]:
         """Of `to`, those that are libraries of their own."""
-        return [sink for sink in self.to if not isinstance(sink, Command) and sink != "tensorboard"]
+        return [sink for sink in self.to if not isinstance(sink, Command) and sink not in ("auto", "tensorboard")]
 
 
 class Recipe(Section):
