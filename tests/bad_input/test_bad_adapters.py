@@ -39,6 +39,30 @@ def test_a_good_adapter_is_taken_alone_and_beside_its_base(adapter):
     assert here("eval", "model+adapter", "--data", "some.txt").code == 0
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("verb", [
+    ("generate", "adapter", *GENERATE), ("eval", "adapter", "--data", "some.txt"), ("report", "adapter"),
+    *(("export", "adapter", "--to", kind, "--out", "copy") for kind in ("adapter", "merged")),
+], ids=" ".join)  # fmt: skip
+def test_an_adapter_that_is_not_finite_is_nowhere_taken(adapter, value, verb):
+    (adapter.parent / "some.txt").write_text("the cat sat")
+    name = f"{MODULE}.lora_B.weight"
+    holds(adapter, TENSORS | {name: torch.full((16, 2), value)})
+    assert_clear(here(*verb), mentions=[name, "not finite"])
+    assert not (adapter.parent / "copy").exists()
+
+
+def test_a_method_of_peft_that_is_not_finite_is_refused_too(adapter):
+    said(adapter, peft_type="IA3", target_modules=["k_proj"], feedforward_modules=[])
+    holds(adapter, {f"{MODULE.replace('q_proj', 'k_proj')}.ia3_l": torch.full((8, 1), float("nan"))})
+    assert_clear(here("generate", "adapter", *GENERATE), mentions=["ia3_l", "not finite"])
+
+
+def test_an_adapter_of_whole_numbers_is_refused(adapter):
+    holds(adapter, {name: tensor.int() for name, tensor in TENSORS.items()})
+    assert_clear(here("generate", "adapter", *GENERATE), mentions=["is stored as I32"])
+
+
 CONFIGS = {
     "nothing": "", "half an object": '{"peft_type": "LORA"', "a list": "[]", "deep": "[" * 100_000,
     "no method": '{"r": 2}', "a method that is no word": '{"peft_type": 3}',

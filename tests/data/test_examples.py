@@ -1,6 +1,7 @@
 """Rows of every format to examples, and a clear flaw for each that is none."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -121,7 +122,7 @@ GOOD = {
     "texts that share a beginning": (
         {"chosen": "Human: hi\n\nAssistant: yes", "rejected": "Human: hi\n\nAssistant: yet"},
         "preference",
-        pair("Human: hi\n\nAssistant:", " yes", " yet"),
+        replace(pair("Human: hi\n\nAssistant:", " yes", " yet"), implicit=True),
     ),
 }
 

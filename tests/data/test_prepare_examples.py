@@ -19,6 +19,7 @@ from bloomery.data.render import Renderer
 from bloomery.data.shards import Split, open_split, read_manifest
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import UserError
+from bloomery.plan.aims import objective_choices
 from bloomery.plan.corpus import counted, guessed
 from bloomery.recipe.load import LoadedRecipe
 
@@ -112,7 +113,7 @@ def test_a_tokenizer_sees_the_texts_and_keeps_the_template(recipe, tmp_path):
 
 
 def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
-    loaded = recipe("kto")
+    loaded = recipe("kto", chat={"template": "none"})
     prepare(loaded, tmp_path / "p", limits=SMALL)
     known = {(example.prompt, example.answers[0]): example for example in examples(loaded)}
     tokenizer, seen = load_tokenizer(tmp_path / "p"), 0
@@ -137,6 +138,20 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
     assert seen == 60
     assert len(prompts["validation"]) > 1 and not prompts["train"] & prompts["validation"]
     assert all(others[name] <= prompts[name] for name in others), "what is held out lends no answer to training"
+
+
+@pytest.mark.parametrize(("template", "told"), [
+    ("chatml", "the built-in template chatml"), ("none", "none"), (None, "none"),
+])  # fmt: skip
+def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_prepared(recipe, tmp_path, template, told):
+    loaded = recipe("dpo", chat={"template": template})
+    manifest = prepare(loaded, tmp_path / "p")
+    assert manifest.turns == (template == "chatml")
+    first = load_tokenizer(tmp_path / "p").decode(open_split(tmp_path / "p", "train").document(0).tolist())
+    assert ("<|im_start|>assistant" in first) == manifest.turns
+    for corpus in (guessed(loaded.recipe), counted(manifest, loaded.recipe.data, tmp_path / "p")):
+        choices = dict(objective_choices(loaded.recipe, corpus))
+        assert choices["data.chat.template"].value == told
 
 
 def test_a_split_of_one_prompt_borrows_its_twin(recipe, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bloomery.data.example_formats import read_example
 from bloomery.data.examples import Example, Message
 from bloomery.data.render import Renderer, as_turn
 from bloomery.data.streams import Flaw
@@ -274,6 +275,54 @@ def test_texts_are_cut_as_trl_cuts_them(kind, prompt_answer):
         for sequence in encode(example, None, tokenizer=chat_tokenizers.ours(kind))[1]:
             assert sequence.ids == whole
             assert sequence.learned == [index >= start for index in range(len(whole))]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_whatever_the_format(name):
+    template = (TRL / f"{name}_training.jinja").read_text()
+    tokenizer = chat_tokenizers.ours(template=template)
+    rows = {
+        "completion": {"prompt": "hi", "completion": "hello there"},
+        "alpaca": {"instruction": "hi", "output": "hello there"},
+        "kto": {"prompt": "hi", "completion": "hello there", "label": True},
+        "preference": {"prompt": "hi", "chosen": "hello there", "rejected": "dog"},
+        "messages": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]},
+    }
+    with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+        for format, row in rows.items():
+            found = renderer.encode(read_example(row, format=format, columns={}, where="a.jsonl:3"))
+            for sequence, answer in zip(found, ("hello there", "dog"), strict=False):
+                expected = reference((user("hi"), said(answer)), template)
+                assert sequence.ids == expected["input_ids"], format
+                assert sequence.learned == [bool(flag) for flag in expected["assistant_masks"]], format
+            assert len(found) == (2 if format == "preference" else 1)
+
+
+PLAIN = Example("a.jsonl:3", "completion", "hi", (" hello",))
+
+
+@pytest.mark.parametrize(
+    ("example", "more"),
+    [(PLAIN, {"template": "none"}), (PLAIN, {"template": "chatml", "verbatim": True}),
+     (Example("a.jsonl:3", "pair", "Human: hi", (" hello", " dog"), implicit=True), {"template": "chatml"})],
+    ids=["the recipe says none", "pretraining", "whole texts"],
+)  # fmt: skip
+def test_texts_stay_as_they_are(example, more):
+    tokenizer = chat_tokenizers.ours(template=builtin_template("qwen"))
+    with Renderer(tokenizer, train_on="assistant", **more) as renderer:
+        assert renderer.encode(example) == encode(example, None, tokenizer=chat_tokenizers.ours())[1]
+
+
+@pytest.mark.parametrize(("prompt", "word"), [
+    ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "begins with <|im_start|>"),
+    ("  <s>hi", "begins with <s>"), (" \n", "empty turn"),
+])  # fmt: skip
+def test_a_prompt_that_is_formatted_already_is_not_formatted_twice(prompt, word):
+    formatted = Example("a.jsonl:3", "completion", prompt, ("hello",))
+    with Renderer(chat_tokenizers.ours(), template="chatml", train_on="assistant") as renderer:
+        bad, good = renderer.encode_batch([formatted, PLAIN])
+    assert isinstance(bad, Flaw) and word in bad.problem and "a.jsonl:3" in bad.where
+    assert not isinstance(good, Flaw)
 
 
 def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():

@@ -6,7 +6,8 @@ from safetensors.torch import save_file
 
 from bloomery.errors import UserError
 from bloomery.model import tensors
-from bloomery.model.tensors import Reader, stored_tensors
+from bloomery.model.tensors import Reader
+from bloomery.model.weight_files import stored_tensors
 
 CPU = torch.device("cpu")
 

@@ -21,6 +21,7 @@ from bloomery.model.adapters import adapt
 from bloomery.model.heads import LabelScores
 from bloomery.model.peft_methods import PeftAdapter, method_config
 from bloomery.model.peft_names import NATIVE, PROMPTS
+from bloomery.model.peft_settings import OURS, config_class
 from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.plan.activations import activation_bytes
 from bloomery.plan.occupancy import Occupancy
@@ -130,9 +131,14 @@ def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
     assert {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - NATIVE.keys() == peft_names.METHODS
-    everywhere = set().union(*peft_names.stated_keys().values())
-    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items():
-        assert kind.value not in peft_names.METHODS or {field.name for field in fields(config)} <= everywhere, kind
+    for kind, theirs in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        if kind.value not in peft_names.METHODS:
+            continue
+        ours = config_class(kind.value)
+        assert {field.name for field in fields(theirs)} == {field.name for field in fields(ours)} | OURS.keys(), kind
+        defaults = {field.name: field.default for field in fields(theirs)}
+        for field in fields(ours):
+            assert field.default == defaults[field.name] or not isinstance(field.default, int | str), (kind, field.name)
 
 
 def test_all_linear_maps_are_found_where_peft_would_look_for_them_in_its_own_models_alone(prepared, base):

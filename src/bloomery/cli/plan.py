@@ -65,7 +65,9 @@ def show_cards(
     from bloomery.hardware.detect import detect
     from bloomery.hardware.specs import find_gpu
     from bloomery.plan.cards import cards, cards_page
+    from bloomery.plan.here import checked_corpus
 
+    checked_corpus(loaded)
     chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
     found = cards(loaded, detect(), chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
     if as_json:

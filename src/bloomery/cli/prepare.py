@@ -44,6 +44,10 @@ def command(
 
     loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     fetch_text(loaded.recipe)
+    if check:
+        from bloomery.plan.here import checked_corpus
+
+        checked_corpus(loaded)
     folder = prepared_folder(loaded, Path())
     if count is not None:
         _preview(loaded, folder, count)

@@ -57,6 +57,10 @@ class Rendering:
     template: str | None
     train_on: Literal["assistant", "all", "last"]
     answers: int
+    verbatim: bool = False  # of pretraining: texts stay texts
+
+    def renderer(self, tokenizer: Tokenizer) -> Renderer:
+        return Renderer(tokenizer, template=self.template, train_on=self.train_on, verbatim=self.verbatim)
 
 
 def packed_example(example: Example, wire: str) -> str:
@@ -100,7 +104,7 @@ class Rendered:
 
     def __init__(self, tokenizer: Tokenizer, rendering: Rendering) -> None:
         self._inline = Inline(tokenizer)
-        self._renderer = Renderer(tokenizer, template=rendering.template, train_on=rendering.train_on)
+        self._renderer = rendering.renderer(tokenizer)
         self._answers, self._dtype = rendering.answers, tokenizer.dtype
 
     def encode(self, texts: list[str]) -> Encoded:

@@ -193,10 +193,11 @@ def _preference(row: Row, columns: Mapping[str, str], where: str) -> Example:
         prompt, place = "", f"{where}, prompt"
     if isinstance(chosen[0], str) != isinstance(rejected[0], str):
         raise Wrong(where, "has one side as a text and one as messages", "write both sides in one way")
+    implicit = isinstance(chosen[0], str) and not prompt
     if not prompt or _repeats(prompt, chosen[0]):
         prompt, chosen, rejected = _shared(chosen, rejected, where)
     prompt, answers = _joined(prompt, place, (chosen, rejected))
-    return Example(where, "pair", prompt, answers, tools=_tools(row, columns, where))
+    return Example(where, "pair", prompt, answers, tools=_tools(row, columns, where), implicit=implicit)
 
 
 def _repeats(prompt: Turns, side: Turns) -> bool:

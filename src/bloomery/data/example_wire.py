@@ -16,14 +16,16 @@ def to_wire(example: Example) -> str:
             [_turns(answer) for answer in example.answers],
             example.desirable,
             example.tools,
+            *([True] if example.implicit else []),
         ],
         separators=(",", ":"),
     )
 
 
 def from_wire(wire: str, source: str) -> Example:
-    kind, prompt, answers, desirable, tools = json.loads(wire)
-    return Example(source, kind, _read(prompt), tuple(_read(answer) for answer in answers), desirable, tuple(tools))
+    kind, prompt, answers, desirable, tools, *implicit = json.loads(wire)
+    said = tuple(_read(answer) for answer in answers)
+    return Example(source, kind, _read(prompt), said, desirable, tuple(tools), bool(implicit))
 
 
 def _turns(turns: Turns) -> str | list[dict[str, Any]]:

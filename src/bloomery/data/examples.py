@@ -28,7 +28,8 @@ class Example:
     """A prompt and its answers, and where they stood ("file.jsonl:17").
 
     chat: no prompt and one answer, the whole conversation; completion: one answer; pair: two, chosen and rejected;
-    kto: one, which is `desirable` or not.
+    kto: one, which is `desirable` or not. `implicit`: the prompt is no column of its own but the beginning that whole
+    texts share, which may end within an answer.
     """
 
     source: str
@@ -37,3 +38,4 @@ class Example:
     answers: tuple[Turns, ...]
     desirable: bool | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    implicit: bool = False

@@ -14,7 +14,7 @@ from bloomery.data import builtin, snapshot
 from bloomery.data.example_rows import wants_of
 from bloomery.data.packing import count_rows, pairs_cut
 from bloomery.data.preparing import Limits, Report, Work, streams
-from bloomery.data.preparing_examples import learns_examples, template_identity, train_on
+from bloomery.data.preparing_examples import learns_examples, template_identity, train_on, verbatim
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
 from bloomery.data.split import AUTO
 from bloomery.data.tokenizer_source import tokenizer_spec
@@ -52,6 +52,7 @@ def identity(loaded: LoadedRecipe) -> str:
     if learns_examples(recipe):
         parts["examples"] = {"wants": wants_of(recipe), "template": template_identity(recipe.data.chat.template)}
         parts["examples"]["train_on"] = train_on(recipe)
+        parts["examples"]["verbatim"] = verbatim(recipe)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -71,7 +72,7 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     Raises UserError for text that cannot be read, a folder that holds something else, a second `prepare` in it, a
     full disk.
     """
-    _refuse_layout(loaded.recipe)
+    refuse_layout(loaded.recipe)
     manifest = finished(loaded, folder)
     if manifest is None:
         with working(loaded, folder, report=report, limits=limits) as work:
@@ -120,7 +121,7 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
     return manifest
 
 
-def _refuse_layout(recipe: Recipe) -> None:
+def refuse_layout(recipe: Recipe) -> None:
     """Raises UserError before anything is read for what Rows would refuse after."""
     if recipe.data.layout == "fixed" and wants_of(recipe) in ("pairs", "kto"):
         raise pairs_cut()

@@ -35,12 +35,14 @@ from bloomery.data.preparing_examples import (
     kinds_of,
     refuse_mixture,
     train_on,
+    verbatim,
 )
 from bloomery.data.preparing_journal import JOURNAL, Journal, open_journal
 from bloomery.data.shard_writer import Lost, SplitWriter
 from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name, ShardKind
 from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpora
 from bloomery.data.streams import Flaw
+from bloomery.data.templates import find_template
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, write_file
 from bloomery.data.tokenizer_source import find_tokenizer
 from bloomery.data.tokenizer_training import train_tokenizer
@@ -89,6 +91,24 @@ class Job:
         ]
 
 
+def untokenised() -> UserError:
+    """For ids of a tokenizer that the recipe does not name."""
+    return UserError(
+        "the text is token ids already, and no tokenizer is named",
+        where="tokenizer.from",
+        remedy="set it to the folder of the tokenizer that made them",
+    )
+
+
+def no_text(corpora: list[Corpus], skipped: int, first: str) -> UserError:
+    told = f"; {skipped} rows were skipped, the first: {first}" if skipped else ""
+    return UserError(
+        f"there is no text in it{told}",
+        where=f"data: {', '.join(corpus.path for corpus in corpora)}",
+        remedy="put text there, or mend data.path and data.glob",
+    )
+
+
 @final
 class Work:
     """One `prepare` from where the journal stands to the manifest."""
@@ -123,7 +143,8 @@ class Work:
         """How examples become tokens; None for plain text."""
         if self.kind == "text":
             return None
-        return Rendering(self._data.chat.template, train_on(self._recipe), ANSWERS[self.kind])
+        chat = self._data.chat
+        return Rendering(chat.template, train_on(self._recipe), ANSWERS[self.kind], verbatim(self._recipe))
 
     def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[Name, Document]]:
         """The first of each source that is trained on, `count` in all as far as there are so many."""
@@ -175,23 +196,10 @@ class Work:
                 yield from texts
                 self._report("tokenizer", taken, max(limit, taken))
         if not taken:
-            raise self._no_text() if any_tokens else self._empty(tally)
-
-    def _no_text(self) -> UserError:
-        return UserError(
-            "the text is token ids already, and no tokenizer is named",
-            where="tokenizer.from",
-            remedy="set it to the folder of the tokenizer that made them",
-        )
+            raise untokenised() if any_tokens else self._empty(tally)
 
     def _empty(self, tally: Tally) -> UserError:
-        count, first = tally.skipped + self._failed, tally.first_skipped or self._first_failed
-        skipped = f"; {count} rows were skipped, the first: {first}" if count else ""
-        return UserError(
-            f"there is no text in it{skipped}",
-            where=f"data: {', '.join(corpus.path for corpus in self._corpora)}",
-            remedy="put text there, or mend data.path and data.glob",
-        )
+        return no_text(self._corpora, tally.skipped + self._failed, tally.first_skipped or self._first_failed)
 
     def _writers(self, tokenizer: Tokenizer) -> dict[Name, SplitWriter]:
         def opened() -> dict[Name, SplitWriter]:
@@ -308,6 +316,8 @@ class Work:
         sources = snapshot.record(
             self._corpora, self._seen, self._folder, lambda done, total: self._report("checksums", done, total)
         )
+        chat = self._data.chat
+        formatted = self.kinds.formatted(chat.template, tokenizer.config, verbatim=verbatim(self._recipe))
         manifest = Manifest(
             recipe=self._name,
             identity=self._identity,
@@ -329,7 +339,9 @@ class Work:
             kind=self.kind,
             formats=tuple(sorted(self._tally.formats)),
             padding=self._tally.padding,
-            turns=self.kinds.turns,
+            turns=formatted,
+            template=find_template(chat.template, tokenizer.config).origin if formatted else "",
+            texts=self.kinds.texts,
         )
         write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         (self._folder / JOURNAL).unlink()

@@ -1,6 +1,6 @@
 """What `prepare` does with examples and not with plain text: which kinds go together, twins for KTO, flags of tokens"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
@@ -14,8 +14,8 @@ from bloomery.data.examples import Example, Turns
 from bloomery.data.files import CHAT
 from bloomery.data.render import Renderer
 from bloomery.data.shard_writer import SplitWriter, Structure
-from bloomery.data.shards import Name, ShardKind
-from bloomery.data.templates import BUILTIN, builtin_template, own_templates
+from bloomery.data.shards import Name, ShardKind, Texts
+from bloomery.data.templates import BUILTIN, NONE, builtin_template, formats_texts
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import UserError
 from bloomery.recipe.schema import Chat, Recipe
@@ -32,11 +32,18 @@ def kind_of(document: Document) -> ShardKind:
 
 
 class Kinds(NamedTuple):
-    """`whole`: what the shards hold; `sources`: what each source does; `turns`: whether any of them holds turns."""
+    """`whole`: what the shards hold; `sources`: what each source does; `turns`: whether any of them holds turns;
+    `texts`: whether any of them holds answers that are texts, which a template formats where they have a prompt.
+    """
 
     whole: ShardKind
     sources: tuple[ShardKind, ...]
     turns: bool
+    texts: Texts
+
+    def formatted(self, asked: str | None, config: Mapping[str, Any], *, verbatim: bool) -> bool:
+        """Whether a chat template writes any of it. `verbatim`: texts stay as they are."""
+        return self.turns or (self.texts == "prompts" and not verbatim and formats_texts(asked, config))
 
     @property
     def plain(self) -> frozenset[int]:
@@ -48,7 +55,11 @@ def kinds_of(corpora: list[Corpus], *, on_error: str) -> Kinds:
     """By the first document of each source. Text may stand beside conversations; raises UserError for what else
     differs.
     """
-    firsts = [next(read_documents(corpus, on_error=on_error, tally=Tally()), None) for corpus in corpora]
+    return kinds_among([next(read_documents(corpus, on_error=on_error, tally=Tally()), None) for corpus in corpora])
+
+
+def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
+    """`kinds_of` from those first documents. Raises UserError."""
     found = [document for document in firsts if document is not None]
     mixed = {kind_of(document) for document in found} == set(_MIXED)
     whole: ShardKind = "chat" if mixed else kind_of(found[0]) if found else "text"
@@ -56,7 +67,10 @@ def kinds_of(corpora: list[Corpus], *, on_error: str) -> Kinds:
         refuse_mixture(document, whole)
     examples = [document.example for document in found if document.example is not None]
     turns = any(not isinstance(example.answers[0], str) for example in examples)
-    return Kinds(whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns)
+    spelt = [example for example in examples if isinstance(example.answers[0], str)]
+    prompted = any(not example.implicit for example in spelt)
+    texts: Texts = "prompts" if prompted else "whole" if spelt else "none"
+    return Kinds(whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns, texts)
 
 
 def refuse_mixture(document: Document, kind: ShardKind) -> None:
@@ -81,9 +95,9 @@ def keep_template(tokenizer: Tokenizer, rendering: Rendering, folder: Path) -> N
     """The template that training used goes with its tokenizer, so that whoever opens it writes conversations alike.
     Raises UserError for a template that cannot be used; completions of plain texts need none.
     """
-    if rendering.template is None:
+    if rendering.template in (None, NONE):
         return
-    with Renderer(tokenizer, template=rendering.template, train_on=rendering.train_on) as renderer:
+    with rendering.renderer(tokenizer) as renderer:
         text = renderer.template.text
     if tokenizer.config.get("chat_template") != text:
         tokenizer.config["chat_template"] = text
@@ -92,7 +106,7 @@ def keep_template(tokenizer: Tokenizer, rendering: Rendering, folder: Path) -> N
 
 def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
     """Markup of the chat template that the tokenizer has no token for. Completions of plain texts need no template."""
-    if asked is None and not own_templates(tokenizer.config):
+    if not formats_texts(asked, tokenizer.config):
         return []
     with Renderer(tokenizer, template=asked, train_on="assistant") as renderer:
         return renderer.missing_tokens()
@@ -245,3 +259,8 @@ def learns_examples(recipe: Recipe) -> bool:
         mined = data.builtin in ("stdlib-chat", "stdlib-pairs")
         return mined or data.chat != Chat() or bool(formats & set(CHAT))
     return data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}
+
+
+def verbatim(recipe: Recipe) -> bool:
+    """Whether prompts and answers that are texts stay so whatever the chat template: pretraining reads text."""
+    return recipe.objective.kind == "pretrain"

@@ -44,7 +44,7 @@ def preview(work: Work, count: int, *, sequence_length: int, layout: Layout) -> 
         yield from (_plain(*found, tokenizer, sequence_length, layout) for found in documents)
         return
     mixed = bool(work.kinds.plain)
-    with Renderer(tokenizer, template=work.rendering.template, train_on=work.rendering.train_on) as renderer:
+    with work.rendering.renderer(tokenizer) as renderer:
         for name, document in documents:
             if kind_of(document) == "text":
                 seen = _plain(name, document, tokenizer, sequence_length, layout)

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, final
 
+from bloomery.data.example_turns import Wrong, check_turns
 from bloomery.data.examples import Example, Message
 from bloomery.data.masks import Span, learned_tokens
 from bloomery.data.streams import Flaw
 from bloomery.data.template_process import TemplateProcess
-from bloomery.data.templates import ChatTemplate, find_template
+from bloomery.data.templates import NONE, ChatTemplate, find_template, formats_texts
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.words import LONGEST_PLACED
 from bloomery.units import format_bytes
@@ -43,9 +45,16 @@ class Renderer:
     Whole renderings are tokenised, never pieces. A token is learned when at least one of its characters is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, template: str | None, train_on: TrainOn) -> None:
-        """`template`: a name, a file or None, the tokenizer's own. It is looked for when a conversation needs it."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, template: str | None, train_on: TrainOn, verbatim: bool = False
+    ) -> None:
+        """`template`: a name, a file, "none", or None, the tokenizer's own. It is looked for when a row needs it.
+
+        Where there is a template, a prompt and an answer that are texts are a user's and the assistant's turn.
+        `verbatim`: they stay texts all the same, as pretraining reads them.
+        """
         self._tokenizer, self._asked, self._train_on = tokenizer, template, train_on
+        self._formats = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
 
@@ -82,11 +91,41 @@ class Renderer:
 
     def encode_batch(self, examples: list[Example]) -> list[Encoded | Flaw]:
         """One entry an example. Raises UserError when the template itself cannot be used."""
-        chats = [example for example in examples if not isinstance(example.answers[0], str)]
+        found = [self._turned(example) for example in examples]
+        chats = [each for each in found if isinstance(each, Example) and not isinstance(each.answers[0], str)]
         told = iter(self._encode_chats(chats))
-        return [
-            self._encode_texts(example) if isinstance(example.answers[0], str) else next(told) for example in examples
-        ]
+        encoded = list[Encoded | Flaw]()
+        for each in found:
+            if isinstance(each, Flaw):
+                encoded.append(each)
+            else:
+                encoded.append(self._encode_texts(each) if isinstance(each.answers[0], str) else next(told))
+        return encoded
+
+    def _turned(self, example: Example) -> Example | Flaw:
+        """A prompt and answers that are texts as turns, where the template formats them."""
+        if not self._formats or example.implicit or not isinstance(example.prompt, str) or not example.prompt:
+            return example
+        if mark := next((mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None):
+            problem = f"begins with {mark}, which {self.template.origin} writes itself: the prompt is formatted already"
+            remedy = f"set data.chat.template={NONE}: texts are then trained on as they are"
+            return Flaw(f"{example.source}, prompt", problem, remedy)
+        prompt = Message("user", example.prompt)
+        answers = [(Message("assistant", answer),) for answer in example.answers if isinstance(answer, str)]
+        try:
+            for answer in answers:
+                check_turns((prompt, *answer), example.source)
+        except Wrong as wrong:
+            return wrong.flaw
+        return replace(example, prompt=(prompt,), answers=tuple(answers))
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        """What the template writes around turns and nobody begins a question with."""
+        text = self.template.text
+        control = [name for name in self._tokenizer.control_tokens() if name in text]
+        begin = [_name(self._tokenizer.config["bos_token"])] if self._tokenizer.bos_id is not None else []
+        return list(dict.fromkeys([*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]))
 
     def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
         """Ids that ask for the assistant's next turn. Raises UserError when the template refuses."""

@@ -14,6 +14,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 Name = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
+Texts = Literal["none", "prompts", "whole"]  # what texts rows hold: a prompt's and an answer's, or whole ones of pairs
 ANSWERS: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}  # documents that belong together
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -98,6 +99,8 @@ class Manifest(Record):
     formats: tuple[str, ...] = ()  # of structured text: what its rows were read as
     padding: int | None = None  # tokens of others that were padding and left out; None: an older version kept them
     turns: bool = False  # a chat template wrote it, from turns; else it is text as it stands
+    template: str = ""  # that template, in words
+    texts: Texts = "none"
 
     def split(self, name: Name) -> SplitRecord:
         return self.train if name == "train" else self.validation

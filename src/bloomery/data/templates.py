@@ -11,6 +11,7 @@ from bloomery.errors import UserError
 from bloomery.units import MIB
 
 BUILTIN = ("chatml", "llama2", "llama3", "qwen", "mistral", "gemma")
+NONE = "none"  # as data.chat.template: prompts and answers that are texts stay as they are
 KEY = "chat_template"  # in tokenizer_config.json
 _FOLDER = Path(__file__).parent / "templates"
 _WHERE = "data.chat.template"
@@ -30,11 +31,20 @@ def builtin_template(name: str) -> str:
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def formats_texts(asked: str | None, config: Mapping[str, Any]) -> bool:
+    """Whether prompts and answers that are texts become turns, as Alpaca's do: where there is a template for them."""
+    return asked != NONE and (asked is not None or bool(own_templates(config)))
+
+
 def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
     """What `data.chat.template` means for a tokenizer of this tokenizer_config.json. Raises UserError."""
     own = own_templates(config)
     if asked is None:
         return _own(own)
+    if asked == NONE:
+        problem = "rows of turns need a chat template, and the recipe sets none"
+        remedy = f"{_CHOICES}, or leave it out: the model's own"
+        raise UserError(problem, where=f"{_WHERE}={NONE}", remedy=remedy, code=2)
     if asked in own:
         return ChatTemplate(own[asked], f"the tokenizer's own template {asked!r}")
     if asked in BUILTIN:

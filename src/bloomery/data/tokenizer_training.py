@@ -30,16 +30,21 @@ _END = 2**64 - 1
 Progress = Callable[[float, float], None]
 
 
+def refuse_few_tokens(spec: TrainTokenizer) -> None:
+    """Raises UserError for a vocabulary without room for bytes and special tokens."""
+    smallest = len({*SPECIAL, *spec.special_tokens}) + 256
+    if spec.vocab_size < smallest:
+        raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
+                        where="tokenizer.train.vocab_size", remedy=f"set it to {smallest} or more")  # fmt: skip
+
+
 def train_tokenizer(
     texts: Iterator[str], spec: TrainTokenizer, folder: Path, progress: Progress = lambda *_: None
 ) -> Tokenizer:
     """Trains on `texts`, which are read once, and commits the result to `folder`. Ids 0 to 3 are SPECIAL, then the
     recipe's own tokens. `progress` is called a few times a second while it works.
     """
-    smallest = len({*SPECIAL, *spec.special_tokens}) + 256
-    if spec.vocab_size < smallest:
-        raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
-                        where="tokenizer.train.vocab_size", remedy=f"set it to {smallest} or more")  # fmt: skip
+    refuse_few_tokens(spec)
     pieces = chain.from_iterable(bounded(text) for text in texts)
     first, size = list[str](), 0
     while size <= _AT_ONCE[spec.kind] and (piece := next(pieces, None)) is not None:

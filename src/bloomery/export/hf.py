@@ -22,7 +22,8 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import read_config
-from bloomery.model.tensors import Reader, find_tensors
+from bloomery.model.tensors import Reader
+from bloomery.model.weight_files import find_tensors
 from bloomery.model.weights import load_decoder
 from bloomery.train.use import Use
 from bloomery.units import format_bytes

@@ -23,7 +23,7 @@ from bloomery.model.base import read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.merge import merged_pieces, merged_state
 from bloomery.model.presets import read_config
-from bloomery.model.tensors import find_tensors
+from bloomery.model.weight_files import find_tensors
 from bloomery.model.weights import load_decoder, write_model, write_model_piecewise
 from bloomery.train.model_folder import Found
 from bloomery.train.use import Use

@@ -163,19 +163,14 @@ def start(
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
-_SEEN_WITHOUT_TEXT = ("train.micro_batch", "train.tokens_per_step", "adapter", "quantize.base")
-
-
 def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> None:
-    """Raises UserError for mistakes that show before text is read: none is prepared, and no folder made, for them."""
-    machine = narrowed(detect(), devices)
-    try:
-        resolve(loaded, machine)
-    except UserError as error:
-        if (error.where or "").startswith(_SEEN_WITHOUT_TEXT):
-            raise
-    if finished(loaded, prepared_folder(loaded, _workshop(path))) is None:
+    """Raises the UserError that `bloomery plan` would raise, and for text that is not here: none is prepared, and no
+    folder made, for such a run.
+    """
+    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workshop(path))
+    if finished(loaded, data) is None:
         streams(loaded.recipe)  # the files are there
+    resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data), brief=True)
 
 
 def resume(

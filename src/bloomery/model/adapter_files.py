@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import EMBEDDING, HEAD, Adaptation, linear_modules, shares_head, stored_modules
 from bloomery.model.adapters import LoraLinear
-from bloomery.model.base import CONFIG, TENSORS
+from bloomery.model.base import AGAIN, CONFIG, TENSORS
 from bloomery.model.config import ModelConfig
 from bloomery.model.names import places
 from bloomery.model.renaming import to_hf_names
-from bloomery.model.tensors import Reader, Stored, stored_in
+from bloomery.model.tensors import Reader
+from bloomery.model.weight_files import WEIGHTS, Stored, stored_in
 
 TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
@@ -162,6 +163,27 @@ def read_trained(
             place = where[name]
             each = _found(tensors, place.name, folder)
             reader.fill(model.get_parameter(name).data, each, first=place.first, transposed=place.transposed)
+
+
+def adapter_tensors(folder: Path) -> dict[str, Stored]:
+    """What adapter_model.safetensors of another program holds, all of its values finite: an adapter is small, and one
+    of NaN makes every answer noise. Raises UserError.
+    """
+    if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
+        raise UserError(
+            "adapter_model.bin is a pickle: opening it could run anything", where=str(folder),
+            remedy="ask its author for safetensors, or save it again with PEFT's save_pretrained",
+        )  # fmt: skip
+    found = stored_in(folder, TENSORS)
+    with Reader() as reader:
+        for name, stored in found.items():
+            flat = replace(stored, shape=(math.prod(stored.shape),))
+            pieces = reader.pieces(flat, 0, *flat.shape, device=torch.device("cpu")) if stored.kind in WEIGHTS else ()
+            if not all(bool(piece.isfinite().all()) for _, piece in pieces):
+                problem = f"{name[:120]} of the adapter holds values that are not finite (NaN or infinity)"
+                remedy = f"{AGAIN}; of a run, name an earlier checkpoint with --step"
+                raise UserError(problem, where=str(folder / TENSORS), remedy=remedy)
+    return found
 
 
 def _kinds(settings: Adaptation) -> list[str]:

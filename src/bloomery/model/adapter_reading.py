@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.errors import UserError
-from bloomery.model.adapter_files import PREFIX
+from bloomery.model.adapter_files import PREFIX, adapter_tensors
 from bloomery.model.adapter_names import EMBEDDING, HEAD, VALUES, Adaptation, Pair, shares_head, stored_modules
 from bloomery.model.base import AGAIN, CONFIG, TENSORS, read_settings, right_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.names import places
 from bloomery.model.presets import grown
-from bloomery.model.tensors import Reader, Stored, stored_in
+from bloomery.model.tensors import Reader
+from bloomery.model.weight_files import Stored, refuse_whole_numbers
 
 # Keys that do not change what the adapter computes, or whose meaning is read from the tensors.
 HARMLESS = frozenset({
@@ -87,15 +88,12 @@ def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, Mode
 
 def _tensors(folder: Path) -> dict[str, Stored]:
     """By the names that the base's files would use."""
-    if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
-        raise UserError(
-            "adapter_model.bin is a pickle: opening it could run anything", where=str(folder),
-            remedy="ask its author for safetensors, or save it again with PEFT's save_pretrained",
-        )  # fmt: skip
-    found = stored_in(folder, TENSORS)
+    found = adapter_tensors(folder)
     if strange := [name for name in found if not name.startswith(PREFIX)]:
         problem = f"{strange[0][:80]!r} is no name that PEFT gives a tensor"
         raise UserError(problem, where=str(folder / TENSORS), remedy=AGAIN)
+    for name, stored in found.items():
+        refuse_whole_numbers(name, stored)
     return {name.removeprefix(PREFIX): each for name, each in found.items()}
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from bloomery.errors import UserError
-from bloomery.model.base import TENSORS, read_settings, right_base
+from bloomery.model.adapter_files import adapter_tensors
+from bloomery.model.base import read_settings, right_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.foreign import ForeignBackbone
-from bloomery.model.names import places
-from bloomery.model.peft_names import named, targets_of, unknown_key
-from bloomery.model.tensors import stored_in
+from bloomery.model.peft_names import named, unknown_key
+from bloomery.model.peft_settings import constructed, method_settings, refuse_stored_otherwise
 from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
@@ -150,10 +150,10 @@ def open_method(model: Decoder, folder: Path) -> None:
     """Puts the adapter of a folder into the decoder. Raises UserError when PEFT cannot read it or it does not fit."""
     said = read_settings(folder)
     _kind(said["peft_type"])
-    _refuse_stored_otherwise(model.config)
+    refuse_stored_otherwise(model.config)
     from peft import PeftConfig, PeftModel
 
-    stored_in(folder, TENSORS)  # refuses what is missing, damaged or a pickle
+    adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.task_type = None  # what belongs to a task is transformers' own model around the matrices
@@ -195,32 +195,16 @@ def has_method(model: Decoder) -> bool:
 
 def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
     """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not know."""
-    kind = _kind(adapter.method)
-    said = dict(adapter.model_extra or {})
+    kind, said = _kind(adapter.method), method_settings(adapter, config, steps=steps)
     known = {field.name for field in fields(kind)}
     for name in said:
         if name not in known:
             raise unknown_key(adapter.method, name, known)
-    if "target_modules" in known:
-        said["target_modules"] = targets_of(adapter, config)
-        _refuse_stored_otherwise(config)
-    if "feedforward_modules" in known:  # IA3 scales what these read; PEFT knows them of transformers' models alone
-        targets = said["target_modules"]
-        said.setdefault("feedforward_modules", [name for name in targets if name.endswith("down_proj")])
-    if "total_step" in known:  # AdaLoRA: its schedule ends with the run
-        said.setdefault("total_step", steps)
-        if not said["total_step"]:
-            problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
-            remedy = 'set it to steps: train.length="500 steps"'
-            raise UserError(problem, where="train.length", remedy=remedy, code=2)
-        said.setdefault("tinit", round(0.1 * said["total_step"]))
-        said.setdefault("tfinal", round(0.5 * said["total_step"]))
-        said.setdefault("deltaT", max(1, said["total_step"] // 100))
-    try:
-        return kind(**said)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        problem = f"PEFT refuses these settings of {adapter.method}: {str(error).splitlines()[0][:200]}"
-        raise UserError(problem, where="adapter", remedy=f"mend them: they are {kind.__name__}'s", code=2) from error
+    if "total_step" in known and not said["total_step"]:
+        problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
+        remedy = 'set it to steps: train.length="500 steps"'
+        raise UserError(problem, where="train.length", remedy=remedy, code=2)
+    return constructed(kind, said, adapter.method)
 
 
 def _kind(method: str) -> Any:
@@ -233,14 +217,3 @@ def _kind(method: str) -> Any:
         problem = f"the PEFT that is installed has no {method}"
         raise UserError(problem, where="adapter.method", remedy="pip install --upgrade peft", code=2)
     return found
-
-
-def _refuse_stored_otherwise(config: ModelConfig) -> None:
-    """PEFT's file speaks of the modules of transformers: where those differ from ours, it would not fit."""
-    moved = any(place.name != name or place.transposed for name, place in places(config).items())
-    if moved and config.foreign is None:
-        raise UserError(
-            f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
-            where="adapter.kind=peft", remedy="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
-            code=2,
-        )  # fmt: skip

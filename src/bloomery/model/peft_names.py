@@ -3,9 +3,6 @@
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import ALL_LINEAR, unknown_module
@@ -32,9 +29,6 @@ PROMPTS = frozenset({
 TARGETS: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
 
 
-FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)  # of a dataclass
-
-
 def named(method: str) -> str:
     """As PEFT writes it. Raises UserError for what is no method of PEFT's that trains here."""
     name = method.upper().replace("-", "_")
@@ -51,30 +45,10 @@ def named(method: str) -> str:
     return name
 
 
-def refuse_unknown_keys(adapter: Peft) -> None:
-    """Raises UserError for a key that no method of the installed PEFT has; its files are read, not imported."""
-    known = stated_keys()
-    everywhere = set[str]().union(*known.values())
-    for name in adapter.model_extra or {} if known else ():
-        if name not in everywhere:
-            raise unknown_key(adapter.method, name, known.get(adapter.method.lower(), everywhere))
-
-
 def unknown_key(method: str, name: str, known: Iterable[str]) -> UserError:
     near = get_close_matches(name, sorted(known), n=1)
     remedy = f"did you mean {near[0]}?" if near else f"its keys are those of PEFT's {method}"
     return UserError(f"{method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
-
-
-@cache
-def stated_keys() -> dict[str, set[str]]:
-    """The fields of the configs in each folder of PEFT's tuners, and of all of them in ""; nothing where it lacks."""
-    found = find_spec("peft")
-    if found is None or found.origin is None:
-        return {}
-    home = Path(found.origin).parent
-    files = {"": home / "config.py"} | {path.parent.name: path for path in home.glob("tuners/*/config.py")}
-    return {name: set(FIELD.findall(path.read_text(encoding="utf-8"))) for name, path in files.items()}
 
 
 def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:

@@ -1,98 +1,23 @@
-"""Tensors in safetensors files: read straight into memory that is already there, and only from inside a folder."""
+"""Values of tensors in safetensors files, read straight into memory that is already there."""
 
 import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from itertools import cycle
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bloomery.errors import UserError
-from bloomery.model.weight_files import AGAIN, INDEX, SINGLE, inside, weight_map
+from bloomery.model.weight_files import DTYPES, Stored
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its first byte, dtype and shape."""
-
-    path: Path
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What a safetensors file holds. Raises UserError when it is damaged: the safetensors library checks its header."""
-    try:
-        with safe_open(path, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        problem = f"the file cannot be read as safetensors: {error}"[:200]
-        raise UserError(problem, where=str(path), remedy=AGAIN) from error
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length), object_pairs_hook=partial(_each_once, path))
-    header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
-
-
-def _each_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The library keeps one of two entries of a name; which one, each reader decides for itself."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
-    return entries
-
-
-def _stored(path: Path, name: str, entry: dict[str, object], start: int) -> Stored:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    assert isinstance(shape, list) and isinstance(offsets, list)
-    if dtype not in DTYPES:
-        remedy = f"save it as one of {', '.join(DTYPES)}"
-        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path), remedy=remedy)
-    return Stored(path, start + offsets[0], DTYPES[str(dtype)], tuple(shape))
-
-
-def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a model folder: `model.safetensors`, or the shards that its index names.
-
-    Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
-    """
-    stated = weight_map(folder)
-    if stated is None:
-        return stored_tensors(inside(folder, SINGLE))
-    found: dict[str, Stored] = {}
-    for name in sorted(set(stated.values())):
-        tensors = stored_tensors(inside(folder, name))
-        if twice := found.keys() & tensors.keys():
-            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), remedy=AGAIN)
-        found |= tensors
-    if missing := stated.keys() - found.keys():
-        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), remedy=AGAIN)
-    return found
-
-
-def stored_in(folder: Path, name: str) -> dict[str, Stored]:
-    """What one file of the folder holds. Raises UserError as `find_tensors` does."""
-    return stored_tensors(inside(folder, name))
 
 
 @final
@@ -195,7 +120,7 @@ def write_tensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, produce: Callable[[str], Tensor]
 ) -> None:
     """A safetensors file, tensor by tensor: each is asked for when the ones before it are written, and then let go."""
-    kind = next(name for name, known in DTYPES.items() if known == dtype)
+    kind = next(name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch."))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

@@ -1,20 +1,53 @@
-"""Which files hold a model's weights: plain files of its own folder, whole, and no pickles. Opens none of them."""
+"""Which files hold a model's weights, and which tensors they hold: whole safetensors files of its own folder, whose
+headers are read and nothing else. No torch.
+"""
 
 import json
+import struct
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bloomery.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_shapes
+from bloomery.model.names import places
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 256 * 2**20
 LONGEST_NAME = 200
 AGAIN = "download or save the model again"
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # what a weight may be stored as
+# Buffers that old checkpoints carry although they follow from the config.
+COMPUTED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+)  # fmt: skip
+VALUES = "score.weight"  # of a reward model
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Raises UserError for a missing file, a shard outside the folder, or pickled weights."""
-    stated = weight_map(folder)
-    return [inside(folder, name) for name in ([SINGLE] if stated is None else sorted(set(stated.values())))]
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape."""
+
+    path: Path
+    offset: int
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.kind])
+        return found
 
 
 def is_bare(folder: Path) -> bool:
@@ -71,3 +104,113 @@ def inside(folder: Path, name: str) -> Path:
         remedy = "put the file itself there, if you trust it"
         raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), remedy=remedy)
     return path
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds. Raises UserError when it is damaged: the safetensors library checks its header,
+    and that the file ends where the header says.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        problem = f"the file cannot be read as safetensors: {error}"[:200]
+        raise UserError(problem, where=str(path), remedy=AGAIN) from error
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length), object_pairs_hook=partial(_each_once, path))
+    header.pop("__metadata__", None)
+    return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+
+
+def _each_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The library keeps one of two entries of a name; which one, each reader decides for itself."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
+    return entries
+
+
+def _stored(path: Path, name: str, entry: dict[str, object], start: int) -> Stored:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    assert isinstance(shape, list) and isinstance(offsets, list)
+    if dtype not in DTYPES:
+        remedy = f"save it as one of {', '.join(DTYPES)}"
+        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path), remedy=remedy)
+    return Stored(path, start + offsets[0], str(dtype), tuple(shape))
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model folder: `model.safetensors`, or the shards that its index names.
+
+    Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
+    """
+    stated = weight_map(folder)
+    if stated is None:
+        return stored_tensors(inside(folder, SINGLE))
+    found: dict[str, Stored] = {}
+    for name in sorted(set(stated.values())):
+        tensors = stored_tensors(inside(folder, name))
+        if twice := found.keys() & tensors.keys():
+            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), remedy=AGAIN)
+        found |= tensors
+    if missing := stated.keys() - found.keys():
+        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), remedy=AGAIN)
+    return found
+
+
+def stored_in(folder: Path, name: str) -> dict[str, Stored]:
+    """What one file of the folder holds. Raises UserError as `find_tensors` does."""
+    return stored_tensors(inside(folder, name))
+
+
+def refuse_whole_numbers(name: str, stored: Stored) -> None:
+    """Raises UserError for a weight of whole numbers or truth values: a cast would train something else."""
+    if stored.kind not in WEIGHTS:
+        problem = f"{name[:120]} is stored as {stored.kind}, and weights are floating-point numbers"
+        raise UserError(problem, where=str(stored.path), remedy=f"save it as one of {', '.join(WEIGHTS)}")
+
+
+def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = False) -> dict[str, Stored]:
+    """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
+
+    `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
+    another shape than the config says, or no floating-point numbers.
+    """
+    found = _named_as_saved(find_tensors(folder), config)
+    shapes, where = parameter_shapes(config), places(config)
+    for name, place in where.items():
+        stored, expected = found.get(place.name), place.stored_shape(shapes[name])
+        if stored is None and headless and name == VALUES:
+            continue
+        if stored is None:
+            raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
+        if stored.shape != expected:
+            raise UserError(
+                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
+                where=str(stored.path),
+                remedy="put the config.json there that was saved with these weights",
+            )
+        refuse_whole_numbers(place.name, stored)
+    return {name: found[place.name] for name, place in where.items() if place.name in found}
+
+
+def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """The tensors that the config expects; a model saved without its head lacks the outermost prefix."""
+    expected = {place.name for place in places(config).values()}
+    prefix = "transformer." if config.family == "gpt2" else "model."
+    if not expected & found.keys():
+        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
+    surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
+    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
+    if surplus and expected <= found.keys():
+        raise UserError(
+            f"{min(surplus)} has no place in a {config.family} model",
+            where=str(next(iter(found.values())).path),
+            remedy="this is another architecture than config.json says",
+        )
+    return found

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bloomery.errors import UserError
 from bloomery.model.adapter_files import read_trained
 from bloomery.model.adapter_reading import read_adaptation
 from bloomery.model.adapters import adapt_as, is_adapter, note_base
@@ -29,17 +28,13 @@ from bloomery.model.quantize import quantised_weights
 from bloomery.model.quantize_weight import QuantisedWeight
 from bloomery.model.randomness import stream
 from bloomery.model.renaming import to_hf_names
-from bloomery.model.tensors import Reader, Stored, find_tensors, split_shards, write_tensors
+from bloomery.model.tensors import Reader, split_shards, write_tensors
+from bloomery.model.weight_files import Stored, stored_parameters
 
 SHARD_BYTES = 4 * 2**30
-# Buffers that old checkpoints carry although they follow from the config.
-COMPUTED = (
-    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
-)  # fmt: skip
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
-VALUES = "score.weight"  # of a reward model
 RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -299,43 +294,3 @@ def _read_quantised(weight: QuantisedWeight, stored: Stored, place: Place, reade
         return
     pieces = reader.pieces(stored, place.first, weight.outputs, device=device, multiple=weight.rows_at_once)
     weight.fill((piece for _, piece in pieces), name=name)
-
-
-def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = False) -> dict[str, Stored]:
-    """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
-
-    `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
-    another shape than the config says.
-    """
-    found = _named_as_saved(find_tensors(folder), config)
-    shapes, where = parameter_shapes(config), places(config)
-    for name, place in where.items():
-        stored, expected = found.get(place.name), place.stored_shape(shapes[name])
-        if stored is None and headless and name == VALUES:
-            continue
-        if stored is None:
-            raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
-        if stored.shape != expected:
-            raise UserError(
-                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
-                where=str(stored.path),
-                remedy="put the config.json there that was saved with these weights",
-            )
-    return {name: found[place.name] for name, place in where.items() if place.name in found}
-
-
-def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
-    """The tensors that the config expects; a model saved without its head lacks the outermost prefix."""
-    expected = {place.name for place in places(config).values()}
-    prefix = "transformer." if config.family == "gpt2" else "model."
-    if not expected & found.keys():
-        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
-    surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
-    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
-    if surplus and expected <= found.keys():
-        raise UserError(
-            f"{min(surplus)} has no place in a {config.family} model",
-            where=str(next(iter(found.values())).path),
-            remedy="this is another architecture than config.json says",
-        )
-    return found

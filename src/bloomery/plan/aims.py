@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from bloomery.choice import Choice
+from bloomery.data.templates import NONE
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.presets import known_config
@@ -49,6 +50,26 @@ def objective_choices(recipe: Recipe, corpus: CorpusFacts | None) -> Iterator[tu
     if teacher is not None and isinstance(recipe.objective, Distil):
         because = f"{recipe.objective.teacher} stays in memory beside the model"
         yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", because)
+    if corpus is not None:
+        yield from _chat_choice(recipe, corpus)
     if corpus is not None and corpus.learned < 1:
         because = "of the tokens are learned; the output layer runs on these alone"
         yield "data.chat.train_on", Choice(f"{corpus.learned:.0%} learned", f"{corpus.learned:.1%} {because}")
+
+
+def _chat_choice(recipe: Recipe, corpus: CorpusFacts) -> Iterator[tuple[str, Choice[str]]]:
+    """Whether a chat template formats rows of a prompt and an answer; nothing of plain text."""
+    key = "data.chat.template"
+    if corpus.template:
+        kept = f"; {key}={NONE} trains on texts as they are" if corpus.texts == "prompts" else ""
+        because = f"prompts are formatted as the user's turn and answers as the assistant's, in every data format{kept}"
+        yield key, Choice(corpus.template, because)
+    elif corpus.texts == "whole":
+        yield key, Choice(NONE, "pairs of whole texts without a prompt column are trained on as they are")
+    elif corpus.texts == "prompts":
+        because = "the tokenizer has no chat template"
+        if recipe.data.chat.template == NONE:
+            because = "the recipe sets none"
+        elif recipe.objective.kind == "pretrain":
+            because = "pretraining reads text"
+        yield key, Choice(NONE, f"{because}: prompt and answer are trained on as one text, without turns")

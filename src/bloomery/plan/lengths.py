@@ -56,6 +56,7 @@ class Scale:
     rows_per_epoch: int | None
     steps: int | None  # of the whole run
     step_seconds: float | None
+    guessed: bool = False  # rows_per_epoch, from the size of files
 
 
 def total_steps(length: Duration, scale: Scale) -> int | None:
@@ -82,6 +83,8 @@ def _epochs(amount: float, scale: Scale) -> int | None:
     if scale.rows_per_epoch is None:
         return None
     steps = int(scale.rows_per_epoch * amount) // scale.rows_per_step
+    if steps == 0 and scale.guessed:
+        return 1
     if steps == 0:
         rows = format_count(int(scale.rows_per_epoch * amount))
         raise UserError(
@@ -96,7 +99,8 @@ def left_out(length: Duration, scale: Scale) -> int:
     """Rows at the end of so many epochs that fill no step; 0 for any other length."""
     if length.unit != "epochs" or scale.rows_per_epoch is None:
         return 0
-    return int(scale.rows_per_epoch * length.amount) % scale.rows_per_step
+    rows = int(scale.rows_per_epoch * length.amount)
+    return rows % scale.rows_per_step if rows >= scale.rows_per_step else 0
 
 
 def steps_of(length: Duration, scale: Scale, *, key: str) -> int:

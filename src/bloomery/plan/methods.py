@@ -7,7 +7,8 @@ from bloomery.choice import Choice
 from bloomery.errors import UserError
 from bloomery.model.adapter_names import ALL_LINEAR, adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.peft_names import named, refuse_unknown_keys, targets_of
+from bloomery.model.peft_names import named, targets_of
+from bloomery.model.peft_settings import method_settings
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 RANKS = ("init_r", "r", "rank")  # the keys that say a rank; init_r is AdaLoRA's at the start, when it needs most
@@ -33,7 +34,6 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     if not isinstance(recipe.adapter, Peft):
         return
     name = named(recipe.adapter.method)
-    refuse_unknown_keys(recipe.adapter)
     method = f"adapter.method={recipe.adapter.method}"
     if recipe.objective.kind == "reward":
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
@@ -52,6 +52,12 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     if name == "ADALORA" and recipe.train.length.unit == "seconds" and not total:
         problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
         raise UserError(problem, where="train.length", remedy='set it to steps: train.length="500 steps"', code=2)
+
+
+def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -> None:
+    """Raises UserError for what PEFT would refuse of its own keys. `steps`: of the run, None where they are guessed."""
+    if isinstance(recipe.adapter, Peft):
+        method_settings(recipe.adapter, config, steps=steps)
 
 
 def method_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
@@ -27,7 +28,7 @@ def _unbuilt(recipe: Recipe) -> Iterator[str]:
     parallel = recipe.parallel
     if recipe.objective.kind in ("ppo", "grpo"):
         yield f"objective.kind={recipe.objective.kind}"
-    for key in ("replicate", "shard", "tensor", "context", "pipeline"):
+    for key in ("replicate", "shard", "tensor", "context", "pipeline", "microbatches"):
         if getattr(parallel, key) not in (1, "auto"):
             yield f"parallel.{key}={getattr(parallel, key)}"
 
@@ -73,3 +74,29 @@ def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | No
             remedy=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
             code=2,
         )
+
+
+def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> None:
+    """Raises UserError when sequences are longer than the positions that a teacher has learned."""
+    if teacher.positions == "learned" and length > teacher.max_positions:
+        problem = f"the teacher has learned {teacher.max_positions:,} positions and rows have {length:,}"
+        remedy = f"set data.sequence_length={teacher.max_positions}, or choose another teacher"
+        raise UserError(problem, where=where, remedy=remedy)
+
+
+def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> None:
+    """Raises UserError when an id means something else to the teacher."""
+    if teacher.hash == ours.hash:
+        return
+    shared = min(teacher.vocab_size, ours.vocab_size)
+    other = next((i for i in range(shared) if teacher.decode([i]) != ours.decode([i])), None)
+    if other is None and teacher.vocab_size == ours.vocab_size:
+        return
+    told = f"{teacher.vocab_size:,} ids and the data's tokenizer {ours.vocab_size:,}"
+    if other is not None:
+        told = f"other words: id {other} is {teacher.decode([other])!r} there and {ours.decode([other])!r} here"
+    raise UserError(
+        f"the teacher has {told}",
+        where=where,
+        remedy="choose a teacher of the same family, as it has the same tokenizer",
+    )

@@ -24,7 +24,7 @@ from bloomery.plan.lean import lean_choices, refuse_lean_misfits
 from bloomery.plan.longest import longest_rows
 from bloomery.plan.measured import compile_gain, corrected, corrected_memory
 from bloomery.plan.memory import estimate_memory
-from bloomery.plan.methods import method_choices, refuse_method_misfits
+from bloomery.plan.methods import method_choices, refuse_method_misfits, refuse_settings
 from bloomery.plan.occupancy import Occupancy
 from bloomery.plan.quantised import quantised_choices, refuse_quantised_misfits
 from bloomery.plan.settled import Settled, decision
@@ -69,17 +69,24 @@ def resolve(
 def _resolution(
     loaded: LoadedRecipe, machine: Machine, corpus: CorpusFacts | None, gpus: int, nodes: int
 ) -> "_Resolution":
-    recipe = loaded.recipe
+    profile = build_profile(machine)
+    refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
+    config = checked_config(loaded.recipe, corpus, devices=gpus * nodes)
+    return _Resolution(loaded, machine, profile, config, corpus, gpus, nodes)
+
+
+def checked_config(recipe: Recipe, corpus: CorpusFacts | None, *, devices: int = 1) -> ModelConfig:
+    """The model's config. Raises UserError for what no machine could train."""
     refuse.refuse_unbuilt(recipe)
     refuse_lean_misfits(recipe)
     refuse_method_misfits(recipe)
     refuse_quantised_misfits(recipe)
-    profile = build_profile(machine)
-    refuse.refuse_mesh(profile, gpus=gpus, nodes=nodes)
     config = model_config(recipe, corpus)
     refuse.refuse_misfits(recipe, config, corpus)
-    refuse_foreign_misfits(recipe, config, devices=gpus * nodes)
-    return _Resolution(loaded, machine, profile, config, corpus, gpus, nodes)
+    refuse_foreign_misfits(recipe, config, devices=devices)
+    length = recipe.train.length
+    refuse_settings(recipe, config, steps=round(length.amount) if length.unit == "steps" else None)
+    return config
 
 
 def model_config(recipe: Recipe, corpus: CorpusFacts | None) -> ModelConfig:
@@ -121,6 +128,8 @@ class _Resolution:
         """The plan without what is said of it: claims, doubts, remedies."""
         recipe, settled = self.recipe, self.settle()
         scale, cut = settled.scale, settled.cut
+        if not (scale.guessed and recipe.train.length.unit == "epochs"):
+            refuse_settings(recipe, self.config, steps=scale.steps)
         train = self.train(settled)
         plan = Plan(
             name=self.loaded.name,
@@ -310,6 +319,7 @@ class _Resolution:
             tokens_per_step=tokens_per_step,
             rows_per_step=tokens_per_step // self.recipe.data.sequence_length,
             rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
+            guessed=bool(self.corpus and self.corpus.spread),
             steps=None,
             step_seconds=None,
         )

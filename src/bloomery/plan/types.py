@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, PositiveInt
 
+from bloomery.data.shards import Texts
 from bloomery.model.config import ModelConfig
 from bloomery.model.quantize_facts import Reader
 from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
@@ -81,6 +82,8 @@ class CorpusFacts(Part):
     learned: float = 1.0  # the share of the tokens that an objective learns from
     left_out: int = 0
     cut_short: int = 0
+    template: str = ""  # the chat template that formats its rows, in words
+    texts: Texts = "none"
 
 
 class Decision(Part):

@@ -294,7 +294,7 @@ class Parallel(Section):
     tensor: PositiveInt = 1
     context: PositiveInt = 1
     pipeline: PositiveInt = 1
-    schedule: str = "1f1b"
+    schedule: Literal["1f1b"] = "1f1b"
     microbatches: Auto | PositiveInt = "auto"
 
 

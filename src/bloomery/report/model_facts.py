@@ -14,8 +14,7 @@ from bloomery.model.adapter_reading import read_adaptation
 from bloomery.model.base import TENSORS, Base, read_settings, refuse_other_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.presets import read_config
-from bloomery.model.tensors import Stored, find_tensors, stored_in
-from bloomery.model.weights import stored_parameters
+from bloomery.model.weight_files import Stored, find_tensors, stored_in, stored_parameters
 from bloomery.train.model_folder import Found
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from bloomery.data.loader import Batch
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
-from bloomery.errors import UserError
+from bloomery.data.tokenizer import load_tokenizer
 from bloomery.hub import local_model
 from bloomery.model.attention_facts import supports
 from bloomery.model.config import ModelConfig
@@ -16,6 +15,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.divergence import Divergence, Teacher
 from bloomery.model.presets import read_config
 from bloomery.model.weights import load_decoder
+from bloomery.plan.refuse import refuse_few_positions, refuse_other_words
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil
 from bloomery.train.forward import product_dtype
@@ -40,10 +40,7 @@ def teachers_attention(config: ModelConfig, plan: Plan, *, where: str) -> str:
     Raises UserError when the rows are longer than the positions that the teacher has learned.
     """
     length = plan.data.sequence_length
-    if config.positions == "learned" and length > config.max_positions:
-        problem = f"the teacher has learned {config.max_positions:,} positions and rows have {length:,}"
-        remedy = f"set data.sequence_length={config.max_positions}, or choose another teacher"
-        raise UserError(problem, where=where, remedy=remedy)
+    refuse_few_positions(config, length, where=where)
     windows = [window for window in map(config.window, range(config.num_layers)) if window is not None]
     unfit = supports(
         plan.model.attention, device_type=plan.train.device, packed=plan.data.layout == "packed",
@@ -55,24 +52,6 @@ def teachers_attention(config: ModelConfig, plan: Plan, *, where: str) -> str:
 @lru_cache(maxsize=1)  # a run that plans anew keeps the one that it has: two might not fit
 def _loaded(folder: Path, dtype: torch.dtype, device: str, attention: str) -> Decoder:
     return load_decoder(folder, dtype=dtype, device=device, attention=attention).requires_grad_(False)
-
-
-def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> None:
-    """Raises UserError when an id means something else to the teacher."""
-    if teacher.hash == ours.hash:
-        return
-    shared = min(teacher.vocab_size, ours.vocab_size)
-    other = next((i for i in range(shared) if teacher.decode([i]) != ours.decode([i])), None)
-    if other is None and teacher.vocab_size == ours.vocab_size:
-        return
-    told = f"{teacher.vocab_size:,} ids and the data's tokenizer {ours.vocab_size:,}"
-    if other is not None:
-        told = f"other words: id {other} is {teacher.decode([other])!r} there and {ours.decode([other])!r} here"
-    raise UserError(
-        f"the teacher has {told}",
-        where=where,
-        remedy="choose a teacher of the same family, as it has the same tokenizer",
-    )
 
 
 def divergence_of(batch: Batch, teacher: Decoder, asked: Distil, *, chunk: int) -> Divergence:
