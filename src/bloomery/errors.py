@@ -1,6 +1,7 @@
 """The one exception that a person is meant to read, and how names that a stranger chose are shown in it"""
 
 import errno
+import re
 
 
 class UserError(Exception):
@@ -11,9 +12,9 @@ class UserError(Exception):
         self.problem, self.where, self.remedy, self.code = problem, where, remedy, code
 
     def __str__(self) -> str:
-        parts = [f"error: {one_line(self.problem)}"]
+        parts = [f"error: {_own_lines(self.problem)}"]
         if self.where:
-            parts.append(f"where: {one_line(self.where)}")
+            parts.append(f"where: {_own_lines(self.where)}")
         if self.remedy:
             parts.append(f"mend:  {self.remedy}")
         return "\n".join(parts)
@@ -24,6 +25,14 @@ def one_line(text: str) -> str:
     as escapes, bytes that are not UTF-8 as \\xff.
     """
     return text if text.isprintable() else "".join(map(_plain, text))
+
+
+_OWN = re.compile(r"(\n(?:why:   |       ))")  # how our own sentences begin another line
+
+
+def _own_lines(text: str) -> str:
+    """Several lines where we wrote several, each as `one_line`."""
+    return "".join(part if number % 2 else one_line(part) for number, part in enumerate(_OWN.split(text)))
 
 
 def _plain(letter: str) -> str:
