@@ -11,6 +11,8 @@ from command_line import assert_clear, here, write_workshop
 
 from bloomery.cli import cli
 from bloomery.cli.common import find_run
+from bloomery.cli.crash import _sentence
+from bloomery.hardware.detect import detect
 from bloomery.recipe.load import load_recipe
 from models_for_tests import make_model
 
@@ -194,3 +196,14 @@ class TestModelAndData:
         (workshop / "runs/go-1/recipe.yaml").write_text("model: {preset: go-coder-tiny}\n")
         assert here("recipes", "copy", "go-1", "mine.yaml").code == 0
         assert Path("mine.yaml").read_text() == here("recipes", "show", "go").out
+
+
+def test_without_torch_the_line_that_installs_it_is_said(workshop, monkeypatch):
+    here_is = detect()
+    bare = here_is.model_copy(update={"software": here_is.software.model_copy(update={"torch": None, "build": None})})
+    monkeypatch.setattr("bloomery.launch.local.detect", lambda: bare)
+    result = here("train", "tiny.yaml")
+    assert_clear(result, mentions=["PyTorch is not installed here", "pip install", "torch=="], lines=8)
+    assert not Path("runs").exists() and not Path("prepared").exists()
+    told = str(_sentence(ModuleNotFoundError("No module named 'torch'", name="torch"), None))
+    assert "PyTorch is not installed here" in told and "torch==" in told

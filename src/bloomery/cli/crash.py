@@ -29,6 +29,11 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
     known = of_the_system(error) if isinstance(error, OSError) else None
     if known is not None:
         return known
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        from bloomery.hardware.detect import detect
+        from bloomery.hardware.doctor_torch import torch_missing
+
+        return torch_missing(detect())
     if isinstance(error, MemoryError):
         remedy = "close other programs or choose smaller sizes"
         return UserError("this machine's memory is used up", where=str(error), remedy=remedy)

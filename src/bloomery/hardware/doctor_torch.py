@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 
+from bloomery.errors import UserError
 from bloomery.hardware.assume import best_device, fitting_builds, install
 from bloomery.hardware.doctor_finding import NUMBER, PROBE, Finding, Fix, has_amd, install_steps, installs
 from bloomery.hardware.machine import Accelerator, Machine, Package, Setting
@@ -322,3 +323,10 @@ def allocator(machine: Machine) -> Iterator[Finding]:
                 if one.name == names[0]
             ),
         )
+
+
+def torch_missing(machine: Machine) -> UserError:
+    """For a command that needs PyTorch where none is installed: the lines that install the build for this machine."""
+    steps = "\n       ".join(install_steps(machine, anew=False))
+    where = f"Python {machine.software.python} in {machine.software.prefix or 'this environment'}"
+    return UserError("PyTorch is not installed here", where=where, remedy=steps)

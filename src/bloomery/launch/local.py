@@ -18,6 +18,7 @@ from bloomery.data.shards import MANIFEST, read_manifest
 from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
+from bloomery.hardware.doctor_torch import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.launch.hooks import commands_of, remember
@@ -168,6 +169,8 @@ def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> No
     folder made, for such a run.
     """
     machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workshop(path))
+    if machine.software.torch is None:
+        raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # the files are there
     resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data), brief=True)
