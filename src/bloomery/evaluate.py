@@ -16,14 +16,18 @@ from bloomery.data.files import DATA, TABLES, suffix_of
 from bloomery.data.fitting import kept_lengths
 from bloomery.data.preparing_examples import KINDS
 from bloomery.data.render import Renderer
-from bloomery.data.shards import ANSWERS, ShardKind, open_split
+from bloomery.data.shards import ANSWERS, ShardKind, open_split, read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.errors import UserError
 from bloomery.model.config import refuse_values
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Attention, Backbone, Decoder
+from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Source
+from bloomery.train.evaluation import evaluate as evaluate_rows
+from bloomery.train.job import open_loader
 from bloomery.train.judging import Judgement, judge_pairs
 from bloomery.train.model_folder import Found, find_model
+from bloomery.train.objectives import pretraining
 from bloomery.train.scoring import score_documents
 from bloomery.train.use import Tell, Use, load_used
 from bloomery.units import counted
@@ -103,6 +107,37 @@ def evaluate(
     refuse_foreign_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes(texts, tokenizer, bos=bos, context=context)
+
+
+def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: Plan) -> tuple[Evaluation, list[str]] | None:
+    """What the run's own evaluation gives: the same sequences of its validation split, packed as in training.
+
+    None where that is no loss of text, or nothing is held out. Raises UserError when no token can be scored.
+    """
+    held_out = read_manifest(plan.data.prepared).validation.tokens
+    if plan.objective.kind not in ("pretrain", "sft") or decoder.config.foreign is not None or not held_out:
+        return None
+    own = plan.train.device == next(decoder.parameters()).device.type
+    for module in decoder.modules():
+        if isinstance(module, Backbone | Attention):
+            module.backend = plan.model.attention if own else "mask"  # which every device has
+    loader, sizes = open_loader(plan, "validation"), tokenizer.token_bytes()
+    objective = pretraining(score_chunk=plan.model.score_chunk)
+    found = evaluate_rows(
+        decoder, loader, objective, plan=plan.eval, precision="float32", token_bytes=sizes, limit=plan.eval.rows
+    )  # the decoder computes in the run's precision by itself
+    where = str(plan.data.prepared)
+    if found is None:
+        raise UserError("there is no token to score", where=where, remedy="name a text: --data PATH")
+    if not math.isfinite(found.loss) or found.perplexity is None:
+        remedy = "evaluate an earlier checkpoint with --step"
+        raise UserError("the model's loss is not a finite number: its weights are damaged", where=where, remedy=remedy)
+    rows = min(plan.eval.rows or loader.rows, loader.rows)
+    note = (
+        f"as the run evaluates: {rows:,} of {loader.rows:,} packed sequences of {plan.data.sequence_length:,} tokens;"
+        f" --data {where} scores each validation text whole"
+    )
+    return Evaluation(found.loss, found.perplexity, found.bits_per_byte, found.tokens, found.bytes or 0), [note]
 
 
 def judge(

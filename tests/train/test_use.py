@@ -248,3 +248,19 @@ def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepare
         stored = load_file(folder / "merged/model.safetensors")
         assert stored.keys() == whole.keys()
         assert all(torch.equal(stored[name], whole[name]) for name in stored)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_eval_of_a_run_gives_the_loss_that_the_run_logged(prepared, base, tmp_path, precision):
+    run, _ = run_of(prepared, base, tmp_path / "run", precision=precision)
+    words = ["eval", str(run.folder), "--step", "last", "-d", "cpu", "--json"]
+    others = ([], ["--no-bos"], ["--data", str(prepared)])
+    own, whole, named = (CliRunner().invoke(cli, [*words, *more]) for more in others)
+    assert own.exit_code == whole.exit_code == named.exit_code == 0, own.output
+    logged = run.of(EvalDone)[-1]
+    said = json.loads(own.stdout)
+    assert (said["loss"], said["tokens"], said["bits_per_byte"]) == (logged.loss, logged.tokens, logged.bits_per_byte)
+    assert "packed sequences of 32 tokens" in own.stderr
+    assert "here each text is scored whole, with up to 64 tokens of context" in whole.stderr
+    assert json.loads(whole.stdout)["loss"] != logged.loss
+    assert "packed sequences" not in named.stderr

@@ -54,7 +54,8 @@ def command(
     folder = model_path(model)
     text, row = _validation(folder) if data is None else (data_path(data), None)
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.evaluate import evaluate, judge, load_to_evaluate
+    from bloomery.evaluate import evaluate, evaluate_as_trained, judge, load_to_evaluate
+    from bloomery.plan.store import read_plan
 
     decoder, tokenizer = load_to_evaluate(folder, step=step, use=use, tell=loading)
     result: Evaluation | Judgement
@@ -63,8 +64,16 @@ def command(
             result, notes = judge(decoder, tokenizer, text, template=template, row=row)
             rows = _judged(result)
         else:
-            result, notes = evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
+            same = None
+            if row is not None and not no_bos and template is None:
+                same = evaluate_as_trained(decoder, tokenizer, read_plan(folder / "plan.json"))
+            result, notes = same or evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
             rows = _predicted(result)
+            if row is not None and same is None:
+                notes.append(
+                    f"the run evaluates packed sequences of {row:,} tokens while it trains; here each text is scored"
+                    f" whole, with up to {decoder.config.max_positions:,} tokens of context: the two losses differ"
+                )
     for note in notes:
         say(f"note: {note}", err=True)
     if as_json:
