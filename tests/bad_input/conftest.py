@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import process, write_workshop
 
+from bloomery.plan.head import write_sealed
+
 
 @pytest.fixture
 def workshop(tmp_path, monkeypatch):
@@ -41,7 +43,7 @@ def stopped(trained, tmp_path, monkeypatch):
     folder = tmp_path / "shop"
     shutil.copytree(trained, folder)
     run = folder / "runs/one"
-    (run / "plan.json").write_text((run / "plan.json").read_text().replace(str(trained), str(folder)))
+    write_sealed(run, {"plan.json": (run / "plan.json").read_text().replace(str(trained), str(folder))})
     shutil.rmtree(run / "checkpoints/step-00000006")
     (run / "checkpoints/best.json").unlink(missing_ok=True)
     events = (run / "events.jsonl").read_text().splitlines()

@@ -10,7 +10,7 @@ from structured import write_structured
 
 from bloomery.data.loader import Batch, Cursor, Loader
 from bloomery.data.reference import ReferenceWriter
-from bloomery.data.shards import MANIFEST, Manifest, Split
+from bloomery.data.shards import Manifest, Split, write_manifest
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import UserError
 from bloomery.model.weights import fresh_decoder
@@ -43,7 +43,7 @@ def folder(tmp_path: Path):
         sources = [texts(count, together, seed) for seed in range(parts)]
         marks = [place // 2 % 3 == 0 for place in range(2 * count * parts)]
         split = write_structured(path, sources, kind, 64, [int(mark) for mark in marks])
-        (path / MANIFEST).write_text(_manifest(split, path, tokenizer).model_dump_json())
+        write_manifest(path, _manifest(split, path, tokenizer))
         return path
 
     return make
@@ -124,8 +124,9 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
 def partial(path: Path, file: Path, layout: str) -> Path:
     """A reference that lacks the last token that is learned."""
     values = np.fromfile(file, np.float32)
-    values[np.flatnonzero(~np.isnan(values))[-1]] = np.nan
-    values.tofile(file.with_name("partial.bin"))
+    known = np.flatnonzero(~np.isnan(values))[:-1]
+    with ReferenceWriter(file.with_name("partial.bin"), len(values)) as writer:
+        writer.add(known, values[known])
     return file.with_name("partial.bin")
 
 

@@ -321,20 +321,6 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
     assert facts.cut_short
 
 
-def test_manifests_of_before_structure_are_read(corpus, recipe_of, tmp_path):
-    prepare(recipe_of(path=str(corpus)), tmp_path / "p")
-    path = tmp_path / "p" / "manifest.json"
-    said = json.loads(path.read_text())
-    for name in ("kind", "formats"):
-        del said[name]
-    for split in ("train", "validation"):
-        for name in ("learned_tokens", "learned", "first", "marks"):
-            del said[split][name]
-    path.write_text(json.dumps(said))
-    assert read_manifest(tmp_path / "p").kind == "text"
-    assert open_split(tmp_path / "p", "train").learned is None
-
-
 def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
     from bloomery.data import mined
 

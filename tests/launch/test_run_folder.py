@@ -85,7 +85,7 @@ def test_a_run_that_ended_before_its_plan_is_taken_over(tmp_path: Path, loaded) 
         with pytest.raises(UserError, match="in use"), new_run(loaded, folder.path):
             pass
     with new_run(loaded, tmp_path / "run") as (folder, _):
-        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml"]
+        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml", "run.json"]
 
 
 @pytest.mark.parametrize(

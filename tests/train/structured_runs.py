@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from bloomery.data.shard_writer import Progress, SplitWriter, Structure
-from bloomery.data.shards import MANIFEST, Manifest, read_manifest
+from bloomery.data.shards import MANIFEST, Manifest, read_manifest, write_manifest
 
 
 def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed: int = 0) -> Path:
@@ -34,5 +34,5 @@ def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed:
                 writer.add(ids, np.array([len(ids)], np.uint64), 0, Structure(learned, mark))
         records[split] = writer.finish([1.0])
     manifest = Manifest(**source.model_dump() | {"kind": kind, **records})
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    write_manifest(folder, manifest)
     return folder

@@ -1,6 +1,5 @@
 """Saving and finding checkpoints: nothing damaged is used, nothing good is lost."""
 
-import json
 import os
 import random
 import resource
@@ -18,6 +17,7 @@ import torch
 from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.monitor.events import Saved, Warned
+from bloomery.seals import stamped, unstamped
 from bloomery.train import checkpoint, sealed
 from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
 
@@ -132,7 +132,8 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
 def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = tmp_path / "step-00000001/MANIFEST.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    said = unstamped(manifest)
+    manifest.write_text(stamped({"format": 99, "files": said["files"]}))
     assert "newer Bloomery" in (sealed.damage(manifest.parent) or "")
 
 
@@ -206,7 +207,7 @@ def test_state_must_be_finite(tmp_path: Path) -> None:
 
 
 def test_a_bug_in_the_writing_thread_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "seal", lambda folder: 1 / 0)
+    monkeypatch.setattr(checkpoint, "seal", lambda folder, lineage: 1 / 0)
     saver = Saver(tmp_path, 3, True)
     saver.save(1, parts(1), {})
     with pytest.raises(ZeroDivisionError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bloomery.data.packing import Layout, Row, Rows
-from bloomery.data.reference import open_reference, reference_of
+from bloomery.data.reference import Reference
 from bloomery.data.shards import Name, open_split, read_manifest
 from bloomery.data.shuffle import feistel, mix
 from bloomery.errors import UserError
@@ -65,19 +65,17 @@ class Loader:
     A source of weight w comes floor(w) times in an epoch, and a share w - floor(w) of its rows once more, another share
     in each epoch. Raises UserError as `read_manifest` does, and when the split has no row.
 
-    `reference`: a file that a ReferenceWriter filled from `stored_batches`, for Batch.reference.
+    `reference`: a file that a ReferenceWriter filled from `stored_batches` for `run`, for Batch.reference.
     """
 
     def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int, split: Name = "train",
-                 rank: int = 0, world: int = 1, reference: Path | None = None) -> None:  # fmt: skip
+                 rank: int = 0, world: int = 1, reference: Path | None = None, run: str = "") -> None:  # fmt: skip
         manifest = read_manifest(prepared)
         opened = open_split(prepared, split, manifest)
         self.kind, self.tokens = manifest.kind, opened.record.tokens
         self._rows = Rows(opened, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id)
-        self._reference_path = reference
-        self._reference = None if reference is None else open_reference(reference, self.tokens)
+        self._reference = None if reference is None else Reference(reference, self.tokens, run)
         self._seed, self._rank, self._world = seed, rank, world
-        self._vocab_size, self._prepared = manifest.vocab_size, prepared
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
         self._visits = [round(count * weight) for count, weight in zip(self._rows.counts, weights, strict=True)]
         self._ends = np.cumsum(self._visits)
@@ -92,7 +90,7 @@ class Loader:
         assert rows % self._world == 0, f"{rows} rows cannot be shared by {self._world} ranks"
         assert cursor.seed == self._seed, "the cursor belongs to another run"
         places = range(cursor.consumed + self._rank, cursor.consumed + rows, self._world)
-        return self._stacked([self._rows.read(*self.place(index)) for index in places])
+        return self._stack([self._rows.read(*self.place(index)) for index in places])
 
     def place(self, index: int) -> tuple[int, int]:
         """(source, row in it) of the index-th row of the run."""
@@ -115,7 +113,7 @@ class Loader:
         wanted = min(self.rows, limit or self.rows)
         for start in range(0, wanted, rows * self._world):
             places = (start + self._rank + self._world * offset for offset in range(rows))
-            yield self._stacked(
+            yield self._stack(
                 [
                     self._in_order(place * self.rows // wanted) if place < wanted else self._rows.empty()
                     for place in places
@@ -138,28 +136,15 @@ class Loader:
                 part = int(np.searchsorted(counts, place, side="right"))
                 index = place - int(counts[part - 1] if part else 0)
                 found.append(self._rows.read(part, index) if part < len(counts) else self._rows.empty())
-            yield self._stacked(found), torch.from_numpy(np.stack([row.stored for row in found]))
-
-    def _stacked(self, rows: list[Row]) -> Batch:
-        """The checksums of shards are too slow for every start; an id without an embedding is noticed here instead."""
-        batch = self._stack(rows)
-        largest = max(int(batch.tokens.max()), int(batch.labels.max()))
-        if largest >= self._vocab_size:
-            raise UserError(
-                f"a shard holds token {largest:,} of a vocabulary of {self._vocab_size:,}: it is damaged",
-                where=str(self._prepared),
-                remedy="delete that folder and prepare again",
-            )
-        return batch
+            yield self._stack(found), torch.from_numpy(np.stack([row.stored for row in found]))
 
     def _stack(self, rows: list[Row]) -> Batch:
         def stacked(arrays: list[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
             return torch.from_numpy(np.stack(arrays))
 
         reference = None
-        if self._reference is not None and self._reference_path is not None:
-            where, values = self._reference_path, self._reference
-            reference = stacked([reference_of(values, row.stored, row.weights, where) for row in rows])
+        if self._reference is not None:
+            reference = stacked([self._reference.of(row.stored, row.weights) for row in rows])
         return Batch(
             tokens=stacked([row.tokens for row in rows]),
             labels=stacked([row.labels for row in rows]),

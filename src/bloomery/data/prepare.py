@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bloomery.data.example_rows import wants_of
 from bloomery.data.packing import count_rows, pairs_cut
 from bloomery.data.preparing import Limits, Report, Work, streams
 from bloomery.data.preparing_examples import learns_examples, template_identity, train_on, verbatim
-from bloomery.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
+from bloomery.data.shards import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
 from bloomery.data.split import AUTO
 from bloomery.data.tokenizer_source import tokenizer_spec
 from bloomery.disk import open_regular
@@ -78,6 +79,8 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
         with working(loaded, folder, report=report, limits=limits) as work:
             manifest = finished(loaded, folder) or work.run()
             check_rows(manifest, loaded.recipe.data, folder)
+    else:
+        check_shards(folder, manifest, partial(report, "checksums"))
     return manifest
 
 
@@ -110,6 +113,8 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
             remedy=f"delete it and prepare again: rm -r {folder}",
         )
     if not _gone(loaded.recipe.data):
+        if manifest.snapshot is not None:
+            check_record(folder, manifest.snapshot)
         changed = snapshot.stale(folder, streams(loaded.recipe))
         if changed is not None:
             raise UserError(

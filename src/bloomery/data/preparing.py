@@ -37,9 +37,9 @@ from bloomery.data.preparing_examples import (
     train_on,
     verbatim,
 )
-from bloomery.data.preparing_journal import JOURNAL, Journal, open_journal
+from bloomery.data.preparing_journal import Journal, open_journal
 from bloomery.data.shard_writer import Lost, SplitWriter
-from bloomery.data.shards import ANSWERS, MANIFEST, Manifest, Name, ShardKind
+from bloomery.data.shards import ANSWERS, JOURNAL, Manifest, Name, ShardKind, file_record, write_manifest
 from bloomery.data.split import Splitter, content_key, make_splitter, validation_corpora
 from bloomery.data.streams import Flaw
 from bloomery.data.templates import find_template
@@ -342,8 +342,9 @@ class Work:
             turns=formatted,
             template=find_template(chat.template, tokenizer.config).origin if formatted else "",
             texts=self.kinds.texts,
+            snapshot=file_record(self._folder / snapshot.SNAPSHOT),
         )
-        write_file(self._folder / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
+        manifest = write_manifest(self._folder, manifest)
         (self._folder / JOURNAL).unlink()
         return manifest
 

@@ -6,11 +6,9 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.data import snapshot
 from bloomery.data.shard_writer import Progress
-from bloomery.data.shards import MANIFEST
+from bloomery.data.shards import JOURNAL, MANIFEST
 from bloomery.data.tokenizer import write_file
 from bloomery.errors import UserError
-
-JOURNAL = "preparing.json"
 
 
 class Journal(BaseModel):

@@ -1,6 +1,5 @@
 """Writes a split's shards so that they can be cut back to what the journal vouches for."""
 
-import hashlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel
 
-from bloomery.data.shards import FileRecord, Name, Part, ShardKind, SplitRecord
+from bloomery.data.shards import FileRecord, Name, Part, ShardKind, SplitRecord, file_record
 
 
 class Progress(BaseModel):
@@ -208,11 +207,3 @@ def _cut(path: Path, size: int) -> None:
         path.unlink(missing_ok=True)
     elif found > size:
         os.truncate(path, size)
-
-
-def file_record(path: Path) -> FileRecord:
-    """Name, size and sha256 of a file."""
-    with path.open("rb") as file:
-        return FileRecord(
-            name=path.name, bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
-        )

@@ -1,17 +1,30 @@
 """Tokens on disk: a manifest, and memory-mapped files of ids that read as one array."""
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from bloomery.data.tokenizer import load_tokenizer
+from bloomery.data.tokenizer import write_file
 from bloomery.errors import UserError
+from bloomery.seals import (
+    Blocks,
+    added_to,
+    changed,
+    check_file,
+    digest_of,
+    digests_of_file,
+    stamp_of,
+    stamped,
+    unstamped,
+)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it beside the manifest
 Name = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
 Texts = Literal["none", "prompts", "whole"]  # what texts rows hold: a prompt's and an answer's, or whole ones of pairs
@@ -24,9 +37,11 @@ class Record(BaseModel, frozen=True, extra="forbid"):
 
 
 class FileRecord(Record):
+    """`blocks`: the digest of each `seals.BLOCK` of it."""
+
     name: str
     bytes: int
-    sha256: str
+    blocks: tuple[str, ...]
 
 
 class Part(Record):
@@ -101,6 +116,9 @@ class Manifest(Record):
     turns: bool = False  # a chat template wrote it, from turns; else it is text as it stands
     template: str = ""  # that template, in words
     texts: Texts = "none"
+    snapshot: FileRecord | None = None  # what the sources were, for the next `prepare`
+    files: tuple[FileRecord, ...] = ()  # every other file: the tokenizer's
+    sha256: str = ""  # of this manifest
 
     def split(self, name: Name) -> SplitRecord:
         return self.train if name == "train" else self.validation
@@ -109,51 +127,110 @@ class Manifest(Record):
         return "text" if part.plain else self.kind
 
     @property
+    def tokens_digest(self) -> str:
+        """Of all that training reads, whenever and from whichever place the text was read."""
+        records = [record for split in (self.train, self.validation) for record in split.files] + [*self.files]
+        return digest_of("".join(record.model_dump_json() for record in records).encode())
+
+    @property
     def mixed(self) -> bool:
         """Whether text stands beside conversations."""
         return any(part.plain for part in self.train.parts)
 
 
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Seals the folder: files that it holds now are listed, and one that is added later is refused."""
+    listed = {record.name for split in (manifest.train, manifest.validation) for record in split.files}
+    listed |= {MANIFEST, JOURNAL, *([manifest.snapshot.name] if manifest.snapshot else [])}
+    found = []
+    while (path := added_to(folder, listed)) is not None:
+        found.append(file_record(path))
+        listed.add(path.name)
+    manifest = manifest.model_copy(update={"files": tuple(found)})
+    body = manifest.model_dump(mode="json", exclude={"sha256"})
+    write_file(folder / MANIFEST, stamped(body).encode())
+    return manifest.model_copy(update={"sha256": stamp_of(body)})
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Raises UserError when the folder is not prepared, its files are missing or short, or its tokenizer is not the
-    shards' own.
+    """Raises UserError when the folder is not prepared, a file is missing, short or added, or one other than the
+    shards has changed. Shards are checked block by block as they are read.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError("holds no prepared text", where=str(folder), remedy="run: bloomery prepare RECIPE")
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise UserError(
-            "is damaged, or was written by another version",
-            where=str(path),
-            remedy=f"delete {folder} and prepare again",
-        ) from error
-    for split in (manifest.train, manifest.validation):
-        for record in split.files:
-            _check_file(folder, record)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.hash != manifest.tokenizer_hash:
-        raise UserError("the tokenizer beside the shards is not the one that made them", where=str(folder),
-                        remedy=f"put the right one back, or delete {folder} and prepare again")  # fmt: skip
+        manifest = Manifest.model_validate(unstamped(path))
+    except (OSError, ValueError) as error:
+        problem = "is damaged, or was written by another version"
+        raise UserError(problem, where=str(path), remedy=again(folder)) from error
+    records = [record for split in (manifest.train, manifest.validation) for record in split.files]
+    listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
+    for record in records:
+        _check_size(folder, record)
+    for record in manifest.files:
+        check_file(folder / record.name, record.bytes, record.blocks, remedy=again(folder))
+    stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
+    if stray is not None:
+        remedy = f"move it elsewhere, or {again(folder)}"
+        raise UserError("the file was added to a prepared folder, and might be read", where=str(stray), remedy=remedy)
     return manifest
 
 
-def _check_file(folder: Path, record: FileRecord) -> None:
+def again(folder: Path) -> str:
+    """The remedy for prepared text that is not as it was written."""
+    return f"delete {folder} and prepare again"
+
+
+def file_record(path: Path) -> FileRecord:
+    """Name, size and digests of a file."""
+    return FileRecord(name=path.name, bytes=path.stat().st_size, blocks=digests_of_file(path))
+
+
+def check_record(folder: Path, record: FileRecord) -> None:
+    """Raises UserError when a file is not as it was written."""
+    check_file(folder / record.name, record.bytes, record.blocks, remedy=again(folder))
+
+
+def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, float], None]) -> None:
+    """All of what is else checked as it is read. `report`: bytes done and in all. Raises UserError."""
+    records = [record for split in (manifest.train, manifest.validation) for record in split.files]
+    total, done = sum(record.bytes for record in records), 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        report(done, total)
+
+    for record in records:
+        if digests_of_file(folder / record.name, count) != record.blocks:
+            raise changed(folder / record.name, remedy=again(folder))
+
+
+def _check_size(folder: Path, record: FileRecord) -> None:
     path = folder / record.name
     size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
     if size != record.bytes:
         problem = "is missing" if size < 0 else f"has {size:,} bytes where the manifest says {record.bytes:,}"
-        raise UserError(problem, where=str(path), remedy=f"delete {folder} and prepare again")
+        raise UserError(problem, where=str(path), remedy=again(folder))
 
 
 @final
 class Tokens:
-    """The ids of a split as one array, read by slice; nothing but the slice is held in memory."""
+    """The ids of a split as one array, read by slice; nothing but the slice is held in memory.
 
-    def __init__(self, files: list[Path], dtype: str, shard_tokens: int, length: int) -> None:
-        self._maps = [np.memmap(path, dtype=dtype, mode="r") for path in files]
-        self._shard_tokens, self._length = shard_tokens, length
+    Raises UserError for a slice of a damaged block.
+    """
+
+    def __init__(
+        self, folder: Path, files: tuple[FileRecord, ...], dtype: str, shard_tokens: int, length: int
+    ) -> None:
+        self._maps = [np.memmap(folder / file.name, dtype=dtype, mode="r") for file in files]
+        self._blocks = [
+            Blocks(content.data, file.blocks, folder / file.name, remedy=again(folder))
+            for content, file in zip(self._maps, files, strict=True)
+        ]
+        self._shard_tokens, self._length, self._itemsize = shard_tokens, length, np.dtype(dtype).itemsize
 
     def __len__(self) -> int:
         return self._length
@@ -166,13 +243,16 @@ class Tokens:
         while start < stop:
             shard, offset = divmod(start, self._shard_tokens)
             count = min(stop - start, self._shard_tokens - offset)
+            self._blocks[shard].check(offset * self._itemsize, (offset + count) * self._itemsize)
             parts.append(self._maps[shard][offset : offset + count])
             start += count
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
-def _mapped(path: Path, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """An empty file cannot be mapped."""
+def _column(folder: Path, file: FileRecord, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """A file that is small beside the shards, checked whole. An empty one cannot be mapped."""
+    check_record(folder, file)
+    path = folder / file.name
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
@@ -188,13 +268,13 @@ class Split:
         self.record, self.kind = record, manifest.kind
 
         def shards(files: tuple[FileRecord, ...], dtype: str) -> Tokens:
-            return Tokens([folder / file.name for file in files], dtype, manifest.shard_tokens, record.tokens)
+            return Tokens(folder, files, dtype, manifest.shard_tokens, record.tokens)
 
         def column(file: FileRecord | None, dtype: str) -> np.ndarray[Any, np.dtype[Any]] | None:
-            return None if file is None else _mapped(folder / file.name, dtype)
+            return None if file is None else _column(folder, file, dtype)
 
         self.tokens = shards(record.shards, manifest.dtype)
-        self.bounds = _mapped(folder / record.bounds.name, "uint64")
+        self.bounds = _column(folder, record.bounds, "uint64")
         self.learned = shards(record.learned, "uint8") if record.learned else None
         self.first, self.marks = column(record.first, "uint32"), column(record.marks, "uint8")
 

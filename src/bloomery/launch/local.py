@@ -6,16 +6,16 @@ This process never imports torch: it stays quick to answer Ctrl+C, and survives 
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
 from bloomery.data.prepare import finished, prepared_folder
 from bloomery.data.preparing import streams
 from bloomery.data.shards import MANIFEST, read_manifest
-from bloomery.disk import write_durably
 from bloomery.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor_torch import torch_missing
@@ -44,8 +44,9 @@ from bloomery.monitor.tracking import require
 from bloomery.plan.corpus import corpus_of, counted, left_aside
 from bloomery.plan.environment import DETERMINISM, child_environment, wanted
 from bloomery.plan.fetched import fetch
+from bloomery.plan.head import read_sealed, require_head, write_sealed
 from bloomery.plan.resolve import resolve
-from bloomery.plan.store import read_plan, write_plan
+from bloomery.plan.store import dumped, read_plan, write_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.train.history import is_done, read_history
@@ -194,6 +195,8 @@ def resume(
     refuse_overrides(overrides)
     folder = existing(path)
     with stop_requests() as requests, locked(folder) as lock:
+        require_head(folder.path)
+        read_sealed(folder.recipe)
         loaded = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
         told_done = history.ended is not None and history.ended.why == "done"
@@ -253,9 +256,14 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     plan = plan if flow.edit is None else flow.edit(plan)
     for because in (*_doubts(plan), *left_aside(loaded.recipe)):
         flow.book.emit(Warned(because=because))
-    write_durably(flow.folder.machine, machine.model_dump_json(indent=1))
-    write_plan(plan, flow.folder.plan)
+    _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
+
+
+def _write(folder: RunFolder, plan: Plan, machine: Machine, others: Mapping[str, str] = MappingProxyType({})) -> None:
+    """What a run is trained by, in files that are replaced together."""
+    files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
+    write_sealed(folder.path, {**others, **files})
 
 
 def _workshop(run: Path) -> Path:
@@ -285,8 +293,11 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
     folder = flow.folder
     if step is not None:
         _go_back(flow, step)
-    if not folder.plan.exists() or not folder.machine.exists():
-        write_durably(folder.recipe, dump_recipe(loaded))
+    gone = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
+    if gone:
+        if saved_steps(folder.checkpoints):
+            flow.book.emit(Warned(because=f"{' and '.join(gone)} missing: planned again from recipe.yaml"))
+        write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
         return _from_the_beginning(flow, loaded, devices, resumed=True)
     descent = take_kept(folder)
     plan = _descend(flow, descent) if descent is not None and flow.recover else read_plan(folder.plan)
@@ -294,6 +305,7 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
         flow.book.emit(Warned(because=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
         _prepare(flow, plan.data.prepared)
     _refuse_other_text(flow, loaded, plan)
+    read_sealed(folder.machine, remedy="delete it: resuming then plans again for the machine at hand")
     before = read_machine(folder.machine)
     machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
     changes = differences(before, machine)
@@ -306,9 +318,7 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
                 flow.book.emit(Warned(step=last_step(folder), because=because))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
         _refuse_shorter(flow, plan)
-        write_durably(folder.recipe, dump_recipe(loaded))
-        write_plan(plan, folder.plan)
-        write_durably(folder.machine, machine.model_dump_json(indent=1))
+        _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})
     return _train(flow, plan, machine, resumed=True)
 
 

@@ -16,6 +16,7 @@ from bloomery.disk import abandoned, irregular, open_regular, read_whole, remove
 from bloomery.errors import UserError
 from bloomery.launch.processes import host_name, start_mark
 from bloomery.launch.signals import can_hear
+from bloomery.plan.head import HEAD, begin
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
 from bloomery.shell import expanded
 from bloomery.train.run import name_of
@@ -23,7 +24,7 @@ from bloomery.train.run import name_of
 BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
 DEAD_SECONDS = 120.0  # a lock of another host that has been silent for so long is taken over
 PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
-_FIRST_DRAFTS = re.compile(r"\.tmp-(recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+")
+_FIRST_DRAFTS = re.compile(r"\.tmp-(run\.json|recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+")
 _BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")  # what a run has written by then
 
 
@@ -96,7 +97,7 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple
         with _explained(folder.path):
             _refuse_occupied(folder)  # somebody else may have been as quick
             _clear(folder)
-            write_durably(folder.recipe, dump_recipe(loaded))
+            begin(folder.path, {folder.recipe.name: dump_recipe(loaded)})
         yield folder, lock
 
 
@@ -109,7 +110,7 @@ def _refuse_occupied(folder: RunFolder) -> None:
             where=str(folder.path),
             remedy=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
         )
-    if _names(folder) - {folder.lock.name}:
+    if _names(folder) - {folder.lock.name, HEAD}:
         raise UserError(
             "the run folder is not empty, and nothing in it is overwritten",
             where=str(folder.path),
@@ -120,7 +121,7 @@ def _refuse_occupied(folder: RunFolder) -> None:
 def _unplanned(folder: RunFolder) -> bool:
     """Whether a run ended here before it had a plan: nothing was computed yet, and nothing else lies here."""
     own = {folder.lock.name, folder.recipe.name}
-    return own <= _names(folder) <= {*own, *_BEFORE_A_PLAN}  # a log beside a lock alone is another program's
+    return own <= _names(folder) <= {*own, HEAD, *_BEFORE_A_PLAN}  # a log beside a lock alone is another program's
 
 
 def _names(folder: RunFolder) -> set[str]:

@@ -8,10 +8,10 @@ from typing import final
 
 from pydantic import ValidationError
 
-from bloomery.disk import read_whole, write_durably
 from bloomery.launch.run_folder import RunFolder
 from bloomery.launch.supervise import Ending
 from bloomery.launch.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
+from bloomery.plan.head import read_sealed, write_sealed
 from bloomery.plan.safer import Rung, blockwise, plainer, roomier, steadier
 from bloomery.plan.types import Plan
 
@@ -71,13 +71,13 @@ def _cause(ending: Ending) -> str | None:
 def keep(folder: RunFolder, descent: Descent) -> None:
     """For `bloomery resume RUN --recover`, which takes this rung before its first step."""
     kept = {"because": descent.because, "action": descent.rung.action, "plan": descent.rung.plan.model_dump_json()}
-    write_durably(folder.safer, json.dumps(kept))
+    write_sealed(folder.path, {folder.safer.name: json.dumps(kept)})
 
 
 def take_kept(folder: RunFolder) -> Descent | None:
     """The rung that the last attempt left, once; None when there is none, or it is not one of this version."""
     try:
-        kept = json.loads(read_whole(folder.safer))
+        kept = json.loads(read_sealed(folder.safer, remedy="delete it, and resume without --recover"))
         found = Descent(Rung(Plan.model_validate_json(kept["plan"]), kept["action"]), kept["because"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
         found = None

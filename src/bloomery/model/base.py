@@ -1,20 +1,20 @@
 """The model that an adapter adapts, and whether its weights are those that the adapter was trained on. No torch."""
 
-import hashlib
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from bloomery.errors import UserError
 from bloomery.hub import fetch_model, is_hub_id
+from bloomery.seals import digest_of, digests_of_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
 LARGEST_CONFIG = 16 * 2**20
 AGAIN = "download or save the adapter again"
-BLOCKS, BLOCK = 256, 4096  # of each file of weights: training changes all of a tensor, so that one block shows it
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,25 @@ def base_of(folder: Path) -> Base:
 
 
 def digest(folder: Path) -> str:
-    """Of the size, the header and evenly spread blocks of every file of weights: seconds for any model."""
-    total = hashlib.sha256()
-    for path in _weights(folder):
-        total.update(f"{path.name} {path.stat().st_size}\n".encode())
-        for piece in _pieces(path):
-            total.update(piece)
-    return total.hexdigest()
+    """Of every byte of the weights and of config.json: as fast as the disk, or some GB/s where memory holds them."""
+    paths = [path for path in (folder / "config.json", folder / INDEX, *_weights(folder)) if path.is_file()]
+    return digest_of("".join(f"{path.name} {_content(path, *_moment(path))}\n" for path in paths).encode())
+
+
+def _moment(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=256)  # a run asks several times before it begins
+def _content(path: Path, size: int, mtime_ns: int) -> str:
+    del mtime_ns
+    return f"{size} {digest_of(''.join(digests_of_file(path)).encode())}"
 
 
 def _weights(folder: Path) -> list[Path]:
     """The files that the model is read from, not what else lies beside them."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -62,16 +69,6 @@ def _weights(folder: Path) -> list[Path]:
             problem = "the index of the weights cannot be read"
             raise UserError(problem, where=str(index), remedy="download or save the model again") from error
     return [single] if single.is_file() else []
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = min(int.from_bytes(file.read(8), "little"), size)
-        yield file.read(header)
-        for block in range(BLOCKS):
-            file.seek(8 + header + (size - 8 - header) * block // BLOCKS)
-            yield file.read(BLOCK)
 
 
 def is_adapter_folder(folder: Path) -> bool:

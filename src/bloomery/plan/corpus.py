@@ -56,6 +56,7 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
         bos_id=manifest.bos_id,
         eos_id=manifest.eos_id,
         pad_id=manifest.pad_id,
+        digest=manifest.tokens_digest,
     )
 
 

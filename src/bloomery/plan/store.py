@@ -4,20 +4,25 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bloomery.disk import read_whole, write_durably
 from bloomery.errors import UserError
+from bloomery.plan.head import read_sealed, write_sealed
 from bloomery.plan.types import Plan
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Replaces the file in one step: a reader sees the old plan or the new one."""
-    write_durably(path, plan.model_dump_json(indent=1) + "\n")
+    """Replaces the file in one step: a reader sees the old plan or the new one. The run's head lists both."""
+    write_sealed(path.parent, {path.name: dumped(plan)})
+
+
+def dumped(plan: Plan) -> str:
+    """What the file holds."""
+    return plan.model_dump_json(indent=1) + "\n"
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises UserError when there is no plan or it is not one that this version understands."""
+    """Raises UserError when there is no plan, it changed since it was written, or this version does not know it."""
     try:
-        return Plan.model_validate_json(read_whole(path))
+        return Plan.model_validate_json(read_sealed(path))
     except FileNotFoundError as missing:
         raise UserError(
             "this run has no plan yet", where=str(path), remedy="bloomery resume starts it over"

@@ -84,6 +84,7 @@ class CorpusFacts(Part):
     cut_short: int = 0
     template: str = ""  # the chat template that formats its rows, in words
     texts: Texts = "none"
+    digest: str = ""  # of the prepared text; empty before it is prepared
 
 
 class Decision(Part):

@@ -22,19 +22,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bloomery.disk import flush_to_disk, read_whole, write_durably
+from bloomery.disk import flush_to_disk, read_whole
 from bloomery.errors import UserError
 from bloomery.monitor.events import Emit, Event, Saved, Warned
+from bloomery.plan.head import Head, read_head
 from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import (
     NOT_SAVED,
+    Lineage,
     best_step,
     clear_drafts,
     damage,
     newest_valid,
+    note_best,
     remove_folder,
     saved_steps,
     seal,
+    seal_of,
     step_folder,
 )
 from bloomery.units import format_bytes
@@ -62,6 +66,7 @@ class _Staged:
     write: Write | None
     state: dict[str, Any]
     best: bool
+    lineage: Lineage
 
     @property
     def bytes(self) -> int:
@@ -99,8 +104,15 @@ class Saver:
         self._events: list[Event] = []  # made by the writing thread, emitted by the caller's
         self._crash: BaseException | None = None
         self._failed: str | None = None  # why the last save does not stand
+        self._head: Head | None = None
+        self._before: tuple[int, str] | None = None  # step and seal of the checkpoint that the next one follows
         if folder.exists():
             clear_drafts(folder)
+
+    def follow(self, checkpoint: Path | None) -> None:
+        """The run goes on from this one, or from its start: the next one says so."""
+        self.drain()
+        self._before = None if checkpoint is None else (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
 
     def save(self, step: int, parts: Parts, state: dict[str, Any], *, best: bool = False) -> None:
         """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
@@ -111,13 +123,22 @@ class Saver:
         self.drain()
         copied = self._staged(step, parts)
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
-        staged = _Staged(step, copied, None if self._writer is None else self._writer(), state, best)
+        writer = None if self._writer is None else self._writer()
+        staged = _Staged(step, copied, writer, state, best, self._lineage())
         if not self.asynchronous:
             self._run(staged)
             self.poll()
             return
         self._thread = threading.Thread(target=self._run, args=(staged,), name=f"save-{step}")
         self._thread.start()
+
+    def _lineage(self) -> Lineage:
+        try:
+            self._head = read_head(self.folder.parent)
+        except UserError:
+            """Damaged while the run goes on: its last state counts, and who resumes the run hears of it."""
+        head = self._head
+        return Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), self._before)
 
     def _staged(self, step: int, parts: Parts) -> Parts:
         try:
@@ -209,7 +230,8 @@ class Saver:
                     shutil.rmtree(draft)
             flush_to_disk(self.folder)
         if staged.best:
-            write_durably(self.folder / "best.json", json.dumps({"step": staged.step}))
+            note_best(self.folder, staged.step)
+        self._before = (staged.step, seal_of(target) or "")
         if damage(target) is None:
             self._prune(keep=self.keep)
 
@@ -228,11 +250,16 @@ class Saver:
         (draft / "state.json").write_text(json.dumps(staged.state, indent=1), encoding="utf-8")
         if self.tokenizer is not None:
             copy_tokenizer(self.tokenizer, draft)
-        seal(draft)
+        seal(draft, staged.lineage)
 
     def _prune(self, *, keep: int) -> bool:
-        """Delete all but the newest `keep` and the best; whether anything was deleted."""
-        steps, best = saved_steps(self.folder), best_step(self.folder)
+        """Delete all but the newest `keep` and the best; whether anything was deleted. Where the note of the best is
+        damaged, nothing is until there is a better one.
+        """
+        try:
+            steps, best = saved_steps(self.folder), best_step(self.folder)
+        except UserError:
+            return False
         doomed = [step for step in steps[:-keep] if step != best]
         for step in doomed:
             remove_folder(step_folder(self.folder, step))

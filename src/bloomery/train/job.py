@@ -9,12 +9,16 @@ from bloomery import __version__
 from bloomery.data.loader import Loader, Prefetcher
 from bloomery.data.shards import Name, read_manifest
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.hub import local_model
 from bloomery.model.adapters import is_adapter
+from bloomery.model.base import digest
 from bloomery.model.counting import parameter_count
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
+from bloomery.plan.head import note_model, read_head
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.reference import reference_of
 from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Distil
 from bloomery.train.answers import Prompts, open_prompts
 from bloomery.train.checkpoint import Saver
 from bloomery.train.fresh_base import with_base
@@ -65,7 +69,8 @@ def open_job(
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
     plan = with_base(plan, run_dir)
-    state = build_state(plan, resume_from=resume_from)
+    note_teacher(plan, run_dir)
+    state = build_state(plan, resume_from=resume_from, run_dir=run_dir)
     check_attention(state.trainee.model, plan)
     checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
     has_validation = bool(read_manifest(prepared).validation.tokens)
@@ -73,7 +78,7 @@ def open_job(
     tokenizer = load_tokenizer(prepared)
     prompts = open_prompts(plan, tokenizer)
     references = reference_files(plan, run_dir, splits, state, emit, resume_from, stop)
-    loaders = {split: open_loader(plan, split, references.get(split)) for split in splits}
+    loaders = {split: open_loader(plan, split, references.get(split), run_of(run_dir)) for split in splits}
     job = Job(
         plan=plan,
         run_dir=run_dir,
@@ -93,6 +98,7 @@ def open_job(
         stop=stop,
     )
     announce(job)
+    job.saver.follow(resume_from)
     if resume_from is not None:
         emit(Resumed(step=job.step, path=str(resume_from), seconds=time.perf_counter() - began))
     return job
@@ -150,7 +156,7 @@ def reference_files(
     for split, loader in loaders.items():
         precompute(
             state.trainee.model, loader, files[split], rows=plan.eval.micro_batch, score_chunk=plan.model.score_chunk,
-            precision=plan.train.precision, watch=Watch(emit, stop, done, total),
+            precision=plan.train.precision, watch=Watch(emit, stop, done, total), run=run_of(run_dir),
         )  # fmt: skip
         done += loader.stored_rows
     if missing and resume_from is not None:
@@ -158,11 +164,23 @@ def reference_files(
     return files
 
 
-def open_loader(plan: Plan, split: Name, reference: Path | None = None) -> Loader:
+def run_of(run_dir: Path) -> str:
+    """The run's id; empty for a plan that is trained without one."""
+    head = read_head(run_dir)
+    return "" if head is None else head.run
+
+
+def note_teacher(plan: Plan, run_dir: Path) -> None:
+    """Raises UserError when the teacher is not the one that the run began with."""
+    if isinstance(plan.objective, Distil):
+        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
+
+
+def open_loader(plan: Plan, split: Name, reference: Path | None = None, run: str = "") -> Loader:
     data = plan.data
     return Loader(
         data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,
-        reference=reference,
+        reference=reference, run=run,
     )  # fmt: skip
 
 

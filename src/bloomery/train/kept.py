@@ -4,14 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from bloomery.errors import UserError
 from bloomery.model.adapter_files import read_trained, write_adapter, write_named
 from bloomery.model.adapter_names import Adaptation
 from bloomery.model.adapters import init_adapters, note_base, trained_state
-from bloomery.model.base import Base
+from bloomery.model.base import Base, digest
 from bloomery.model.decoder import Decoder
 from bloomery.model.peft_methods import PeftAdapter
 from bloomery.model.weights import init_weights, read_model, write_model
+from bloomery.plan.head import note_model
 from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
+from bloomery.train.sealed import MANIFEST, damage
 
 METHOD = "method"  # the part, and the key of the state, of what a method of PEFT needs to go on
 
@@ -45,9 +48,17 @@ class Start:
     source: Path | None
     seed: int
     new_ids: tuple[int, ...] = ()
+    run_dir: Path | None = None
 
     def fill(self, model: Decoder) -> None:
+        """Raises UserError when the weights in the folder are no longer those that the run in `run_dir` began with."""
         if self.source is not None:
+            if (self.source / MANIFEST).is_file() and (wrong := damage(self.source)) is not None:
+                remedy = f"choose another checkpoint; delete {MANIFEST} where you changed the folder yourself"
+                problem = f"the checkpoint that training starts from is damaged: {wrong}"
+                raise UserError(problem, where=str(self.source), remedy=remedy)
+            if self.run_dir is not None:
+                note_model(self.run_dir, "base", digest(self.source))
             read_model(model, self.source, seed=self.seed, new=self.new_ids)
         else:
             init_weights(model, self.seed)

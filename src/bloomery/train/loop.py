@@ -204,6 +204,7 @@ def return_to_checkpoint(job: Job, *, policy: bool = False) -> None:
     job.saver.drain()
     folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
     go_back(job.state, job.plan, folder, policy=policy)
+    job.saver.follow(folder)
     job.saved_step, job.looked, job.evaluated, job.state.progress.look_due = job.step, None, None, False
 
 

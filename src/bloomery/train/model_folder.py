@@ -8,7 +8,7 @@ from bloomery.errors import UserError
 from bloomery.model.base import base_folder, is_adapter_folder
 from bloomery.plan.store import read_plan
 from bloomery.recipe.schema import Quantize
-from bloomery.train.sealed import best_step, damage, newest_valid, saved_steps, step_folder
+from bloomery.train.sealed import MANIFEST, best_step, damage, newest_valid, refuse_other_run, saved_steps, step_folder
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
@@ -83,6 +83,8 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         if step not in ("best", "last"):
             problem = f"this is one model, it has no step {step}"
             raise UserError(problem, where=str(run_or_folder), remedy="leave out --step", code=2)
+        if (run_or_folder / MANIFEST).is_file():
+            _refuse_unsound(run_or_folder, f"name another one; delete {MANIFEST} where you changed the folder yourself")
         return run_or_folder
     steps = saved_steps(checkpoints)
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
@@ -108,14 +110,24 @@ def _numbered(checkpoints: Path, step: str, steps: list[int]) -> Path:
             remedy=f"choose best, last or one of {kept}",
         )  # fmt: skip
     folder = step_folder(checkpoints, int(step))
-    if wrong := damage(folder):
-        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), remedy=f"choose another of {kept}")
+    _refuse_unsound(folder, f"choose another of {kept}")
     return folder
 
 
+def _refuse_unsound(folder: Path, remedy: str) -> None:
+    """Raises UserError for a checkpoint that is damaged, or of another run than the one that it is in."""
+    if wrong := damage(folder):
+        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), remedy=remedy)
+    refuse_other_run(folder)
+
+
 def _newest(checkpoints: Path, best: int | None) -> Path:
-    if best is not None and damage(step_folder(checkpoints, best)) is None:
-        return step_folder(checkpoints, best)
+    if best is not None:
+        folder = step_folder(checkpoints, best)
+        if (wrong := damage(folder)) is None:
+            refuse_other_run(folder)
+            return folder
+        print(f"warning: the best checkpoint, {folder.name}, is not used: {wrong}", file=sys.stderr)
     newest = newest_valid(checkpoints, on_damage=lambda told: print(f"warning: {told}", file=sys.stderr))
     if newest is None:
         remedy = "`bloomery resume` trains it again from the start"

@@ -44,14 +44,14 @@ def reference_file(run_dir: Path, split: Name) -> Path:
 
 
 def precompute(
-    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, watch: Watch
+    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, watch: Watch, run: str
 ) -> None:
     """Fills the file with the log-probability of every learned label of the split; what is there already stays.
 
     `model` is as it was before the first step. A killed computation goes on where it was. Raises Stopped.
     """
     device, last = next(model.parameters()).device, 0.0
-    with ReferenceWriter(path, loader.tokens) as writer, looking(model):
+    with ReferenceWriter(path, loader.tokens, run) as writer, looking(model):
         for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
             if time.monotonic() - last > TOLD_EVERY:
                 last = time.monotonic()

@@ -6,22 +6,34 @@ found by its hash before anything is read from it.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from bloomery.disk import flush_to_disk, read_whole, remove
+from bloomery.disk import flush_to_disk, remove, write_durably
 from bloomery.errors import UserError
+from bloomery.plan.head import read_head
+from bloomery.seals import added_to, stamped, unstamped
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+BEST = "best.json"
+FORMAT = 2
 NOT_SAVED = "was not saved, training goes on"  # how the warning of a failed save is told from others
 
 
-def seal(folder: Path) -> None:
+@dataclass(frozen=True)
+class Lineage:
+    """Where a checkpoint comes from: the run, the digest of its plan then, and the step and seal of the one before."""
+
+    run: str = ""
+    plan: str = ""
+    before: tuple[int, str] | None = None
+
+
+def seal(folder: Path, lineage: Lineage = Lineage()) -> None:
     """Hash and flush every file of `folder`, then write its manifest. The caller renames the folder to its place.
 
     All files get the mode that the umask gives: safetensors writes 0600.
@@ -31,30 +43,58 @@ def seal(folder: Path) -> None:
         path.chmod(mode)
         flush_to_disk(path)
         files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
-    body = {"format": FORMAT, "files": files}
-    (folder / MANIFEST).write_text(json.dumps({**body, "sha256": _body_digest(body)}, indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(stamped({"format": FORMAT, **asdict(lineage), "files": files}), encoding="utf-8")
     flush_to_disk(folder / MANIFEST)
     flush_to_disk(folder)
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, in a few words; None when every file is as it was written."""
+    """What is wrong with a sealed folder, in a few words; None when it holds every file as it was written, and no other
+    one that might be read.
+    """
     try:
-        manifest: Any = json.loads(read_whole(folder / MANIFEST))
+        manifest = unstamped(folder / MANIFEST)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except UserError as error:
-        return error.problem
-    except (ValueError, OSError, RecursionError) as error:
+    except ValueError as error:
         return f"{MANIFEST} cannot be read ({error})"
     match manifest:
-        case {"format": int(version), **_kept} if version > FORMAT:
-            return f"a newer Bloomery wrote it (format {version})"
-        case {"format": int(version), "files": dict(files), "sha256": str(stamp)}:
-            if stamp == _body_digest({"format": version, "files": files}):
-                wrongs = (_file_damage(folder / name, entry) for name, entry in files.items())
-                return next((wrong for wrong in wrongs if wrong is not None), None)
+        case {"format": int(version), "files": dict(files)} if version == FORMAT:
+            if (stray := added_to(folder, [MANIFEST, *files])) is not None:
+                return f"{stray.name} was added to it, and might be read"
+            wrongs = (_file_damage(folder / name, entry) for name, entry in files.items())
+            return next((wrong for wrong in wrongs if wrong is not None), None)
+        case {"format": int(version)}:
+            return f"{'a newer' if version > FORMAT else 'an older'} Bloomery wrote it (format {version})"
     return f"{MANIFEST} is damaged"
+
+
+def refuse_other_run(folder: Path) -> None:
+    """Raises UserError for an undamaged checkpoint that another run saved, or another past of this one."""
+    checkpoints, said = folder.parent, unstamped(folder / MANIFEST)
+    head = read_head(checkpoints.parent)
+    if head is None:
+        return
+    problem = None
+    if said["run"] != head.run:
+        problem = "the checkpoint is of another run"
+    elif said["plan"] not in head.plans:
+        problem = "the checkpoint was saved under a plan that this run never had"
+    elif said["before"] is not None:
+        step, stamp = said["before"]
+        if seal_of(step_folder(checkpoints, step)) not in (stamp, None):
+            problem = f"the checkpoint does not follow the one of step {step:,} that is here"
+    if problem is not None:
+        remedy = f"move it out of {checkpoints}; `bloomery resume` then takes the one before"
+        raise UserError(problem, where=str(folder), remedy=remedy)
+
+
+def seal_of(folder: Path) -> str | None:
+    """The seal of a sealed folder; None where there is none, or it is damaged."""
+    try:
+        return str(unstamped(folder / MANIFEST)["sha256"])
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _file_damage(path: Path, entry: dict[str, Any]) -> str | None:
@@ -75,10 +115,6 @@ def _file_damage(path: Path, entry: dict[str, Any]) -> str | None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _body_digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -105,23 +141,35 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def newest_valid(checkpoints: Path, *, on_damage: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint with all files as they were written, or None; `on_damage` hears of newer, damaged ones."""
+    """The newest checkpoint with all files as they were written, or None; `on_damage` hears of newer, damaged ones.
+
+    Raises UserError as `refuse_other_run` does.
+    """
     for step in reversed(saved_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         wrong = damage(folder)
         if wrong is None:
+            refuse_other_run(folder)
             return folder
         on_damage(f"checkpoint {folder.name} is damaged and not used: {wrong}")
     return None
 
 
+def note_best(checkpoints: Path, step: int) -> None:
+    """The checkpoint of `step` has the best evaluation so far."""
+    write_durably(checkpoints / BEST, stamped({"step": step}))
+
+
 def best_step(checkpoints: Path) -> int | None:
-    """The step with the best evaluation so far, as the last save noted it."""
+    """The step with the best evaluation so far, as the last save noted it. Raises UserError when that is damaged."""
     try:
-        noted: Any = json.loads(read_whole(checkpoints / "best.json"))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return int(unstamped(checkpoints / BEST)["step"])
+    except FileNotFoundError:
         return None
-    return noted["step"] if isinstance(noted, dict) and isinstance(noted.get("step"), int) else None
+    except ValueError as error:
+        problem = f"the note of the best checkpoint cannot be read: {error}"
+        remedy = "delete it and choose with --step; the next best checkpoint writes it again"
+        raise UserError(problem, where=str(checkpoints / BEST), remedy=remedy) from error
 
 
 def remove_folder(folder: Path) -> None:

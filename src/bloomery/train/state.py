@@ -87,20 +87,21 @@ class TrainState:
         }
 
 
-def build_state(plan: Plan, *, resume_from: Path | None = None) -> TrainState:
+def build_state(plan: Plan, *, resume_from: Path | None = None, run_dir: Path | None = None) -> TrainState:
     """The state before the first step, or that of a checkpoint: built on the meta device, filled in place.
 
     The optimizer is built before the first forward. Raises UserError when the checkpoint is of another model, and when
-    an adapter's base is not the one that it was trained on.
+    an adapter's base is not the one that it was trained on or the one that the run in `run_dir` began with.
     """
     model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
-    method, base = _injected(model, plan), _base(plan)
+    start = Start(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir)
+    method, base = _injected(model, plan, start), _base(plan)
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method)
-    kept = _kept(model, plan, method, base)
+    kept = _kept(model, plan, method, base, start)
     state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), kept, base)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
@@ -124,32 +125,28 @@ def empty_model(plan: Plan) -> Decoder:
     return model
 
 
-def _start(plan: Plan) -> Start:
-    return Start(plan.model.source, plan.train.seed, plan.model.new_ids)
-
-
 def _base(plan: Plan) -> Base | None:
     """The model that the plan's adapter adapts."""
     source = plan.model.source
     return None if source is None or isinstance(plan.adapter, NoAdapter) else base_of(source)
 
 
-def _injected(model: Decoder, plan: Plan) -> PeftAdapter | None:
+def _injected(model: Decoder, plan: Plan, start: Start) -> PeftAdapter | None:
     """The method of PEFT that the plan names, in a model whose base has been read for it."""
     if not isinstance(plan.adapter, Peft):
         return None
-    _start(plan).fill(model)
+    start.fill(model)
     config = method_config(plan.adapter, plan.model.config, steps=plan.train.steps)
     return PeftAdapter(model, config, seed=plan.train.seed)
 
 
-def _kept(model: Decoder, plan: Plan, method: PeftAdapter | None, base: Base | None) -> Kept:
+def _kept(model: Decoder, plan: Plan, method: PeftAdapter | None, base: Base | None, start: Start) -> Kept:
     """What checkpoints of this plan hold of the model."""
     if method is not None:
         return Injected(method, base)
     if isinstance(plan.adapter, Lora):
-        return Pairs(model, _start(plan), adaptation(plan.model.config, plan.adapter), base)
-    return Whole(model, _start(plan))
+        return Pairs(model, start, adaptation(plan.model.config, plan.adapter), base)
+    return Whole(model, start)
 
 
 def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:
@@ -171,6 +168,9 @@ def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool 
 
 def _restore(state: TrainState, folder: Path) -> None:
     stored = read_state(folder)
+    if stored["cursor"]["seed"] != state.cursor.seed:
+        problem = f"the checkpoint is of a run with the seed {stored['cursor']['seed']}, not {state.cursor.seed}"
+        raise UserError(problem, where=str(folder), remedy="move it out of the run's checkpoints")
     state.kept.read(folder)
     state.trainee.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     set_random_states(read_part(folder, "rng"))
