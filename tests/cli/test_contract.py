@@ -70,7 +70,7 @@ DEFAULTS = {
         "microbatches": "auto",
     },
     "data": {
-        "sequence_length": 1024, "validation": "1%", "layout": "packed", "workers": "auto", "pin_memory": "auto",
+        "sequence_length": 1024, "validation": "auto", "layout": "packed", "workers": "auto", "pin_memory": "auto",
         "prefetch": "auto", "on_error": "stop",
     },
     "eval": {"prompts": [], "max_tokens": 200, "temperature": 0.8, "top_p": 0.95, "stop_early": "none"},

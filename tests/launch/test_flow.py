@@ -234,7 +234,7 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
     [
         ("data.path=txet", "did you mean data.path="),
         ("data.glob=*.md", 'data.glob="*.txt"'),
-        ("data.validation=held", "no such"),
+        ("data.validation=held", "nor a split"),
     ],
 )
 def test_text_that_is_not_there_is_refused_before_there_is_a_folder(bloomery: Bloomery, word: str, said: str) -> None:
