@@ -279,6 +279,20 @@ def test_a_preference_run_has_charts_of_its_rewards_and_margin(tmp_path):
     assert "between 0.5 and 0.75 chosen reward - rejected reward" in told
 
 
+def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
+    from types import SimpleNamespace
+
+    from bloomery.report import page
+
+    plan = SimpleNamespace(
+        step_seconds=SimpleNamespace(value=2.0), seconds=SimpleNamespace(value=104.0),
+        train=SimpleNamespace(tokens_per_step=10), memory=SimpleNamespace(total=2**30),
+    )  # fmt: skip
+    tally = SimpleNamespace(seconds=149.0, peak_gib=1.0)
+    record = SimpleNamespace(plan=plan, tally=tally, steps=[step_done(1)], state="done", tokens_per_second=5.0)
+    assert ("seconds in all", 104.0, 149.0) in page._pairs(record)
+
+
 def test_both_axes_of_a_chart_have_a_name():
     drawn = line_chart("Speed", [Series("speed", [(1, 2.0), (2, 3.0)])], unit="tokens/s", across="minute")
     assert re.findall(r'class="axis[^>]*>([^<]*)<', drawn) == ["minute", "tokens/s"]

@@ -14,7 +14,7 @@ import click
 
 from bloomery.cli.common import NewPath
 from bloomery.errors import UserError
-from bloomery.monitor.events import Event, Phase, RunStarted, Saved, StepDone, follow
+from bloomery.monitor.events import Event, Phase, Resumed, RunStarted, Saved, StepDone, follow
 
 if TYPE_CHECKING:
     from bloomery.cli.demo_story import Story
@@ -29,7 +29,6 @@ class Kill:
     """The kill, and the losses told before and after it for the steps that had to be repeated."""
 
     step: int
-    time: float
     saved: int  # the checkpoint that the run comes back to
     before: dict[int, float | None]
     after: dict[int, float | None] = field(default_factory=dict)
@@ -165,14 +164,15 @@ def _train_and_kill(trainer: Trainer, story: "Story") -> Kill | None:
                 if saved and steps and event.step >= max(KILL_AT * steps, saved + REPEATED):
                     trainer.kill()
                     story.note(event.step, "kill -9 sent to the training process, on purpose")
-                    return Kill(event.step, time.time(), saved, {s: x for s, x in losses.items() if s > saved})
+                    return Kill(event.step, saved, {s: x for s, x in losses.items() if s > saved})
     return None
 
 
 def _resume(trainer: Trainer, story: "Story", kill: Kill) -> None:
     for event in trainer.run("resume", str(trainer.folder)):
+        if isinstance(event, Resumed):
+            kill.back_seconds = event.seconds  # the report's figure, too
         if isinstance(event, StepDone) and event.step in kill.before:
-            kill.back_seconds = kill.back_seconds or event.time - kill.time
             kill.after[event.step] = event.loss
             if event.step == kill.step:
                 story.note(kill.saved, _verdict(kill))

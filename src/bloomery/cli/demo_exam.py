@@ -152,7 +152,7 @@ def _compare(story: Story, folder: Path, plan: "Plan") -> None:
     from bloomery.monitor.tally import tally_of
 
     tally = tally_of(read_events(folder / "events.jsonl"))
-    planned_gib, planned = plan.memory.total / GIB, plan.train.seconds or 0.0
+    planned_gib, planned = plan.memory.total / GIB, plan.seconds.value if plan.seconds else 0.0
     time_told = f"time {planned:.0f} s / {tally.seconds:.0f} s ({tally.seconds / planned - 1:+.0%})"
     memory_told = f"memory {planned_gib:.2f} / {tally.peak_gib:.2f} GiB ({tally.peak_gib / planned_gib - 1:+.0%})"
     story.say("plan/run", f"{time_told} · {memory_told}")

@@ -199,11 +199,11 @@ def _pairs(record: Record) -> list[tuple[str, float | None, float | None]]:
     assert plan is not None
     step = plan.step_seconds.value if plan.step_seconds else None
     ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
-    steps = plan.train.steps if record.state == "done" else None
+    whole = plan.seconds.value if plan.seconds and record.state == "done" else None  # as the terminal has it
     return [
         ("seconds a step", step, ran),
         ("tokens/s", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
-        ("seconds of steps in all", step * steps if step and steps else None, ran * steps if ran and steps else None),
+        ("seconds in all", whole, tally.seconds),
         ("GiB at the peak", plan.memory.total / GIB, tally.peak_gib),
     ]
 
