@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.bench import measuring
-from bloomery.bench.measuring import Bench, Row, search
+from bloomery.bench.measuring import Row, search
 from bloomery.bench.rig import longest_batches, rounds
 
 HERE = Path(__file__).parent
@@ -156,20 +156,19 @@ def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(bench, 
     """On this machine compiled steps are slower (as if): a run that would have compiled no longer does."""
     from bloomery.cli.train import time_compiling
 
-    def measured(self: Bench, *words: str, on_phase) -> Row:
+    def measured(plan, words, *, seconds: float, on_phase) -> Row:
         on_phase("starting")
-        plan = self.plan(*words)
-        seconds = 2.0 if plan.train.compile else 1.6
-        return Row(words=words, plan=plan, outcome="ok", step_seconds=seconds, peak_gib=0.5, core_wait=0.0)
+        took = 2.0 if plan.train.compile else 1.6
+        return Row(words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0)
 
-    monkeypatch.setattr(Bench, "point", measured)
-    long = ("train.compile=auto", "train.length=400000 steps")
-    assert bench(*long).plan().train.compile
-    time_compiling("tiny.yaml", ("train.compile=auto", "train.length=20 steps"))
-    time_compiling("tiny.yaml", ("train.compile=true", "train.length=400000 steps"))
+    monkeypatch.setattr(measuring, "run", measured)
+    long = bench("train.compile=auto", "train.length=400000 steps")
+    assert long.plan().train.compile
+    time_compiling(bench("train.compile=auto", "train.length=20 steps").plan(), long.machine)
+    time_compiling(bench("train.compile=false", "train.length=400000 steps").plan(), long.machine)
     assert capsys.readouterr().err == ""
-    time_compiling("tiny.yaml", long)
+    time_compiling(long.plan(), long.machine)
     assert "compiled 2.00 s, uncompiled 1.60 s" in capsys.readouterr().err
-    assert not bench(*long).plan().train.compile
-    time_compiling("tiny.yaml", long)
+    assert not long.plan().train.compile
+    time_compiling(long.plan(), long.machine)
     assert capsys.readouterr().err == ""

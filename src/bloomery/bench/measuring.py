@@ -104,21 +104,21 @@ class Bench:
         return replace(row, words=words[:1])
 
 
-def compile_trial(bench: Bench, *, on_phase: OnPhase) -> tuple[Row, ...]:
-    """The recipe compiled and uncompiled, measured one after the other; empty where `train.compile` needs no trial.
+def compile_trial(plan: Plan, machine: Machine, *, on_phase: OnPhase) -> tuple[Row, ...]:
+    """The plan compiled and uncompiled, measured one after the other; empty where `train.compile` needs no trial.
 
     A trial is worth its minute when a run on a CPU would train for at least TRIAL_PAYS_SECONDS and no card of this
-    machine has both figures for the model. Raises UserError for what the recipe or this version refuses.
+    machine has both figures for the model.
     """
-    plan = bench.plan()
-    if load_recipe(bench.recipe, bench.overrides).recipe.train.compile != "auto" or plan.train.device != "cpu":
+    if plan.train.device != "cpu" or not plan.train.compile:
         return ()
-    model, precision = plan.model.config, plan.train.precision
-    cards = calibration(bench.machine)
-    known = compile_gain(cards, model=model, precision=precision, setting=setting(plan)) is not None
-    if known or not plan.train.compile or plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
+    known = compile_gain(
+        calibration(machine), model=plan.model.config, precision=plan.train.precision, setting=setting(plan)
+    )
+    if known is not None or plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
         return ()
-    return tuple(bench.point(f"train.compile={word}", on_phase=on_phase) for word in ("true", "false"))
+    both = [plan.model_copy(update={"train": plan.train.model_copy(update={"compile": way})}) for way in (True, False)]
+    return tuple(run(way, (), seconds=SECONDS, on_phase=on_phase) for way in both)
 
 
 def rows_per_step(plan: Plan) -> int:

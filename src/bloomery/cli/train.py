@@ -10,6 +10,8 @@ from bloomery.cli.common import NewPath, chosen_recipe, expanded, recipe_or_mode
 from bloomery.errors import UserError
 
 if TYPE_CHECKING:
+    from bloomery.hardware.machine import Machine
+    from bloomery.plan.types import Plan
     from bloomery.train.run import Run
 
 
@@ -66,19 +68,17 @@ def command(
         from bloomery.cli.rehearse import rehearse_run
 
         return rehearse_run(loaded, words=words, run_dir=run_dir, devices=devices)
-    if recipe is not None and model is data is None and devices in (None, "cpu"):  # the trial reads it by its name
-        time_compiling(recipe, (*overrides, *given.values()))
+    trial = time_compiling if loaded.recipe.train.compile == "auto" else None
     folder = propose_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
-    return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover))
+    return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover, planned=trial))
 
 
-def time_compiling(recipe: str, overrides: tuple[str, ...]) -> None:
-    """Before a long run on a CPU: measure once whether torch.compile pays for this model. Raises UserError."""
+def time_compiling(plan: "Plan", machine: "Machine") -> None:
+    """Before a long run on a CPU: measure once whether torch.compile pays for this model."""
     from bloomery.bench.cards import make_card
-    from bloomery.bench.measuring import Bench, compile_trial
+    from bloomery.bench.measuring import compile_trial
     from bloomery.hardware.calibration import remember
-    from bloomery.hardware.detect import detect
 
     told = False
 
@@ -88,12 +88,11 @@ def time_compiling(recipe: str, overrides: tuple[str, ...]) -> None:
             say("compile    timing steps with and without torch.compile, once for this model on this machine", err=True)
         told = True
 
-    bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
-    rows = compile_trial(bench, on_phase=begun)
+    rows = compile_trial(plan, machine, on_phase=begun)
     figures = [f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.said})" for row in rows]
     if rows:
         say(f"compile    step time compiled {figures[0]}, uncompiled {figures[1]}", err=True)
-    card = make_card(rows, bench.machine)
+    card = make_card(rows, machine)
     if card is not None and not any(row.disturbed for row in rows):
         remember(card)
 

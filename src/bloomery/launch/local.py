@@ -145,16 +145,20 @@ def start(
     quiet: bool = False,
     edit: Edit | None = None,
     watch: Watch | None = None,
+    planned: Callable[[Plan, Machine], None] | None = None,
 ) -> Run:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
+    `planned` gets a first plan and may measure the machine for it: the run's own plan is made after it.
     `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
     What `watch` raises ends the training child by SIGKILL and passes through.
     """
     require(loaded.recipe.monitor.trackers)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     fetch(loaded.recipe, weights=True)
-    _refuse_at_once(loaded, devices, path)
+    plan, machine = _refuse_at_once(loaded, devices, path)
+    if planned is not None:
+        planned(plan, machine)
     with (
         stop_requests() as requests,
         new_run(loaded, path) as (folder, lock),
@@ -165,7 +169,7 @@ def start(
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
 
-def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> None:
+def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> tuple[Plan, Machine]:
     """Raises the UserError that `bloomery plan` would raise, and for text that is not here: none is prepared, and no
     folder made, for such a run.
     """
@@ -174,7 +178,7 @@ def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> No
         raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # the files are there
-    resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data), brief=True)
+    return resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data), brief=True), machine
 
 
 def resume(
