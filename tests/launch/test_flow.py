@@ -162,7 +162,7 @@ def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery
     (bloomery.run_dir / "plan.json").write_text("{")
     broken = bloomery.here(*RESUME)
     assert broken.returncode == 1
-    assert "the plan cannot be read" in broken.stderr
+    assert "plan.json has changed since the run wrote it" in broken.stderr
     assert "Traceback" not in broken.stderr
 
 
