@@ -176,7 +176,8 @@ class TestModelAndData:
         assert json.loads(result.out)["steps"] == 4
 
     def test_beside_a_recipe_they_are_overrides(self, workshop, model):
-        result = here("train", "tiny.yaml", "--dry-run", "--model", str(model), "--data", "qa.jsonl")
+        result = here("train", "tiny.yaml", "data.chat.template=chatml", "--dry-run", "--model", str(model),
+                      "--data", "qa.jsonl")  # fmt: skip
         assert str(model) in result.out and "made for" not in result.err
 
     @pytest.mark.parametrize(

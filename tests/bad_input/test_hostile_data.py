@@ -87,15 +87,14 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tokenizer_json, tmp_path):
             load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("file", ["a.jsonl.gz", "a.json.gz", "a.txt.gz", "a.jsonl.zst"])
 def test_white_space_without_end_is_not_read_to_its_end(tmp_path, file):
     """2 GB of it in some 9 MB took minutes, in silence."""
     zstandard = pytest.importorskip("zstandard")
     name, _, packed = file.rpartition(".")
     compress = gzip.compress if packed == "gz" else zstandard.ZstdCompressor().compress
     unit = compress(b"\n" * 2**24)  # members of gzip and frames of zstd may follow each other
-    head = compress(b"text,more\n" if name == "a.csv" else b"")
-    (tmp_path / f"{name}.{packed}").write_bytes(head + unit * 128)
+    (tmp_path / f"{name}.{packed}").write_bytes(unit * 128)
     tally, began = Tally(), time.process_time()
     with pytest.raises(UserError, match="of white space follow each other"):
         read(tmp_path / f"{name}.{packed}")

@@ -49,7 +49,7 @@ KINDS = {
     "qlora": ADAPTED + "quantize: {base: nf4}\n",
     "dpo": """
 objective: {kind: dpo}
-data: {path: pairs.jsonl, glob: null, sequence_length: 64, validation: 20%, chat: {template: chatml}}
+data: {path: pairs.jsonl, glob: null, sequence_length: 64, validation: 20%, chat: {template: none}}
 """,
 }
 

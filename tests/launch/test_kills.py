@@ -70,7 +70,7 @@ SHORT = ("train.length=8 steps", "eval.every=4 steps")
 
 @pytest.mark.parametrize(("kind", "faults"), [
     ("dpo", ["fsync:signal=SIGKILL:when=12", "?rename:signal=SIGKILL:when=4", "fsync:error=ENOSPC:when=8"]),
-    ("qlora", ["?rename:signal=SIGKILL:when=2", "mkdir:signal=SIGKILL:when=1"]),
+    ("qlora", ["?rename:signal=SIGKILL:when=2", "?rename:signal=SIGKILL:when=5"]),
 ])  # fmt: skip
 def test_faults_at_system_calls_leave_no_trace(kind: str, faults: list[str], tmp_path, calm) -> None:
     write_workshop(tmp_path, kind)

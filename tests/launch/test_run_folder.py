@@ -230,7 +230,7 @@ def test_a_kill_while_the_recipe_is_written_leaves_a_folder_that_can_be_used(tmp
     for name in ("lock", ".tmp-recipe.yaml-4194999"):
         (tmp_path / "run" / name).touch()
     with new_run(loaded, tmp_path / "run") as (folder, _):
-        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml"]
+        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml", "run.json"]
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "plan.json", "checkpoints", ".reference-train.bin.tmp"])

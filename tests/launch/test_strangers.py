@@ -11,6 +11,7 @@ from bloomery.launch import hooks
 from bloomery.launch.journal import journal
 from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import RunEnded, Warned, read_events
+from bloomery.plan.head import write_sealed
 from bloomery.plan.store import read_plan
 
 
@@ -21,7 +22,7 @@ def hooked(undisturbed: Bloomery, tmp_path: Path) -> tuple[RunFolder, str]:
     folder, command = RunFolder(tmp_path / "run"), f"touch {tmp_path / 'trace'}"
     plan = json.loads(folder.plan.read_text())
     plan["monitor"]["commands"] = [command]
-    folder.plan.write_text(json.dumps(plan))
+    write_sealed(folder.path, {folder.plan.name: json.dumps(plan)})  # whoever sends a folder can seal it
     return folder, command
 
 

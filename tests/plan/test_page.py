@@ -149,8 +149,8 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
     said = json.loads(result.stdout)
     assert result.return_value == 0
     assert set(said) == {
-        "fits", "tokens", "steps", "epochs", "seconds", "step_seconds", "tokens_per_second", "memory", "disk",
-        "claims", "contradictions", "remedies", "choices", "step_parts", "mfu", "longest", "mesh",
+        "fits", "tokens", "steps", "epochs", "seconds", "energy_kwh", "step_seconds", "tokens_per_second", "memory",
+        "disk", "claims", "contradictions", "remedies", "choices", "step_parts", "mfu", "longest", "mesh",
     }  # fmt: skip
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)
     assert set(said["seconds"]) == {"value", "low", "high", "from"}

@@ -5,6 +5,7 @@ import torch
 from plan_help import gpu_machine, machine
 from steps_for_tests import counted, load_of, measured, simulated, small_plan
 
+from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.memory import tensor_bytes
 from bloomery.plan.resolve import resolve
@@ -128,6 +129,7 @@ def test_and_so_do_other_ways_to_train(case):
     all_agree(small_plan(**({"family": "qwen3"} | OTHERS[case])), apart=0.03)
 
 
+BF16 = {"avx512_bf16", "amx_bf16"} & set(detect().host.cpu_flags)
 EVERY = {"kind": "lora", "rank": 8, "targets": ["all-linear"]}
 FINE = {
     "LoRA on two matrices": {"adapter": {"kind": "lora", "rank": 8}, "precision": "bfloat16"},
@@ -156,6 +158,8 @@ QUICK_OF_FINE = {"LoRA on two matrices", "DoRA", "nf4, recomputed", "8-bit state
 def test_adapters_quantised_bases_and_lean_optimizers_agree(case):
     """Within 5% of what the step holds here, and the simulation within 1%."""
     plan = small_plan(**({"family": "qwen2"} | FINE[case]))
+    if FINE[case].get("base") and not BF16:
+        pytest.skip("without bf16 instructions oneDNN takes scratch of its own for products of half precision")
     real = measured(plan)
     assert simulated(plan) == pytest.approx(real, rel=0.01)
     assert counted(plan) == pytest.approx(real, rel=0.05)

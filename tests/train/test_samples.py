@@ -79,7 +79,7 @@ def test_an_answer_ends_at_the_token_that_ends_turns(talks):
 
 @pytest.mark.parametrize("rows", [TALKS, COMPLETIONS])
 def test_pretraining_and_plain_completions_are_continued(rows, tmp_path):
-    prepared = prepared_rows(tmp_path, rows)
+    prepared = prepared_rows(tmp_path, rows, "chatml" if rows is TALKS else "none")
     tokenizer = load_tokenizer(prepared)
     plan = plan_of(prepared, Pretrain() if rows is TALKS else None)
     prompts = open_prompts(plan, tokenizer)

@@ -59,6 +59,7 @@ def told(run: Run) -> dict[str, object]:
     samples = {(event.step, event.prompt): event.text for event in run.of(Sampled)}
     losses = [(event.step, event.loss) for event in last_per_step(run.events, StepDone)]
     state = json.loads((run.checkpoint(run.steps_done()) / "state.json").read_text())
+    del state["progress"]["seconds"]  # by the clock
     return {"evals": evals, "samples": samples, "losses": losses, "state": state,
             "best": best_step(run.folder / "checkpoints")}  # fmt: skip
 
