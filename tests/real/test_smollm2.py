@@ -1,0 +1,50 @@
+"""A real model of 135 M parameters: logits as in transformers, and steps that take the memory that was planned."""
+
+import pytest
+import torch
+
+from bloomery.bench.measuring import Bench
+from bloomery.hardware.detect import detect
+
+PARTS = {
+    "full": "",
+    "lora": "adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, k_proj, v_proj, o_proj]}",
+    "qlora": "adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, k_proj, v_proj, o_proj]}\n"
+    "quantize: {base: nf4, double: true}",
+    "dpo": "adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, k_proj, v_proj, o_proj]}",
+}
+WITHIN = 0.10
+
+
+def test_logits_match_transformers(smollm2):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from bloomery.data.tokenizer import load_tokenizer
+    from bloomery.model.weights import load_decoder
+
+    text = "Bloomery: a furnace once used widely for smelting iron.\n\tdef f(x): return 12345 + x"
+    ids = load_tokenizer(smollm2 / "model").encode(text)
+    assert ids == AutoTokenizer.from_pretrained(smollm2 / "model")(text, add_special_tokens=False)["input_ids"]
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32)
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        ours = load_decoder(smollm2 / "model", dtype=torch.float32)(tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, atol=2e-4, rtol=0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("part", PARTS)
+def test_planned_and_measured_memory_agree(smollm2, pairs, tmp_path, monkeypatch, part, compiled):
+    monkeypatch.chdir(tmp_path)
+    kind, data = ("dpo", pairs) if part == "dpo" else ("sft", smollm2 / "train.jsonl")
+    (tmp_path / "real.yaml").write_text(
+        f"model: {{from: {smollm2 / 'model'}}}\ndata: {{path: {data}, sequence_length: 512}}\n"
+        f"objective: {{kind: {kind}}}\n{PARTS[part]}\n"
+        "train: {length: 20 steps, tokens_per_step: 2048, micro_batch: 4}\n"
+    )
+    bench = Bench(recipe="real.yaml", overrides=(), machine=detect())
+    row = bench.point(f"train.compile={compiled}", on_phase=print)
+    assert row.outcome == "ok", row.said
+    assert row.peak_gib is not None and row.planned_gib is not None
+    assert row.peak_gib == pytest.approx(row.planned_gib, rel=WITHIN)
