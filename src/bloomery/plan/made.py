@@ -1,7 +1,6 @@
 """A recipe made of a model and data alone: the objective that its rows ask for, with settings as packaged ones have."""
 
 import json
-import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,12 @@ from bloomery.data.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
 from bloomery.data.templates import beside, own_templates
 from bloomery.errors import UserError
 from bloomery.model.published import published_config
-from bloomery.plan.corpus import BYTES_PER_TOKEN
 from bloomery.recipe.schema import Recipe, Source
 from bloomery.shell import expanded
 from bloomery.units import MIB
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
 _LENGTH = 1024
-_STEPS, _MOST_PER_STEP = 32, 65_536  # of an epoch of few rows; tokens
 _READ = 16 * MIB  # of a JSON file
 _LORA = "adapter: {kind: lora, rank: 16, alpha: 32, targets: [all-linear]}\n"
 _SPEED = "optimizer: {{learning_rate: {rate}, weight_decay: {decay}, schedule: cosine, warmup: {warmup}}}\n"
@@ -73,8 +70,7 @@ def made_recipe(model: str, data: str) -> tuple[str, str]:
         *(template if way is not _TEXT else []),
         f"objective: {way.objective}   # {way.because}",
     ]
-    step = _tokens_per_step(source, length)
-    train = f"train: {{length: {way.epochs} epochs, tokens_per_step: {step}}}\n"
+    train = f"train: {{length: {way.epochs} epochs}}\n"
     text = "\n".join(lines) + "\n" + way.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
     return text, f"{Path(model.partition('@')[0]).name or 'model'}-{way.method}".lower()
 
@@ -98,14 +94,6 @@ def _place(data: str) -> str:
     if data.startswith(hub.PREFIX) or expanded(data).exists() or not hub.is_hub_id(data):
         return data if data.startswith(hub.PREFIX) else str(expanded(data))
     return hub.PREFIX + data
-
-
-def _tokens_per_step(source: Source, length: int) -> int:
-    """A power of two of sequences, so that an epoch of the files has about 32 steps; at most what fine-tuning uses."""
-    here = hub.data_place(source.path).exists()
-    size = sum(file.path.stat().st_size for file in list_files(source, rows=True)) if here else math.inf
-    sequences = min(size / BYTES_PER_TOKEN / _STEPS, _MOST_PER_STEP) / length
-    return length << math.floor(math.log2(max(sequences, 1)))
 
 
 def _facts(model: str) -> dict[str, Any]:
