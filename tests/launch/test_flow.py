@@ -212,7 +212,7 @@ def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloome
     ("held", "said"),
     [
         ({"pytorch_model.bin": ""}, "pytorch_model.bin is a pickle"),
-        ({}, "no architecture that Bloomery knows"),  # a shape alone is planned first, and this is none
+        ({}, "no model.safetensors is here"),
         ({"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'}, "one.safetensors is missing"),
         ({"model.safetensors.index.json": '{"weight_map": {"a": "../one.safetensors"}}'}, "not a file of this folder"),
     ],
