@@ -18,8 +18,10 @@ test:
 check:
 	@$(PYTHON) scripts/setup.py check
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check -q src
 	@$(PY) -m mypy
 	@$(PY) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+	@$(PY) scripts/house.py
 
 soak:
 	@$(PYTHON) scripts/setup.py test

@@ -15,13 +15,13 @@ from typing import Any
 from gpu_check import TARGETS
 from gpu_check_use import used
 
-from bloomery.hardware.detect import detect
+from bloomery.core.units import GIB
+from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Machine
-from bloomery.plan.environment import child_environment
+from bloomery.plan.local import child_environment
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
-from bloomery.units import GIB
 
 RECIPES = {"full": "samantha-llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
 WORDS = {"qlora": ("quantize.base=nf4", "quantize.double=true")}
@@ -63,7 +63,7 @@ def ours(method: str, *, tiny: bool) -> Found:
     if plan.train.device == "cpu" and not tiny:
         return {"outcome": "skipped", "said": "no GPU that PyTorch can use"}
     from bloomery.bench import rig
-    from bloomery.train.kept import Start
+    from bloomery.train.state import Start
 
     assert callable(Start.fill)
     Start.fill = drawn_here  # the seeded draw of 8 billion numbers on the processor would take the whole time
@@ -90,8 +90,8 @@ def drawn_here(_start: Any, model: Any) -> None:
     """Random weights, drawn where they lie and in pieces: the numbers do not matter, their sizes and places do."""
     import torch
 
-    from bloomery.model.adapters import is_adapter
-    from bloomery.model.quantize import quantised_weights
+    from bloomery.model.adapters.lora import is_adapter
+    from bloomery.model.quantization.apply import quantised_weights
 
     std = model.config.initializer_range
     with torch.no_grad():
@@ -162,7 +162,7 @@ def their_model(plan: Plan, method: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from bloomery.model.families import config_to_hf
+    from bloomery.model.families.registry import config_to_hf
 
     stated = config_to_hf(plan.model.config)
     config = AutoConfig.for_model(**{str(name): value for name, value in stated.items()})
@@ -281,7 +281,7 @@ def any_tokenizer() -> Any:
 
 def probed(names: tuple[str, ...]) -> Found:
     """The doctor's own probes; they are remembered, and the later parts are planned by them."""
-    from bloomery.hardware.probes import run_probes
+    from bloomery.hardware.probes.run import run_probes
 
     found = run_probes(detect(), only=names, on_progress=lambda name, _done, _of: print(name, flush=True))
     bad = [f"{each.name} {each.outcome}" for each in found if each.outcome not in ("ok", "absent")]

@@ -103,16 +103,16 @@ def measure(run: Path, device: str) -> Found:
     """The loaded model's bytes, the peak while it was loaded, its evaluation beside the run's, tokens per second."""
     import torch
 
-    from bloomery.data.loader import Loader
-    from bloomery.generate import generate, load_model
+    from bloomery.core.units import GIB
+    from bloomery.data.loading.loader import Loader
     from bloomery.model.sampling import Sampling
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
-    from bloomery.train.evaluation import evaluate
-    from bloomery.train.objectives import build_objective
+    from bloomery.runs.generate import generate, load_model
+    from bloomery.train.evaluation.evaluation import evaluate
+    from bloomery.train.objectives.build import build_objective
     from bloomery.train.process import peak_memory_gib
     from bloomery.train.use import Use
-    from bloomery.units import GIB
 
     plan, gpu = read_plan(run / "plan.json"), device == "cuda"
     able = gpu and torch.cuda.is_bf16_supported(including_emulation=False)

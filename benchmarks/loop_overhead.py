@@ -16,10 +16,10 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from bloomery.data.prepare import prepare
-from bloomery.hardware.detect import detect
+from bloomery.data.prepare.prepare import prepare
+from bloomery.hardware.detect.detect import detect
 from bloomery.monitor.events import EventLog
-from bloomery.plan.corpus import corpus_of
+from bloomery.plan.gather import corpus_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe

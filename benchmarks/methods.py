@@ -38,14 +38,14 @@ CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}  # whos
 
 def train(recipe: str, folder: Path, *words: str) -> list[Any]:
     """The events of one run, to its end."""
-    from bloomery.cli.demo import Trainer
+    from bloomery.cli.demo.command import Trainer
 
     with Trainer(folder) as trainer:
         return list(trainer.run("train", recipe, *words, "--run-dir", str(folder)))
 
 
 def make_base(work: Path, steps: int) -> Path:
-    from bloomery.cli.demo_chat import exported
+    from bloomery.cli.demo.chat import exported
 
     train("demo", work / "demo", f"train.length={steps} steps", "train.compile=false", "eval.prompts=[]")
     return exported(work / "demo")
@@ -99,10 +99,10 @@ def whole(folder: Path) -> bool:
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
     """What a run told."""
-    from bloomery.cli.demo_chat import trained_parameters
+    from bloomery.cli.demo.chat import trained_parameters
+    from bloomery.core.units import MIB
     from bloomery.monitor.events import EvalDone, StepDone, read_events
     from bloomery.plan.store import read_plan
-    from bloomery.units import MIB
 
     events, plan = list(read_events(folder / "events.jsonl")), read_plan(folder / "plan.json")
     taken = [event for event in events if isinstance(event, StepDone)]
@@ -123,8 +123,8 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
 
 def before(base: Path, work: Path) -> dict[str, Any]:
     """The base on the same held-out answers."""
-    from bloomery.evaluate import evaluate, load_to_evaluate
     from bloomery.model.counting import parameter_count
+    from bloomery.runs.evaluate import evaluate, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(base)
     found = evaluate(decoder, tokenizer, work / "answers", bos=False)[0]
@@ -135,8 +135,8 @@ def spectra(base: Path, work: Path, rows: list[dict[str, Any]]) -> dict[str, Any
     """Singular values of what each method added to the matrices of the middle layer, and to all, as shares."""
     import torch
 
-    from bloomery.evaluate import load_to_evaluate
-    from bloomery.model.merge import merged_state
+    from bloomery.model.adapters.merge import merged_state
+    from bloomery.runs.evaluate import load_to_evaluate
 
     start = merged_state(load_to_evaluate(base)[0], torch.float32)
     middle = load_to_evaluate(base)[0].config.num_layers // 2

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.optimizers import build_optimizer
+from bloomery.train.optim.build import build_optimizer
 
 WIDTH, INNER, LAYERS, VOCABULARY = 256, 704, 10, 8192
 PLAN = OptimizerPlan(

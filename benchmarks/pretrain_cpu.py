@@ -37,8 +37,8 @@ TRAINERS = ("guide", "best", "best2")
 
 def make_text(folder: Path, preset: str, extra: list[str]) -> dict:
     """Documents, tokenizer, shards, first weights and the recipe in `folder`; returns the distribution of lengths."""
-    from bloomery.data.prepare import prepare
-    from bloomery.data.shards import open_split
+    from bloomery.data.prepare.prepare import prepare
+    from bloomery.data.shards.format import open_split
     from bloomery.recipe.load import load_recipe
 
     write_pieces(folder / "documents.jsonl")
@@ -67,7 +67,7 @@ monitor: {{to: []}}
 def write_first_weights(folder: Path, extra: list[str]) -> None:
     """The weights that Bloomery begins with, in a folder that transformers opens."""
     from bloomery.model.decoder import Decoder
-    from bloomery.model.weights import init_weights, write_model
+    from bloomery.model.io.weights import init_weights, write_model
 
     plan = planned(folder, extra)
     model = Decoder(plan.model.config)

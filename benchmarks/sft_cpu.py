@@ -37,7 +37,7 @@ REAL_BARS = [("speed", 4.0), ("memory", 0.8)]  # SmolLM2, against the quicker of
 
 def make_folder(folder: Path, objective: str, model: str) -> dict:
     """Rows, tokenizer, first weights and the recipe; returns what was made."""
-    from bloomery.data.prepare import prepare
+    from bloomery.data.prepare.prepare import prepare
     from bloomery.recipe.load import load_recipe
 
     setting = SETTINGS[model]
@@ -61,9 +61,9 @@ def make_real(folder: Path) -> dict:
 
 
 def make_small(folder: Path, length: int) -> dict:
-    from bloomery.data.tokenizer import train_tokenizer
-    from bloomery.model.presets import build_config
-    from bloomery.model.weights import fresh_decoder, model_state, write_model
+    from bloomery.data.tokenizer.tokenizer import train_tokenizer
+    from bloomery.model.families.presets import build_config
+    from bloomery.model.io.weights import fresh_decoder, model_state, write_model
     from bloomery.recipe.schema import Model, TrainTokenizer
 
     rows = write_rows(folder)
@@ -118,8 +118,8 @@ def commands(objective: str, work: Path, model: str) -> dict[str, list[str]]:
 
 
 def bf16_in_hardware() -> bool:
-    from bloomery.hardware.detect import detect
-    from bloomery.hardware.specs import cpu_spec
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.specs.specs import cpu_spec
 
     spec = cpu_spec(detect().host)
     return spec is not None and spec.bf16

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from paced import Ended, Pace
 
-from bloomery.hardware.detect import detect
+from bloomery.hardware.detect.detect import detect
 from bloomery.monitor.events import Event, StepDone
-from bloomery.plan.corpus import corpus_of
+from bloomery.plan.gather import corpus_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe

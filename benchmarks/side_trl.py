@@ -75,9 +75,7 @@ def main() -> None:
         "callbacks": [paced],
     }
     with tempfile.TemporaryDirectory() as place:
-        said = settings(
-            place, kind, way=way, length=asked["length"], micro_batch=micro_batch, sequences=sequences
-        )
+        said = settings(place, kind, way=way, length=asked["length"], micro_batch=micro_batch, sequences=sequences)
         if kind == "sft":
             said |= {"assistant_only_loss": True, "packing": best}
             trainer = SFTTrainer(args=SFTConfig(**said), train_dataset=rows_of(folder / "messages.jsonl"), **given)

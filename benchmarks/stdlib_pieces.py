@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.data.builtin import stdlib_files
+from bloomery.data.sources.builtin import stdlib_files
 
 
 def pieces() -> Iterator[str]:

@@ -72,7 +72,9 @@ def main() -> int:
     row("files", files.total(), budgets["files"])
     row("function, median", median, budgets["function_median"])
     row("function, 9 of 10", ninth, budgets["function_ninth_decile"])
-    over += [f"{folder} has {n} modules, more than 14" for folder, n in modules.items() if n > 14 and folder.name != "cli"]
+    over += [
+        f"{folder} has {n} modules, more than 14" for folder, n in modules.items() if n > 14 and folder.name != "cli"
+    ]
     over += [f"the spine names {name}, which does not exist" for name in sorted(spine - found)]
     print(*over, sep="\n")
     return 1 if over else 0

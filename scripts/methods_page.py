@@ -17,15 +17,15 @@ from unittest.mock import patch
 
 from plan_pages import computer
 
-from bloomery.hardware.assume import with_gpu
-from bloomery.hardware.specs import find_gpu
+from bloomery.core.units import GIB, format_count, two_digits
+from bloomery.hardware.fitting import with_gpu
+from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.counting import parameter_count
-from bloomery.plan.arithmetic import state_parts
+from bloomery.plan.advice.suggestions import state_parts
+from bloomery.plan.estimate.states import trained_count, way_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.states import trained_count, way_of
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
-from bloomery.units import GIB, format_count, two_digits
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "methods.json"

@@ -19,12 +19,12 @@ from unittest.mock import patch
 from click.testing import CliRunner
 
 from bloomery.cli.plan import command
-from bloomery.hardware.assume import with_gpu
+from bloomery.core.units import GIB, two_digits
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
-from bloomery.hardware.specs import find_gpu
+from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe, packaged
-from bloomery.units import GIB, two_digits
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```\n\$ (bloomery plan [^\n]* --gpu [^\n]*)\n(.*?)```", re.DOTALL)
@@ -77,7 +77,11 @@ def _block(words: str, recipes: Mapping[str, str], *, cut: bool) -> str:
 
 def printed(words: str, recipes: Mapping[str, str]) -> list[str]:
     """What the command says on a computer that is the same everywhere, in a folder with these recipes."""
-    with tempfile.TemporaryDirectory() as folder, _away(folder), patch("bloomery.hardware.detect.detect", computer):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _away(folder),
+        patch("bloomery.hardware.detect.detect.detect", computer),
+    ):
         for name, recipe in recipes.items():
             Path(name).write_text(recipe, encoding="utf-8")
         result = CliRunner().invoke(command, shlex.split(words)[2:], standalone_mode=False, catch_exceptions=False)

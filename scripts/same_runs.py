@@ -1,4 +1,4 @@
-"""Train the same short runs with two versions of Bloomery and compare every loss, gradient norm and final weight bitwise.
+"""Train the same short runs with two versions and compare every loss, gradient norm and final weight bitwise.
 
     python scripts/same_runs.py v0.3 HEAD               two git revisions
     python scripts/same_runs.py HEAD . --only lora dpo  a revision and this working tree
@@ -28,7 +28,14 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "bloomery-same-runs"
 STEPS, KILL_AFTER, LIMIT_SECONDS = 8, 5, 300
-SHAPE = {"family": "qwen2", "hidden_size": 64, "intermediate_size": 160, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+SHAPE = {
+    "family": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
 LORA = {"kind": "lora", "rank": 4, "dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 # Keys are those of the newest recipe schema; `as_version_1` gives the older names.
@@ -39,20 +46,30 @@ COMMON = {
     "checkpoint": {"every": "3 steps", "keep": 2},
     "eval": {"every": "4 steps", "tokens": 2048},
 }
-PRETRAIN = {"model": {**SHAPE, "dropout": 0.1}, "tokenizer": {"from": "base"}, "data": {"path": "code", "format": "code"}}
+PRETRAIN = {
+    "model": {**SHAPE, "dropout": 0.1},
+    "tokenizer": {"from": "base"},
+    "data": {"path": "code", "format": "code"},
+}
 SFT = {"model": {"from": "base"}, "data": {"path": "chats.jsonl"}, "objective": {"kind": "sft"}}
 PAIRS = {"model": {"from": "base"}, "data": {"path": "pairs.jsonl"}}
 CASES: dict[str, list[dict]] = {
     "pretrain float32": [PRETRAIN],
     "pretrain bfloat16": [PRETRAIN, {"train": {"precision": "bfloat16"}}],
     "pretrain float16": [PRETRAIN, {"train": {"precision": "float16"}}],
-    "pretrain bfloat16-pure": [PRETRAIN, {"train": {"precision": "bfloat16-pure"}, "optimizer": {"stochastic_rounding": True}}],
+    "pretrain bfloat16-pure": [
+        PRETRAIN,
+        {"train": {"precision": "bfloat16-pure"}, "optimizer": {"stochastic_rounding": True}},
+    ],
     "pretrain compiled": [PRETRAIN, {"train": {"compile": True}}],
     "pretrain recomputed": [PRETRAIN, {"train": {"activation_checkpointing": "full", "attention": "blockwise"}}],
     "pretrain muon": [PRETRAIN, {"optimizer": {"kind": "muon"}}],
     "pretrain adafactor in backward": [
         PRETRAIN,
-        {"optimizer": {"kind": "adafactor", "fused_backward": True}, "train": {"micro_batch_size": 8, "max_grad_norm": None}},
+        {
+            "optimizer": {"kind": "adafactor", "fused_backward": True},
+            "train": {"micro_batch_size": 8, "max_grad_norm": None},
+        },
     ],
     "pretrain int8 states": [PRETRAIN, {"optimizer": {"state_dtype": "int8"}}],
     "sft packed": [SFT],
@@ -119,7 +136,10 @@ def write_data(folder: Path) -> None:
         asked = [{"role": "user", "content": some(3, 12)}]
         good, bad = ([{"role": "assistant", "content": some(3, 20)}] for _ in "gb")
         pairs.append({"prompt": asked, "chosen": good, "rejected": bad})
-        marked += [{"prompt": asked, "completion": good, "label": True}, {"prompt": asked, "completion": bad, "label": False}]
+        marked += [
+            {"prompt": asked, "completion": good, "label": True},
+            {"prompt": asked, "completion": bad, "label": False},
+        ]
     for name, rows in (("chats", chats), ("pairs", pairs), ("marked", marked)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -175,6 +195,7 @@ def digest(value: bytes) -> str:
 
 def train_one(case: str, checkout: Path, inputs: Path) -> dict:
     """Losses and gradient norms of every step and digests of the last checkpoint's tensors."""
+    import torch
     from safetensors import safe_open
 
     with tempfile.TemporaryDirectory(prefix="same-runs-") as place:
@@ -202,7 +223,7 @@ def train_one(case: str, checkout: Path, inputs: Path) -> dict:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no dictionary
                     tensor = file.get_tensor(name).contiguous()
-                    value = digest(tensor.flatten().view(dtype=__import__("torch").uint8).numpy().tobytes())
+                    value = digest(tensor.flatten().view(dtype=torch.uint8).numpy().tobytes())
                     if path.name.startswith(("model", "adapter")):
                         weights[name] = value
                     else:
@@ -229,7 +250,9 @@ def checkout_of(name: str, stack: list[Path]) -> tuple[Path, str | None]:
     return folder, commit
 
 
-def results_of(side: str, checkout: Path, commit: str | None, inputs: Path, cases: list[str], jobs: int) -> dict[str, dict]:
+def results_of(
+    side: str, checkout: Path, commit: str | None, inputs: Path, cases: list[str], jobs: int
+) -> dict[str, dict]:
     kept = inputs.parent / f"{commit}.json"
     results = json.loads(kept.read_text()) if commit and kept.exists() else {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -265,7 +288,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="a git revision or a folder")
     parser.add_argument("head", help="a git revision or a folder")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one of these"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     asked = parser.parse_args()
     cases = [case for case in CASES if any(text in case for text in asked.only)]
@@ -275,7 +300,9 @@ def main() -> int:
     try:
         base, base_commit = checkout_of(asked.base, stack)
         head, head_commit = checkout_of(asked.head, stack)
-        machine = digest(f"{platform.processor()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
+        machine = digest(
+            f"{platform.processor()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
+        )
         inputs = CACHE / machine / digest(Path(__file__).read_bytes()) / "inputs"
         make_inputs(base, inputs)
         before = results_of("base", base, base_commit, inputs, cases, asked.jobs)

@@ -8,9 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from bloomery.hardware.symptoms import Symptom, filled, symptoms  # noqa: E402
+from bloomery.hardware.doctor.symptoms import Symptom, filled, symptoms  # noqa: E402
 
-TABLE = ROOT / "src/bloomery/hardware/symptoms.toml"
+TABLE = ROOT / "src/bloomery/hardware/doctor/symptoms.toml"
 PAGE = ROOT / "docs/symptoms.md"
 LEVELS = {"stops": "stops training", "slows": "slows it down", "note": "worth knowing"}
 HEAD = """\
@@ -22,7 +22,7 @@ with the same table, and its last lines are then cause and remedy. `bloomery doc
 can only say `bloomery doctor`.
 
 Each message was read in the thread that is named behind it, and is shortened. This page is written by
-`python scripts/symptoms.py` from `src/bloomery/hardware/symptoms.toml`: to add a symptom, add a table there.
+`python scripts/symptoms.py` from `src/bloomery/hardware/doctor/symptoms.toml`: to add a symptom, add a table there.
 """
 
 

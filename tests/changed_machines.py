@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bloomery.hardware.doctor import diagnose
+from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import Machine, read_machine
 
 MACHINES = Path(__file__).parent / "machines"

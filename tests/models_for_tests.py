@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_training import train_tokenizer
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.presets import build_config
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.families.presets import build_config
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
 from bloomery.train.checkpoint import Saver
-from bloomery.train.kept import Start, Whole
+from bloomery.train.state import Start, Whole
 
 TEXT = ["def f(x):\n    return x + 1\n", "für Größe, naïve café, 東京 🙂🙃 and so on\n"] * 20
 RECIPE = """

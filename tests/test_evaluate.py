@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from bloomery.data.tokenizer_training import train_tokenizer
-from bloomery.errors import UserError
-from bloomery.evaluate import Text, evaluate, evaluate_texts, texts_of
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.recipe.schema import TrainTokenizer
+from bloomery.runs.evaluate import Text, evaluate, evaluate_texts, texts_of
 
 PROSE = "The quick brown fox jumps over the lazy dog; naïve café, 日本語.\n" * 3
 
@@ -190,7 +190,7 @@ def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable
 
 
 def test_the_validation_split_of_conversations_is_scored_as_it_was_prepared(decoder, tokenizer, tmp_path, monkeypatch):
-    from bloomery.data.prepare import prepare
+    from bloomery.data.prepare.prepare import prepare
     from bloomery.recipe.load import load_recipe
 
     monkeypatch.chdir(tmp_path)

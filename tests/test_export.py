@@ -11,12 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.export import hf
 from bloomery.export.card import model_card, training_of
 from bloomery.export.hf import export
-from bloomery.model.presets import read_config
-from bloomery.model.weights import load_decoder, model_state
+from bloomery.model.families.presets import read_config
+from bloomery.model.io.weights import load_decoder, model_state
 from models_for_tests import make_model, make_run
 
 TOKENS = torch.arange(40)[None]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
-from bloomery.generate import Stops, TextStream, generate, load_model
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.io.weights import load_decoder
 from bloomery.model.sampling import Past, Sampling, sample_tokens
-from bloomery.model.weights import load_decoder
+from bloomery.runs.generate import Stops, TextStream, generate, load_model
 from bloomery.train.model_folder import model_folder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
@@ -149,8 +149,16 @@ class TestCommandLine:
         assert done.returncode == 0, done.stderr
         assert [result["prompt"] for result in json.loads(done.stdout)["results"]] == ["def", "class"]
 
-    @pytest.mark.parametrize("words", [(), ("--prompt", "a", "--prompts", "b"), ("--prompts", "none.txt"),
-                                       ("--prompt", "a", "--temperature", "-1"), ("--prompt", "a", "--top-p", "0")])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            (),
+            ("--prompt", "a", "--prompts", "b"),
+            ("--prompts", "none.txt"),
+            ("--prompt", "a", "--temperature", "-1"),
+            ("--prompt", "a", "--top-p", "0"),
+        ],
+    )
     def test_wrong_words(self, folder: Path, words: tuple[str, ...]) -> None:
         done = self.bloomery("generate", str(folder), *words, cwd=folder)
         assert done.returncode == 2

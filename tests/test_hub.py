@@ -10,9 +10,8 @@ import time
 import pytest
 
 from bloomery import hub
-from bloomery.errors import UserError
-from bloomery.hub.named import Named
-from bloomery.hub.refusals import checked
+from bloomery.core.errors import UserError
+from bloomery.hub import Named, checked
 from fake_hub import COMMIT, FakeHub, fake_hub
 
 WEIGHTS = os.urandom(25_000_000)  # the library writes ten million bytes at a time
@@ -32,7 +31,7 @@ FILES = {
 CODE = """
 import sys
 from bloomery import hub
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 try:
     print(getattr(hub, sys.argv[1])(*sys.argv[2:]))
 except UserError as error:
@@ -209,7 +208,7 @@ def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(server, tmp_path, monkeypatch):
-    from bloomery.hub import refusals
+    from bloomery import hub as refusals
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(UserError, match=r"takes 1.0 GiB, and 10 B are free"):
@@ -218,7 +217,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(server, tmp
 
 def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path, monkeypatch):
     from bloomery.hub import Named
-    from bloomery.plan import fetched
+    from bloomery.plan import gather as fetched
     from bloomery.recipe.load import load_recipe
 
     monkeypatch.chdir(tmp_path)

@@ -9,9 +9,9 @@ import bloomery
 
 ROOT = Path(bloomery.__file__).parent
 WITHOUT_TORCH = [
-    "errors.py", "units.py", "choice.py", "recipe", "hardware", "plan", "cli", "model/config.py", "model/families.py",
-    "model/attention_facts.py", "data/documents.py", "data/tokenizer.py", "data/prepare.py", "data/shards.py",
-    "data/packing.py", "data/builtin.py", "monitor/events.py",
+    "core", "recipe", "hardware", "plan", "cli", "api.py", "model/config.py", "model/families/registry.py",
+    "model/attention/support.py", "data/sources", "data/tokenizer/tokenizer.py", "data/prepare", "data/shards",
+    "data/loading/packing.py", "monitor",
 ]  # fmt: skip
 
 

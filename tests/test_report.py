@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from bloomery.data.tokenizer_training import train_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.monitor.events import (
     EvalDone,

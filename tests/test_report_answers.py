@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bloomery.data.prepare import prepare
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.model.weights import fresh_decoder, load_decoder
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
 from bloomery.report.answers import Answered, compare_answers, draw_answers
-from bloomery.train.answers import answer, held_out_questions, shown
+from bloomery.train.evaluation.answers import answer, held_out_questions, shown
 from models_for_tests import make_config, make_model, save_model
 
 TEMPLATE = (
@@ -66,7 +66,7 @@ def test_both_models_answer_the_same_questions(made):
 
 
 def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
-    from bloomery.train import answers
+    from bloomery.train.evaluation import answers
 
     plan, checkpoints, _ = made
     real = answers.held_out_questions

@@ -6,23 +6,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bloomery.hardware.assume import with_gpu
+from bloomery.core.units import GIB
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile
-from bloomery.hardware.specs import find_gpu
-from bloomery.plan import speed
-from bloomery.plan.activations import layer_bytes_per_token
-from bloomery.plan.communication import fabric_of
-from bloomery.plan.memory import FRAGMENTATION, Moment, moments, tensors_at
-from bloomery.plan.mesh import Job, layout_parts
-from bloomery.plan.mesh_memory import Split, unsharded
-from bloomery.plan.occupancy import Occupancy
+from bloomery.hardware.specs.specs import find_gpu
+from bloomery.plan.estimate import speed
+from bloomery.plan.estimate.activations import layer_bytes_per_token
+from bloomery.plan.estimate.memory import FRAGMENTATION, Moment, moments, tensors_at
+from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
+from bloomery.plan.estimate.states import learning_bytes, way_of
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.mesh.layouts import Job, layout_parts
+from bloomery.plan.mesh.links import fabric_of
+from bloomery.plan.mesh.memory import Split, unsharded
 from bloomery.plan.resolve import expandable, model_config
-from bloomery.plan.speed import Recompute, recompute, step_parts, total, work_of
-from bloomery.plan.states import learning_bytes, way_of
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
-from bloomery.units import GIB
 
 HERE = Path(__file__).parent
 PLAIN_LOGIT_BYTES = 12  # half logits and their gradient, float32 logits, softmax: what eager cross entropy holds

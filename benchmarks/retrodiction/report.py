@@ -34,7 +34,7 @@ No constant of memory was computed from these rows. Whoever wrote down the plann
 though, and chose between ways of counting with them in view: the memory column is a check, not a blind one.
 """
 RULE = """
-One kind of constant, in `src/bloomery/hardware/gpus.toml`: the typical share of the peak that half-precision matrix
+One kind of constant, in `hardware/specs/gpus.toml`: the typical share of the peak that half-precision matrix
 products reach on an architecture, {constants} numbers for {speeds} speeds. `benchmarks/retrodiction/fitted.py` carries
 out the rule: of each row the share that would make the plan equal the published speed; the median of a source's rows;
 the median of the sources. No row has a number of its own. The low and the high share of an architecture were set by

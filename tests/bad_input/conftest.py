@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import process, write_workshop
 
-from bloomery.plan.head import write_sealed
+from bloomery.plan.store import write_sealed
 
 
 @pytest.fixture

@@ -76,10 +76,14 @@ def test_an_adapter_config_that_is_none(adapter, case):
 
 
 SETTINGS = {
-    "rank 0": ({"r": 0}, "r is '0'"), "a rank that is a word": ({"r": "two"}, "two"), "true": ({"r": True}, "True"),
-    "rank of 2**40": ({"r": 2**40}, "number"), "alpha null": ({"lora_alpha": None}, "lora_alpha"),
+    "rank 0": ({"r": 0}, "r is '0'"),
+    "a rank that is a word": ({"r": "two"}, "two"),
+    "true": ({"r": True}, "True"),
+    "rank of 2**40": ({"r": 2**40}, "number"),
+    "alpha null": ({"lora_alpha": None}, "lora_alpha"),
     "another rank": ({"r": 3}, "[3, 16]"),
-    "dora without magnitudes": ({"use_dora": True}, "magnitude"), "biases": ({"bias": "all"}, "bias"),
+    "dora without magnitudes": ({"use_dora": True}, "magnitude"),
+    "biases": ({"bias": "all"}, "bias"),
     "what nobody knows": ({"use_qalora": True}, "use_qalora"),
     "a residual": ({"init_lora_weights": "olora"}, "olora"),
     "a base of LoftQ": ({"init_lora_weights": "loftq"}, "loftq"),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from command_line import PATIENCE_SECONDS, assert_clear, here, process, python
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.plan.head import write_sealed
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.plan.store import write_sealed
 from bloomery.train.checkpoint import copy_tokenizer
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
@@ -201,7 +201,7 @@ CANARY = "hf_" + "Canary9" * 6
 def test_secrets_reach_no_file_and_no_screen(workshop):
     secret = {"HF_TOKEN": CANARY, "WANDB_API_KEY": "c" * 20 + "anary" + "d" * 15, "MY_PASSWORD": "canary-password-1"}
     code = (
-        "import os, bloomery.train.sealed as sealed, bloomery.launch.local as local\n"
+        "import os, bloomery.train.sealed as sealed, bloomery.runs.lifecycle as local\n"
         "def broken(*a, **k): raise RuntimeError('a bug, and in its message ' + os.environ['HF_TOKEN'])\n"
         "local.write_sealed = broken"
     )

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import assert_clear, here
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 
 GOOD_ROW = json.dumps({"text": "hello there " * 20})
 
@@ -163,7 +163,7 @@ def test_a_tokenizer_that_is_not_the_shards_own(workshop):
 
 
 def test_a_damaged_shard_is_named_before_it_reaches_the_model(workshop):
-    from bloomery.data.loader import Cursor, Loader
+    from bloomery.data.loading.loader import Cursor, Loader
 
     assert here("prepare", "tiny.yaml", "data.prepared=shards").code == 0
     shard = workshop / "shards/train-00000.bin"

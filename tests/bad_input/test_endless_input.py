@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from command_line import assert_clear, here, process
 
-from bloomery.disk import open_input, read_input
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import open_input, read_input
 
 # A command that waits would be ended by this, one that reads on would have no memory.
 BOUNDED = "import resource, signal; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); signal.alarm(20)"

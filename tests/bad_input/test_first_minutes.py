@@ -12,7 +12,7 @@ from command_line import assert_clear, here, write_workshop
 from bloomery.cli import cli
 from bloomery.cli.common import find_run
 from bloomery.cli.crash import _sentence
-from bloomery.hardware.detect import detect
+from bloomery.hardware.detect.detect import detect
 from bloomery.recipe.load import load_recipe
 from models_for_tests import make_model
 
@@ -202,7 +202,7 @@ class TestModelAndData:
 def test_without_torch_the_line_that_installs_it_is_said(workshop, monkeypatch):
     here_is = detect()
     bare = here_is.model_copy(update={"software": here_is.software.model_copy(update={"torch": None, "build": None})})
-    monkeypatch.setattr("bloomery.launch.local.detect", lambda: bare)
+    monkeypatch.setattr("bloomery.runs.lifecycle.detect", lambda: bare)
     result = here("train", "tiny.yaml")
     assert_clear(result, mentions=["PyTorch is not installed here", "pip install", "torch=="], lines=8)
     assert not Path("runs").exists() and not Path("prepared").exists()

@@ -12,12 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import assert_clear, here, process, write_workshop
 
-from bloomery.data.documents import Document, Tally, open_corpus, read_documents
-from bloomery.data.encoder import cores, count_workers, fewer_workers
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.data.tokenizer_file import check_growth
-from bloomery.data.tokenizer_training import train_tokenizer
-from bloomery.errors import UserError, one_line
+from bloomery.core.errors import UserError, one_line
+from bloomery.data.prepare.workers import cores, count_workers, fewer_workers
+from bloomery.data.sources.documents import Document, Tally, open_corpus, read_documents
+from bloomery.data.tokenizer.tokenizer import check_growth, load_tokenizer
+from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Source, TrainTokenizer
 
 SECONDS = 2.0

@@ -7,7 +7,7 @@ from command_line import assert_clear, here
 from safetensors.torch import load_file, save_file
 from test_bad_models import TOKENIZERS, WEIGHTS
 
-from bloomery.data.tokenizer import load_tokenizer
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 TURNS = {"messages": [{"role": "user", "content": "who sat"}, {"role": "assistant", "content": "the cat sat"}]}
 PAIR = {"prompt": "who sat", "chosen": "the cat", "rejected": "the mat"}

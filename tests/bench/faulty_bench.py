@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from bloomery.hardware.children import accept, tell
+from bloomery.core.child import accept, tell
 
 job = accept()
 tell(job, {"phase": "building the model"})

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from bloomery.bench import measuring
 from bloomery.cli import cli
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 
 PATIENCE_SECONDS = 120.0  # the machine may be busy
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bloomery.bench.sweep import MOST_POINTS, other_attention, points, split, usual_points
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from click.testing import CliRunner
 
 from bloomery.cli import chat as verb
 from bloomery.cli import cli
-from bloomery.cli.chat_session import Session
-from bloomery.cli.drawing import SETTINGS, setting
-from bloomery.data.chat_form import Form, chat_form
-from bloomery.data.examples import Message
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
-from bloomery.generate import continued, load_model
+from bloomery.cli.chat import Session
+from bloomery.cli.sampling import SETTINGS, setting
+from bloomery.core.errors import UserError
+from bloomery.core.text import harmless
+from bloomery.data.chat.examples import Message
+from bloomery.data.chat.prompting import Form, chat_form
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.sampling import Sampling
-from bloomery.text import harmless
+from bloomery.runs.generate import continued, load_model
 from models_for_tests import make_model
 
 COLD = Sampling(max_tokens=12, temperature=0.0)

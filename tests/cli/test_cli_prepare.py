@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.train.sealed import seal
 
 RECIPE = """

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli, main
-from bloomery.cli.demo_exam import examine
+from bloomery.cli.demo.evaluation import examine
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe

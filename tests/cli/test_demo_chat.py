@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bloomery.cli import cli, demo_chat
-from bloomery.cli.demo_chat_exam import in_form
+from bloomery.cli import cli
+from bloomery.cli.demo import chat as demo_chat
+from bloomery.cli.demo.chat_evaluation import in_form
 from bloomery.monitor.events import EventLog, RunEnded
 from models_for_tests import make_run
 

@@ -10,9 +10,9 @@ import pytest
 from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
 from bloomery.cli import main
-from bloomery.cli.doctor_page import step_lines
-from bloomery.errors import UserError
-from bloomery.hardware.doctor_docker import run_lines
+from bloomery.cli.doctor.page import step_lines
+from bloomery.core.errors import UserError
+from bloomery.hardware.doctor.docker import run_lines
 from bloomery.hardware.machine import read_machine
 
 
@@ -214,8 +214,8 @@ def test_what_works_on_this_machine_alone(flag):
 
 
 def test_probes_are_run_shown_and_judged(monkeypatch):
-    from bloomery.hardware import probes
     from bloomery.hardware.machine import Probe
+    from bloomery.hardware.probes import run as probes
 
     found = (Probe(name="device", outcome="ok"), Probe(name="compile", outcome="hung", said="no answer within 120 s"))
     monkeypatch.setattr(probes, "run_probes", lambda machine, on_progress: found)

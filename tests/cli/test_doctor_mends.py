@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
-from bloomery.cli.doctor_bundle import nameless, private
-from bloomery.cli.doctor_fix import BACKUP, _typed, changes, mend
-from bloomery.errors import UserError
-from bloomery.hardware.doctor import diagnose
-from bloomery.hardware.doctor_finding import Fix
+from bloomery.cli.doctor.bundle import nameless, private
+from bloomery.cli.doctor.fix import BACKUP, _typed, changes, mend
+from bloomery.core.errors import UserError
+from bloomery.hardware.doctor.diagnose import diagnose
+from bloomery.hardware.doctor.finding import Fix
 from bloomery.hardware.machine import read_machine
 
 # --fix
@@ -288,7 +288,7 @@ def test_on_a_real_terminal_it_asks(tmp_path):
     parent, child = pty.openpty()
     script = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from bloomery.cli.doctor import _confirm\nprint('said', _confirm('Change it?'))"
+        "from bloomery.cli.doctor.command import _confirm\nprint('said', _confirm('Change it?'))"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdin=child, stdout=subprocess.PIPE, text=True)
     os.write(parent, b"\n")

@@ -15,10 +15,10 @@ from bloomery.cli.eval import command as eval_command
 from bloomery.cli.report import _run_of
 from bloomery.cli.report import command as report_command
 from bloomery.cli.runs import command as runs_command
-from bloomery.data.tokenizer_training import train_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.config import ModelConfig
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunEnded, RunStarted, StepDone
 from bloomery.recipe.schema import TrainTokenizer
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_stands_for_its_run_and_a_model_for_itself(tmp_path, model,
 
 def test_runs_and_the_monitor_need_no_torch():
     code = (
-        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.monitor.progress,"
-        " bloomery.monitor.sinks, bloomery.plan.facts; sys.exit('torch' in sys.modules)"
+        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.monitor.console.lines,"
+        " bloomery.monitor.sinks, bloomery.plan.explained; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

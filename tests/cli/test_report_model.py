@@ -15,11 +15,11 @@ from bloomery.cli.common import text_flags
 from bloomery.cli.eval import command as eval_command
 from bloomery.cli.generate import command as generate_command
 from bloomery.cli.report import command as report_command
-from bloomery.errors import UserError
-from bloomery.model.adapter_files import write_adapter
-from bloomery.model.adapter_names import adaptation
-from bloomery.model.adapters import adapt, init_adapters, trained_state
-from bloomery.model.weights import load_decoder
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
+from bloomery.model.adapters.peft_write import write_adapter
+from bloomery.model.adapters.targets import adaptation
+from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Lora
 from models_for_tests import make_model
 

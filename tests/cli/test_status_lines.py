@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.cli import plan_simulate
+from bloomery.cli import plan as plan_simulate
 from bloomery.cli.bench import Table
-from bloomery.cli.rehearse import tell
-from bloomery.cli.rehearse import waiting as rehearsing
+from bloomery.cli.smoke_test import tell
+from bloomery.cli.smoke_test import waiting as rehearsing
 from bloomery.cli.stop import waiting
 from bloomery.monitor.events import Phase
 

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from bloomery.cli import cli
 from bloomery.cli.train import keys_of
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 
 KEYS = {
     ("--max-steps", "7"): "--max-steps -> train.length=7 steps",

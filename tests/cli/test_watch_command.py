@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.cli.runs import alive
-from bloomery.launch.processes import host_name, start_mark
 from bloomery.monitor.events import EventLog, Phase, RunEnded
+from bloomery.runs.folder import host_name, start_mark
 
 PATIENCE_SECONDS = 120.0  # the machine may be busy
 WATCH = [sys.executable, "-m", "bloomery", "watch", "last"]
@@ -91,7 +91,7 @@ def test_another_encoding_gets_ascii(held):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, bloomery.cli.watch, bloomery.monitor.watch; sys.exit('torch' in sys.modules)"
+    code = "import sys, bloomery.cli.watch, bloomery.monitor.console.watch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -6,8 +6,8 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from bloomery.data.tokenizer import JsonBackend
-from bloomery.data.tokenizer import Tokenizer as Ours
+from bloomery.data.tokenizer.tokenizer import JsonBackend
+from bloomery.data.tokenizer.tokenizer import Tokenizer as Ours
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|start_header_id|>", "<|end_header_id|>",
            "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>")  # fmt: skip

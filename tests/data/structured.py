@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.data.shard_writer import Progress, SplitWriter, Structure
-from bloomery.data.shards import Manifest, Split, SplitRecord
+from bloomery.data.shards.format import Manifest, Split, SplitRecord
+from bloomery.data.shards.writer import Progress, SplitWriter, Structure
 
 PAD = 9
 Text = list[tuple[int, bool]]  # tokens, and whether each is learned

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from bloomery.data.documents import Document, Tally, open_corpora, open_corpus, read_documents
-from bloomery.data.streams import MAX_BYTES
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.sources.documents import Document, Tally, open_corpora, open_corpus, read_documents
+from bloomery.data.sources.streams import MAX_BYTES
 from bloomery.recipe.schema import Data, Source
 
 TEXTS = ["first\nof them", "zweiter, größer", 'third "quoted", with\ttab', "last 🎈"]
@@ -174,7 +174,7 @@ def test_line_of_200_mb_is_refused_in_constant_memory(tmp_path):
 
 
 def test_large_plain_text_comes_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("bloomery.data.formats.MAX_BYTES", 9 * 2**20)
+    monkeypatch.setattr("bloomery.data.sources.readers.MAX_BYTES", 9 * 2**20)
     path = tmp_path / "a.txt"
     line = "a line of some length\n"
     whole = line * (12 * 2**20 // len(line))

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.documents import Document, Tally, open_corpora, open_corpus, read_documents
-from bloomery.data.example_wire import from_wire, texts_of, to_wire
-from bloomery.data.examples import Example, Message
-from bloomery.data.files import list_files, other_splits, train_files, unread
-from bloomery.data.split import content_key
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Example, Message, from_wire, texts_of, to_wire
+from bloomery.data.prepare.split import content_key
+from bloomery.data.sources.documents import Document, Tally, open_corpora, open_corpus, read_documents
+from bloomery.data.sources.files import list_files, other_splits, train_files, unread
 from bloomery.recipe.schema import Data, Source
 
 TALK = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.example_formats import COLUMNS, detect_format, read_example
-from bloomery.data.examples import Example, Message
-from bloomery.data.streams import Flaw
+from bloomery.data.chat.examples import Example, Message
+from bloomery.data.chat.formats import COLUMNS, detect_format, read_example
+from bloomery.data.sources.streams import Flaw
 
 USER, ANSWER, OTHER = ({"role": role, "content": text} for role, text in
                        (("user", "hi"), ("assistant", "yo"), ("assistant", "no")))  # fmt: skip

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structured import PAD, Text, write_structured
 
-from bloomery.data.best_fit import best_fit
-from bloomery.data.packing import Rows
-from bloomery.data.shards import Split
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.loading.packing import Rows, best_fit
+from bloomery.data.shards.format import Split
 
 
 def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

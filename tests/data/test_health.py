@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from structured import Text, write_structured
 
-from bloomery.data.health import Health, health
-from bloomery.data.preparing_examples import missing_markup
-from bloomery.data.shards import FileRecord, Manifest
-from bloomery.data.templates import builtin_template
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.chat.templates import builtin_template
+from bloomery.data.prepare.examples import missing_markup
+from bloomery.data.prepare.stats import Health, health
+from bloomery.data.shards.format import FileRecord, Manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from models_for_tests import make_tokenizer
 
 BOS, EOS = 1, 2

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher
-from bloomery.data.prepare import prepare
-from bloomery.data.shuffle import feistel, mix
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Batch, Cursor, Loader, Prefetcher, feistel, mix
+from bloomery.data.prepare.prepare import prepare
 
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))

@@ -8,15 +8,15 @@ import pytest
 import torch
 from structured import write_structured
 
-from bloomery.data.loader import Batch, Cursor, Loader
-from bloomery.data.reference import ReferenceWriter
-from bloomery.data.shards import Manifest, Split, write_manifest
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.errors import UserError
-from bloomery.model.weights import fresh_decoder
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Batch, Cursor, Loader
+from bloomery.data.loading.reference_logprobs import ReferenceWriter
+from bloomery.data.shards.format import Manifest, Split, write_manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.train.forward import forward
-from bloomery.train.losses import next_token_loss
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives.losses import next_token_loss
 from models_for_tests import make_config, make_tokenizer
 
 LENGTH = 48

@@ -8,8 +8,8 @@ from chat_tokenizers import SPECIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.masks import Refused, Unclear, learned_tokens
-from bloomery.data.template_child import Template
+from bloomery.data.chat.masks import Refused, Unclear, learned_tokens
+from bloomery.data.chat.sandbox_worker import Template
 
 trl = pytest.importorskip("trl")
 FILES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))

@@ -12,21 +12,21 @@ from test_prepare import SMALL, contents, journal_of_stopped
 from test_prepare_examples import TOKENIZER, chat_rows, pair_rows, stored
 
 from bloomery.cli import cli
-from bloomery.data.health import fill_of, health
-from bloomery.data.loader import Batch, Cursor, Loader
-from bloomery.data.packing import Rows
-from bloomery.data.prepare import prepare, working
-from bloomery.data.preview import preview
-from bloomery.data.shards import open_split, read_manifest
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
-from bloomery.errors import UserError
-from bloomery.evaluate import texts_of
-from bloomery.model.weights import fresh_decoder
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Batch, Cursor, Loader
+from bloomery.data.loading.packing import Rows
+from bloomery.data.prepare.prepare import prepare, working
+from bloomery.data.prepare.preview import preview
+from bloomery.data.prepare.stats import fill_of, health
+from bloomery.data.shards.format import open_split, read_manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.train.answers import held_out_questions
+from bloomery.runs.evaluate import texts_of
+from bloomery.train.evaluation.answers import held_out_questions
 from bloomery.train.forward import forward
-from bloomery.train.losses import next_token_loss
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives.losses import next_token_loss
 from models_for_tests import make_config
 
 LENGTH = 200
@@ -36,7 +36,7 @@ TEXTS = ["".join(sentences(40)), *sentences(20)[9:], "one"]
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> Path:
     """A tokenizer's folder, and files of each kind."""
-    from bloomery.data.tokenizer_training import train_tokenizer
+    from bloomery.data.tokenizer.training import train_tokenizer
     from bloomery.recipe.schema import TrainTokenizer
 
     folder = tmp_path_factory.mktemp("places")

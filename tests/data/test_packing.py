@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.packing import Rows, part_rows
-from bloomery.data.shard_writer import Progress, SplitWriter, file_record
-from bloomery.data.shards import Manifest, Split, SplitRecord
+from bloomery.data.loading.packing import Rows, part_rows
+from bloomery.data.shards.format import Manifest, Split, SplitRecord
+from bloomery.data.shards.writer import Progress, SplitWriter, file_record
 
 PAD = 9
 

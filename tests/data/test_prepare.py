@@ -16,14 +16,14 @@ import pytest
 from small_text import sentences
 from test_example_documents import write_rows
 
-from bloomery.data import shard_writer
-from bloomery.data.documents import Document, Tally, open_corpora, read_documents, unpadded
-from bloomery.data.prepare import finished, locked, prepare, prepared_folder
-from bloomery.data.preparing import Limits
-from bloomery.data.shards import open_split, read_manifest, write_manifest
-from bloomery.data.split import content_key, make_splitter, repeated_lines
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.prepare.pipeline import Limits
+from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_folder
+from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
+from bloomery.data.shards import writer as shard_writer
+from bloomery.data.shards.format import open_split, read_manifest, write_manifest
+from bloomery.data.sources.documents import Document, Tally, open_corpora, read_documents, unpadded
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.recipe.load import LoadedRecipe
 
 SMALL = Limits(shard_tokens=500, batch_bytes=300, journal_seconds=0.0)
@@ -75,8 +75,8 @@ def test_folder_depends_on_what_changes_tokens_only(corpus, tmp_path, recipe_of)
 CHILD = """
 import sys
 from pathlib import Path
-from bloomery.data.prepare import prepare
-from bloomery.data.preparing import Limits
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.prepare.pipeline import Limits
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
 recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_bytes())
@@ -150,7 +150,7 @@ def test_what_the_journal_vouches_for_is_not_made_again(corpus, tmp_path, recipe
     journal = journal_of_stopped(loaded, tmp_path / "p", batches)
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
     assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
-    monkeypatch.setattr("bloomery.data.preparing.train_tokenizer", None)  # a second training would fail
+    monkeypatch.setattr("bloomery.data.prepare.pipeline.train_tokenizer", None)  # a second training would fail
     done = []
     prepare(loaded, tmp_path / "p", report=lambda phase, *_: done.append(phase), limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")

@@ -10,17 +10,16 @@ from small_text import WORDS, sentences
 from test_example_documents import write_rows
 from test_prepare import SMALL, contents, journal_of_stopped, kill_after
 
-from bloomery.data.documents import Tally, read_documents
-from bloomery.data.example_wire import texts_of
-from bloomery.data.examples import Example, Message
-from bloomery.data.prepare import finished, identity, prepare
-from bloomery.data.preparing import streams
-from bloomery.data.render import Renderer
-from bloomery.data.shards import Split, open_split, read_manifest
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
-from bloomery.plan.aims import objective_choices
-from bloomery.plan.corpus import counted, guessed
+from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Example, Message, texts_of
+from bloomery.data.chat.render import Renderer
+from bloomery.data.prepare.pipeline import streams
+from bloomery.data.prepare.prepare import finished, identity, prepare
+from bloomery.data.shards.format import Split, open_split, read_manifest
+from bloomery.data.sources.documents import Tally, read_documents
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.plan.gather import counted, guessed
+from bloomery.plan.rules.objective import objective_choices
 from bloomery.recipe.load import LoadedRecipe
 
 TOKENIZER = {"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>", "<|im_end|>"]}}
@@ -295,7 +294,7 @@ def test_nothing_to_learn_is_said(recipe, tmp_path):
 
 
 def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
-    from bloomery.data.loader import Loader
+    from bloomery.data.loading.loader import Loader
 
     for objective, layout in (("sft", "packed"), ("dpo", "packed"), ("kto", "padded"), ("sft", "fixed")):
         loaded = recipe(objective, layout=layout)
@@ -322,7 +321,7 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
 
 
 def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
-    from bloomery.data import mined
+    from bloomery.data.sources import builtin as mined
 
     few = [Example(f"m.py:{n}", "chat", (), ((Message("user", f"Write {n}."), Message("assistant", text)),))
            for n, text in enumerate(sentences(30))]  # fmt: skip

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.example_formats import read_example
-from bloomery.data.examples import Example, Message
-from bloomery.data.render import Renderer, as_turn
-from bloomery.data.streams import Flaw
-from bloomery.data.templates import BUILTIN, builtin_template
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Example, Message
+from bloomery.data.chat.formats import read_example
+from bloomery.data.chat.render import Renderer, as_turn
+from bloomery.data.chat.templates import BUILTIN, builtin_template
+from bloomery.data.sources.streams import Flaw
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 trl = pytest.importorskip("trl")
 TRL = Path(trl.__file__).parent / "chat_templates"

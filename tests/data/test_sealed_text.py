@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from structured import write_structured
 
-from bloomery import seals
-from bloomery.data.loader import Cursor, Loader
-from bloomery.data.prepare import prepare
-from bloomery.data.shards import Manifest, open_split, read_manifest, write_manifest
-from bloomery.errors import UserError
+from bloomery.core import seals
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Cursor, Loader
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.shards.format import Manifest, open_split, read_manifest, write_manifest
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ import chat_tokenizers
 import jinja2
 import pytest
 
-from bloomery.data import template_process
-from bloomery.data.examples import Example, Message
-from bloomery.data.render import Renderer
-from bloomery.data.streams import Flaw
-from bloomery.data.template_child import environment
-from bloomery.data.templates import BUILTIN, builtin_template, find_template
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.chat import sandbox as template_process
+from bloomery.data.chat.examples import Example, Message
+from bloomery.data.chat.render import Renderer
+from bloomery.data.chat.sandbox_worker import environment
+from bloomery.data.chat.templates import BUILTIN, builtin_template, find_template
+from bloomery.data.sources.streams import Flaw
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 TALK = Example("a.jsonl:3", "chat", (), ((Message("user", "hi"), Message("assistant", "yo")),))
 SIMPLE = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
@@ -179,7 +179,7 @@ def test_the_child_ends_with_its_parent(tmp_path):
     code = (
         "import chat_tokenizers, os\n"
         "from test_templates import SIMPLE, TALK\n"
-        "from bloomery.data.render import Renderer\n"
+        "from bloomery.data.chat.render import Renderer\n"
         "renderer = Renderer(chat_tokenizers.ours(), template=SIMPLE, train_on='all')\n"
         "renderer.encode(TALK)\n"
         "print(next(iter(renderer._processes.values()))._process.pid, flush=True)\n"
@@ -216,7 +216,7 @@ def test_templates_mean_what_they_mean_in_transformers():
 
 
 def test_built_in_templates_compile_and_are_installed():
-    assert {path.stem for path in (template_process._SOURCES / "bloomery/data/templates").glob("*.jinja")} == set(
+    assert {path.stem for path in (template_process._SOURCES / "bloomery/data/chat/templates").glob("*.jinja")} == set(
         BUILTIN
     )
     for name in BUILTIN:

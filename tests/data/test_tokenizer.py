@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from bloomery.data import tokenizer_training, words
-from bloomery.data.builtin import stdlib_files
-from bloomery.data.sentencepiece_json import PROBES
-from bloomery.data.tokenizer import SPECIAL, JsonBackend, Tokenizer, load_tokenizer
-from bloomery.data.tokenizer_training import LONGEST_WORD, bounded, train_tokenizer
-from bloomery.data.words import ascii_pattern
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.sources.builtin import stdlib_files
+from bloomery.data.tokenizer import fast_bpe as words
+from bloomery.data.tokenizer import training as tokenizer_training
+from bloomery.data.tokenizer.fast_bpe import ascii_pattern
+from bloomery.data.tokenizer.sentencepiece import PROBES
+from bloomery.data.tokenizer.tokenizer import SPECIAL, JsonBackend, Tokenizer, load_tokenizer
+from bloomery.data.tokenizer.training import LONGEST_WORD, bounded, train_tokenizer
 from bloomery.recipe.schema import TrainTokenizer
 
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from bloomery.data import traits
-from bloomery.data.prepare import prepare
-from bloomery.data.shards import open_split
-from bloomery.data.traits import read_traits
+from bloomery.data.prepare import stats as traits
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.prepare.stats import read_traits
+from bloomery.data.shards.format import open_split
 from bloomery.recipe.load import load_recipe
 
 RECIPE = """

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bloomery.data.documents import Tally, open_corpus, read_documents
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.sources.documents import Tally, open_corpus, read_documents
 from bloomery.recipe.schema import Source
 
 ASKED = [

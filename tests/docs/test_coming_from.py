@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from words_of_docs import ROOT, check_command, check_key, quoted, words_of
 
 from bloomery.cli import cli
-from bloomery.errors import UserError
-from bloomery.hardware.assume import with_gpu
-from bloomery.hardware.detect import detect
+from bloomery.core.errors import UserError
+from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.specs import find_gpu
-from bloomery.plan.refuse import refuse_unbuilt
+from bloomery.hardware.specs.specs import find_gpu
+from bloomery.plan.rules.unsupported import refuse_unbuilt
 from bloomery.recipe.load import load_recipe
 
 GUIDES = {

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from words_of_docs import ROOT
 
 from bloomery.cli import cli
-from bloomery.hardware.doctor import RULES
+from bloomery.hardware.doctor.diagnose import RULES
 
 PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```", PAGE)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from words_of_docs import ROOT
 
-from bloomery.hardware.symptoms import symptoms
+from bloomery.hardware.doctor.symptoms import symptoms
 
 
 def script() -> ModuleType:

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from bloomery.hardware.probe_checks import judged
-from bloomery.hardware.probe_child import leave, main
+from bloomery.hardware.probes.checks import judged
+from bloomery.hardware.probes.worker import leave, main
 
 
 def fine(name, job):

@@ -4,10 +4,19 @@ import json
 
 import pytest
 
-from bloomery.errors import UserError
-from bloomery.hardware import calibration as kept
-from bloomery.hardware.calibration import OWN, Card, Point, calibration, device_of, given_cards, remember, write_card
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
+from bloomery.hardware.specs import calibration as kept
+from bloomery.hardware.specs.calibration import (
+    OWN,
+    Card,
+    Point,
+    calibration,
+    device_of,
+    given_cards,
+    remember,
+    write_card,
+)
 
 POINT = Point(
     sequence_length=128, micro_batch=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.detect import detect
-from bloomery.hardware.detect_gpus import parse_nvidia_smi
-from bloomery.hardware.detect_software import assignments, build_of
-from bloomery.hardware.doctor import diagnose
-from bloomery.hardware.kfd import gfx_name, read_kfd
+from bloomery.hardware.detect.detect import detect, parse_nvidia_smi
+from bloomery.hardware.detect.kfd import gfx_name, read_kfd
+from bloomery.hardware.detect.software import assignments, build_of
+from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
-from bloomery.plan.here import plan_here
+from bloomery.plan.local import plan_here
 from bloomery.recipe.load import load_recipe
 from kfd_trees import CPU, GFX942, GFX1031, GFX1036, GFX1100, drm_device, pci_device, topology_node, write
 
@@ -75,7 +74,8 @@ def test_processor_graphics_use_what_the_driver_lends(root):
 def test_an_integrated_nvidia_gpu_shares_the_machines_memory(root, monkeypatch):
     row = "0, NVIDIA GB10, [N/A], [N/A], 12.1, 0000000F:01:00.0, 0x2E1210DE\n"
     monkeypatch.setattr(
-        "bloomery.hardware.detect.nvidia_accelerators", lambda root, start: tuple(parse_nvidia_smi(row, start=start))
+        "bloomery.hardware.detect.detect.nvidia_accelerators",
+        lambda root, start: tuple(parse_nvidia_smi(row, start=start)),
     )
     found = detect(root=root)
     shared = found.accelerators[-1]
@@ -196,7 +196,7 @@ def test_this_machine_is_detected_at_once():
 
 def test_this_machine_is_detected_without_torch_and_survives_json():
     code = (
-        "import sys; from bloomery.hardware.detect import detect; m = detect(); print(m.model_dump_json());"
+        "import sys; from bloomery.hardware.detect.detect import detect; m = detect(); print(m.model_dump_json());"
         "assert 'torch' not in sys.modules"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

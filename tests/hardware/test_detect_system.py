@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware import detect_system
-from bloomery.hardware.ask import ask
-from bloomery.hardware.detect_system import (
+from bloomery.core.child import ask
+from bloomery.hardware.detect import system as detect_system
+from bloomery.hardware.detect.system import (
     newest,
     openings,
     read_access,

@@ -5,11 +5,11 @@ import subprocess
 
 import pytest
 
-from bloomery.hardware.doctor import diagnose, ready
-from bloomery.hardware.doctor_torch import claimed
+from bloomery.core.units import GIB, MIB
+from bloomery.hardware.doctor.diagnose import diagnose, ready
+from bloomery.hardware.doctor.torch_build import claimed
 from bloomery.hardware.machine import Accelerator, Package, Probe, Setting
-from bloomery.hardware.wheels import torch_builds
-from bloomery.units import GIB, MIB
+from bloomery.hardware.specs.wheels import torch_builds
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
 PIN = "bloomery doctor --fix {}  # pins torch in this environment's pip constraints"

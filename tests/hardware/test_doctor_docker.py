@@ -170,15 +170,10 @@ def wheel(folder: Path, name: str, version: str, *, requires: str = "", module: 
 
 def checkout(folder: Path) -> Path:
     """What COPY brings, with a package that wants torch as the only thing that Bloomery depends on."""
-    for name in (
-        "scripts/setup.py",
-        "constraints.txt",
-        *(f"src/bloomery/hardware/{one}.py" for one in ("kfd", "wheels")),
-    ):
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("scripts/setup.py", "constraints.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    for name in ("src/bloomery/__init__.py", "src/bloomery/hardware/__init__.py"):
-        (folder / name).write_text("")
     project = '[project]\nname = "bloomery"\nversion = "0.1"\n'
     build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     (folder / "pyproject.toml").write_text(build + project)

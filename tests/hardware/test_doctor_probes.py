@@ -2,13 +2,13 @@
 
 import pytest
 
-from bloomery.hardware import probes
-from bloomery.hardware.assume import with_gpu
-from bloomery.hardware.detect import detect
-from bloomery.hardware.doctor import diagnose
+from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.doctor.diagnose import diagnose
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Probe
+from bloomery.hardware.probes import run as probes
 from bloomery.hardware.profile import build_profile
-from bloomery.launch.replan import narrowed
+from bloomery.runs.resume_plan import narrowed
 from changed_machines import AMD_WHEEL, ids, machine, only
 
 TRAIN = "bloomery train RECIPE"

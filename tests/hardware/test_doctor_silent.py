@@ -2,7 +2,7 @@
 
 import subprocess
 
-from bloomery.hardware.doctor import diagnose, ready
+from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.machine import Display
 from changed_machines import changed_part, ids, machine, only
 

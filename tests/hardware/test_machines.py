@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.assume import install, with_gpu
+from bloomery.core.units import GIB
+from bloomery.hardware.fitting import install, with_gpu
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.hardware.specs import arch_spec, find_gpu, gpu_spec
-from bloomery.units import GIB
+from bloomery.hardware.specs.specs import arch_spec, find_gpu, gpu_spec
 
 FOLDER = Path(__file__).parent.parent / "machines"
 FILES = sorted(FOLDER.glob("*.json"))

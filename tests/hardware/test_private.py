@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.private import private_caches
+from bloomery.hardware.environment import private_caches
 from bloomery.hardware.profile import NODE_LOCAL
 
 OTHER = {"OMP_NUM_THREADS": "4"}

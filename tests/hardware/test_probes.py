@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware import probes
-from bloomery.hardware.detect import detect
+from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
-from bloomery.hardware.probes import MODEL_BACKENDS, Spec, cache_key, cached_probes, probe, run_probes, specs
+from bloomery.hardware.probes import run as probes
+from bloomery.hardware.probes.run import MODEL_BACKENDS, Spec, cache_key, cached_probes, probe, run_probes, specs
 from bloomery.hardware.profile import build_profile
-from bloomery.model.attention_facts import BACKENDS
+from bloomery.model.attention.support import BACKENDS
 
 HERE = Path(__file__).parent
 HOST = Host(

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bloomery.hardware.adopt import adopt
-from bloomery.hardware.assume import with_gpu
+from bloomery.core.units import GIB
+from bloomery.hardware.doctor.env_vars import idle_settings
+from bloomery.hardware.environment import adopt
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
 from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, build_profile
-from bloomery.hardware.settings import idle_settings
-from bloomery.hardware.specs import find_gpu
+from bloomery.hardware.specs.specs import find_gpu
 from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, only, visible_devices
-from bloomery.units import GIB
 
 RECORDED = Path(__file__).parent.parent / "machines"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.hardware.doctor.env_vars import idle_settings
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.settings import idle_settings
 
 RECORDED = Path(__file__).parent.parent / "machines"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bloomery.hardware.assume import install
+from bloomery.hardware.doctor.symptoms import Symptom, Symptoms, agree, match, symptoms
+from bloomery.hardware.fitting import install
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.hardware.symptoms import Symptom, Symptoms, agree, match, symptoms
 
 FOLDER = Path(__file__).parent
 MACHINES = FOLDER.parent / "machines"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware import telemetry_reader
-from bloomery.hardware.telemetry import (
+from bloomery.hardware.telemetry import reader as telemetry_reader
+from bloomery.hardware.telemetry.reader import Reader
+from bloomery.hardware.telemetry.sysfs import (
     PROCESSOR,
     Device,
     Processor,
@@ -21,8 +22,7 @@ from bloomery.hardware.telemetry import (
     shared_power,
     throttle_reason,
 )
-from bloomery.hardware.telemetry_reader import Reader
-from bloomery.hardware.telemetry_tools import (
+from bloomery.hardware.telemetry.vendors import (
     Nvml,
     figure,
     nvidia_reasons,
@@ -314,5 +314,5 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
 
 
 def test_the_child_knows_no_torch_and_no_pydantic():
-    code = "import sys, bloomery.hardware.telemetry_child; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, bloomery.hardware.telemetry.worker; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

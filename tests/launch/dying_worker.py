@@ -10,8 +10,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from bloomery.hardware.children import loading
-from bloomery.launch import worker
+from bloomery.core.child import loading
+from bloomery.runs import worker
 
 
 def mortal(take_step, deaths):

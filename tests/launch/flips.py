@@ -16,16 +16,17 @@ from unittest import mock
 
 import torch
 
-from bloomery import seals
-from bloomery.errors import UserError
-from bloomery.evaluate import evaluate, load_to_evaluate
+from bloomery.core import seals
+from bloomery.core.errors import UserError
 from bloomery.export.adapter import export_adapter
 from bloomery.export.hf import export
-from bloomery.launch import local, worker
-from bloomery.launch.supervise import Ending
 from bloomery.monitor.events import EventLog, StepDone, Warned, last_per_step, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
+from bloomery.runs import lifecycle as local
+from bloomery.runs import worker
+from bloomery.runs.evaluate import evaluate, load_to_evaluate
+from bloomery.runs.supervisor import Ending
 from bloomery.train.model_folder import find_model
 
 RECIPE = """

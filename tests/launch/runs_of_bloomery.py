@@ -88,9 +88,7 @@ class Bloomery:
 
     folder: Path
 
-    def start(
-        self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = ()
-    ) -> "subprocess.Popen[str]":
+    def start(self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = ()) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [*under, sys.executable, "-m", "bloomery", *words],
             cwd=self.folder,

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
 
-from bloomery.errors import UserError
-from bloomery.launch.ask import runner_of, save_run, stop_run
-from bloomery.launch.processes import host_name, start_mark
-from bloomery.launch.run_folder import RunFolder, holder_of
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
+from bloomery.runs.control import runner_of, save_run, stop_run
+from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
 from bloomery.train.sealed import NOT_SAVED, damage, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.length=4000 steps", "checkpoint.every=4000 steps")

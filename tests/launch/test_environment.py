@@ -7,13 +7,13 @@ import pytest
 from plans_of_runs import plan_of
 
 from bloomery.bench import measuring
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.hardware.visible import MASKS
-from bloomery.launch.local import _environment
-from bloomery.launch.replan import narrowed, same_devices
-from bloomery.launch.run_folder import RunFolder
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.lifecycle import _environment
+from bloomery.runs.resume_plan import narrowed, same_devices
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NAME = "PYTORCH_ALLOC_CONF"

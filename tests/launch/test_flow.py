@@ -27,7 +27,7 @@ def worker_of(run: Path) -> int | None:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"bloomery.launch.worker" in words and str(run).encode() in words and b"train" in words:
+        if b"bloomery.runs.worker" in words and str(run).encode() in words and b"train" in words:
             return int(entry.parent.name)
     return None
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from flips import RUN, World, files_of, here, outcome, put_back
 
-from bloomery import seals
-from bloomery.errors import UserError
-from bloomery.launch import local
+from bloomery.core import seals
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import Warned, read_events
-from bloomery.plan.head import HEAD, begin, read_head, read_sealed, write_sealed
-from bloomery.plan.store import read_plan
+from bloomery.plan.store import HEAD, begin, read_head, read_plan, read_sealed, write_sealed
 from bloomery.recipe.load import load_recipe
+from bloomery.runs import lifecycle as local
 from bloomery.train.model_folder import find_model
 from bloomery.train.sealed import damage, newest_valid, seal, step_folder
 
@@ -175,7 +174,7 @@ def test_a_plan_that_is_gone_is_made_again_from_the_sealed_recipe_and_the_chain_
 
 
 def test_a_kill_between_the_head_and_the_files_leaves_a_run_that_goes_on(middle, monkeypatch):
-    from bloomery.plan import head
+    from bloomery.plan import store as head
 
     class Killed(BaseException):
         """As by SIGKILL."""

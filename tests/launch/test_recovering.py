@@ -8,15 +8,15 @@ import pytest
 from plans_of_runs import plan_of
 from runs_of_bloomery import assert_bitwise_equal, losses
 
-from bloomery.errors import UserError
-from bloomery.launch.local import resume, start
-from bloomery.launch.run_folder import RunFolder
-from bloomery.launch.rungs import Descent, keep, next_rung, take_kept
-from bloomery.launch.supervise import Ending
-from bloomery.launch.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
+from bloomery.runs.fallback import Descent, keep, next_rung, take_kept
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.lifecycle import resume, start
+from bloomery.runs.supervisor import Ending
+from bloomery.runs.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"

@@ -8,14 +8,14 @@ import pytest
 from plans_of_runs import plan_of
 from runs_of_bloomery import Bloomery
 
-from bloomery.cli.rehearse import _verdict
-from bloomery.errors import UserError
-from bloomery.launch import rehearse as rehearsing
-from bloomery.launch.rehearse import Outlook, Rehearsal, rehearse, shortened
+from bloomery.cli.smoke_test import _verdict
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
 from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
+from bloomery.runs import smoke_test as rehearsing
+from bloomery.runs.smoke_test import Outlook, Rehearsal, rehearse, shortened
 from bloomery.train.sealed import NOT_SAVED, saved_steps
-from bloomery.units import GIB
 
 TITLES = ["rehearsal", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",
           "report", "disk", "ready", "next"]  # fmt: skip

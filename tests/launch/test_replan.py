@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
-from bloomery.launch.replan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts, Plan
 from bloomery.recipe.load import load_recipe
+from bloomery.runs.resume_plan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
 
 RECIPE = """
 model: {family: llama, hidden_size: 64, intermediate_size: 128, num_layers: 2, num_heads: 2, num_kv_heads: 2}

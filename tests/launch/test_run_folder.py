@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.errors import UserError
-from bloomery.launch import run_folder
-from bloomery.launch.processes import start_mark
-from bloomery.launch.run_folder import RunFolder, locked, new_run, propose_folder
+from bloomery.core.errors import UserError
 from bloomery.recipe.load import load_recipe
+from bloomery.runs import folder as run_folder
+from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder, start_mark
 
 RECIPE = """
 model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2}
@@ -25,7 +24,7 @@ data: {path: text}
 HOLD = """
 import sys, time
 from pathlib import Path
-from bloomery.launch.run_folder import RunFolder, locked
+from bloomery.runs.folder import RunFolder, locked
 with locked(RunFolder(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery
 
-from bloomery.launch import hooks
-from bloomery.launch.journal import journal
-from bloomery.launch.run_folder import RunFolder
 from bloomery.monitor.events import RunEnded, Warned, read_events
-from bloomery.plan.head import write_sealed
-from bloomery.plan.store import read_plan
+from bloomery.plan.store import read_plan, write_sealed
+from bloomery.runs import event_hub as hooks
+from bloomery.runs.event_hub import journal
+from bloomery.runs.folder import RunFolder
 
 
 @pytest.fixture

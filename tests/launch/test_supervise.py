@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.launch.run_folder import RunFolder
-from bloomery.launch.supervise import Ending, failure
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.supervisor import Ending, failure
 
 FOLDER = RunFolder(Path("/somewhere/runs/one"))
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from plans_of_runs import plan_of
 
-from bloomery.disk import write_durably
-from bloomery.errors import UserError
-from bloomery.launch import rungs, worker
-from bloomery.launch.run_folder import RunFolder
+from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
 from bloomery.plan.store import read_plan
+from bloomery.runs import fallback as rungs
+from bloomery.runs import worker
+from bloomery.runs.folder import RunFolder
 
 
 @pytest.mark.parametrize(("number", "said"), [(errno.EFBIG, "ulimit -f"), (errno.EACCES, "permissions"),

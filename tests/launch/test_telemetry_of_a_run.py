@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery, losses
 
-from bloomery.errors import UserError
-from bloomery.hardware.telemetry import Device, Reading
-from bloomery.hardware.telemetry_reader import Reader
-from bloomery.launch import telemetry
-from bloomery.launch.telemetry import Stretch, Watcher
-from bloomery.launch.thermal import Guard
+from bloomery.core.errors import UserError
+from bloomery.hardware.telemetry.reader import Reader
+from bloomery.hardware.telemetry.sysfs import Device, Reading
 from bloomery.monitor.events import PROCESSOR, GpuSampled, Phase, RunEnded, StepDone, Warned
+from bloomery.runs import telemetry
+from bloomery.runs.telemetry import Stretch, Watcher
+from bloomery.runs.thermal import Guard
 
 
 def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_the_rest():

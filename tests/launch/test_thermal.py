@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from bloomery.hardware.telemetry import PROCESSOR, Reading
-from bloomery.launch.thermal import BLIND_SECONDS, Guard, Waiting
+from bloomery.hardware.telemetry.sysfs import PROCESSOR, Reading
 from bloomery.monitor.events import Phase
+from bloomery.runs.thermal import BLIND_SECONDS, Guard, Waiting
 
 
 def looks(guard: Guard, *degrees: float | None, critical: float | None = 110.0, device: int = 0) -> list[str]:

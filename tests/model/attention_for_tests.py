@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bloomery.model.attention import attend, layout_of
+from bloomery.model.attention.attend import attend, layout_of
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

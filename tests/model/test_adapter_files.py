@@ -12,14 +12,14 @@ from tiny_models import saved_reference, tiny_reference, tokens
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
-from bloomery.errors import UserError
-from bloomery.model.adapter_files import write_adapter
-from bloomery.model.adapter_names import adaptation
-from bloomery.model.adapters import adapt, adapted, init_adapters, trained_state
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.lora import adapt, adapted, init_adapters, trained_state
+from bloomery.model.adapters.peft_write import write_adapter
+from bloomery.model.adapters.targets import adaptation
 from bloomery.model.decoder import Decoder
+from bloomery.model.families.presets import read_config
 from bloomery.model.heads import Values
-from bloomery.model.presets import read_config
-from bloomery.model.weights import load_decoder, read_model
+from bloomery.model.io.weights import load_decoder, read_model
 from bloomery.recipe.schema import Lora
 
 LLAMA = ["q_proj", "v_proj", "down_proj"]
@@ -223,7 +223,7 @@ def test_pissa_begins_where_peft_begins(tmp_path):
 
 
 def test_the_randomised_decomposition_finds_the_largest_singular_values():
-    from bloomery.model import adapters
+    from bloomery.model.adapters import lora as adapters
 
     numbers = torch.Generator().manual_seed(0)
     W = torch.linalg.qr(torch.randn(600, 600, generator=numbers))[0] * torch.logspace(1, -1, 600)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from bloomery.model.adapters import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
+from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
 from bloomery.model.config import ModelConfig
-from bloomery.model.weights import fresh_decoder
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.recipe.schema import Lora
 

@@ -8,9 +8,9 @@ from attention_for_tests import documents_of, inputs, run, with_gradients
 from torch import Tensor
 from torch.testing import assert_close
 
-from bloomery.model import per_document
-from bloomery.model.attention import attend, causal_mask, layout_of
-from bloomery.model.attention_facts import BACKENDS, supports
+from bloomery.model.attention import per_document
+from bloomery.model.attention.attend import attend, causal_mask, layout_of
+from bloomery.model.attention.support import BACKENDS, supports
 
 PACKED = documents_of([5, 200, 60, -35], [300])
 ON_CPU = [name for name, facts in BACKENDS.items() if "cpu" in facts.devices and name != "math"]

@@ -8,8 +8,8 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from bloomery.model import blockwise
-from bloomery.model.attention import attend, layout_of
+from bloomery.model.attention import blockwise
+from bloomery.model.attention.attend import attend, layout_of
 
 PACKED = documents_of([2, 5, -1])
 FEATURES = {"window": 3, "softcap": 1.5, "dropout": 0.4}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bloomery.model.attention_facts import BACKENDS, choose, supports
+from bloomery.model.attention.support import BACKENDS, choose, supports
 from bloomery.recipe.schema import AttentionBackend
 
 
@@ -15,7 +15,7 @@ def test_the_table_is_the_recipes_list() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, bloomery.model.attention_facts; assert 'torch' not in sys.modules"
+    code = "import sys, bloomery.model.attention.support; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

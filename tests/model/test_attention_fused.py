@@ -6,9 +6,8 @@ from attention_for_tests import documents_of, inputs, run
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 
-from bloomery.model import fused_attention
-from bloomery.model.attention import layout_of
-from bloomery.model.fused_attention import block_mask, document_offsets
+from bloomery.model.attention import attend as fused_attention
+from bloomery.model.attention.attend import block_mask, document_offsets, layout_of
 
 PACKED = documents_of([100, 150, -50], [140, 1, 159])
 

@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from bloomery.errors import UserError
-from bloomery.model import foreign, foreign_config
+from bloomery.core.errors import UserError
 from bloomery.model.cache import Cache
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.foreign_check import check_rows
+from bloomery.model.families.presets import read_config
 from bloomery.model.heads import LabelScores
-from bloomery.model.presets import read_config
-from bloomery.model.weights import load_decoder, materialize, model_state, read_model, write_model
+from bloomery.model.io.weights import load_decoder, materialize, model_state, read_model, write_model
+from bloomery.model.transformers_backend import backbone as foreign
+from bloomery.model.transformers_backend import config as foreign_config
+from bloomery.model.transformers_backend.checks import check_rows
 from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})
@@ -173,6 +174,6 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path, monkeypatc
     saved_model("cohere", tmp_path)
     right = read_config(tmp_path)
     wrong = replace(right, foreign=replace(right.foreign, factor=1.0))
-    monkeypatch.setattr("bloomery.model.weights.read_config", lambda *_: wrong)
+    monkeypatch.setattr("bloomery.model.io.weights.read_config", lambda *_: wrong)
     with pytest.raises(UserError, match="more than a matrix"):
         load_decoder(tmp_path)

@@ -158,9 +158,7 @@ def test_last_logits() -> None:
 def test_whole_model_compilation_keeps_shapes() -> None:
     hidden, output, labels, weights = example()
     head = LabelScores(labels, weights, 4)
-    compiled = torch.compile(
-        lambda hidden: head(hidden, output, None), backend="eager", fullgraph=True, dynamic=False
-    )
+    compiled = torch.compile(lambda hidden: head(hidden, output, None), backend="eager", fullgraph=True, dynamic=False)
     assert_close(compiled(hidden), reference(hidden, output, labels, weights, None))
 
 

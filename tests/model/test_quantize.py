@@ -5,13 +5,13 @@ import torch
 from tiny_models import saved_reference, tokens
 from torch import Tensor
 
-from bloomery.errors import UserError
-from bloomery.model.adapters import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.presets import read_config
-from bloomery.model.quantize import QuantisedLinear, quantise, quantised_weights
-from bloomery.model.quantize_facts import storage_bytes
-from bloomery.model.weights import init_weights, load_decoder, read_model
+from bloomery.model.families.presets import read_config
+from bloomery.model.io.weights import init_weights, load_decoder, read_model
+from bloomery.model.quantization.apply import QuantisedLinear, quantise, quantised_weights
+from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.simulate.tracker import Tracker
 
@@ -111,8 +111,8 @@ def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
     saved_reference(case, tmp_path)
     whole = load_decoder(tmp_path)
     quantise(whole.requires_grad_(False), NF4)
-    monkeypatch.setattr("bloomery.model.tensors.STAGE_BYTES", 1000)
-    monkeypatch.setattr("bloomery.model.quantize_weight.AT_ONCE", 500)
+    monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 1000)
+    monkeypatch.setattr("bloomery.model.quantization.weight.AT_ONCE", 500)
     parts = built(tmp_path, NF4, lora())
     expected = dict(quantised_weights(whole))
     for name, weight in quantised_weights(parts):
@@ -122,8 +122,8 @@ def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
 
 def test_reading_holds_the_bits_and_one_piece(tmp_path, monkeypatch):
     saved_reference("llama2", tmp_path)
-    monkeypatch.setattr("bloomery.model.tensors.STAGE_BYTES", 2048)
-    monkeypatch.setattr("bloomery.model.quantize_weight.AT_ONCE", 256)
+    monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 2048)
+    monkeypatch.setattr("bloomery.model.quantization.weight.AT_ONCE", 256)
     model = built(tmp_path, NF4, lora())
     with Tracker() as tracker:
         read_model(model, tmp_path)

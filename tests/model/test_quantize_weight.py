@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bloomery.errors import UserError
-from bloomery.model import quantize_operator
-from bloomery.model.quantize_facts import storage_bytes
-from bloomery.model.quantize_weight import QuantisedWeight
+from bloomery.core.errors import UserError
+from bloomery.model.quantization import formats as quantize_operator
+from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.model.quantization.weight import QuantisedWeight
 from bloomery.parallel.apply import _selective_contexts
 from bloomery.recipe.schema import Quantize
 

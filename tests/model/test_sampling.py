@@ -8,8 +8,8 @@ import transformers
 from tiny_models import saved_reference, tokens
 from torch.testing import assert_close
 
+from bloomery.model.io.weights import load_decoder
 from bloomery.model.sampling import Cache, Sampling, next_distribution, sample_tokens
-from bloomery.model.weights import load_decoder
 
 SHAPES = ["llama3-gqa-tied", "gpt2", "mistral-window", "gemma2", "gemma3", "qwen2.5-window-tied", "smollm3-window",
           "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip

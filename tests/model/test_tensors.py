@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bloomery.errors import UserError
-from bloomery.model import tensors
-from bloomery.model.tensors import Reader
-from bloomery.model.weight_files import stored_tensors
+from bloomery.core.errors import UserError
+from bloomery.model.io import safetensors as tensors
+from bloomery.model.io.safetensors import Reader
+from bloomery.model.io.weight_files import stored_tensors
 
 CPU = torch.device("cpu")
 

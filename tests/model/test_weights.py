@@ -17,11 +17,11 @@ from tiny_models import saved_reference, tiny_reference, tokens
 from torch.testing import assert_close
 
 import bloomery
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
-from bloomery.model.families import config_from_hf
-from bloomery.model.renaming import from_hf_names, to_hf_names
-from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.model.families.registry import config_from_hf
+from bloomery.model.io.renaming import from_hf_names, to_hf_names
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 
 SHAPES = ["gpt2", "phi3", "qwen3", "gemma2", "olmo2", "llama2"]
 INDEX = "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def test_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
 PROBE = """
 import sys
 from pathlib import Path
-from bloomery.model.weights import load_decoder
+from bloomery.model.io.weights import load_decoder
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 load_decoder(Path(sys.argv[2]))  # what torch imports on the way is not the model's
 before = peak()

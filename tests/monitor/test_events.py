@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import (
     EvalDone,
     EventLog,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from runs_for_tests import step_done
 
+from bloomery.monitor.diagnose.diagnosis import Diagnosis, Facts, why_not_learning, why_slow
+from bloomery.monitor.diagnose.history import seen_of
 from bloomery.monitor.events import EvalDone, GpuSampled, Recovered, Resumed, RunStarted, Saved, Vitals, Warned
-from bloomery.monitor.explain import Diagnosis, Facts, why_not_learning, why_slow
-from bloomery.monitor.explain_seen import seen_of
 
 GPU = Facts(
     device="cuda",

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
+from bloomery.monitor.console.lines import HEADER, PlainView, header, showing
+from bloomery.monitor.console.watch import Screen, Seen, frame
 from bloomery.monitor.events import (
     EvalDone,
     GpuSampled,
@@ -20,9 +22,7 @@ from bloomery.monitor.events import (
     Saved,
     Warned,
 )
-from bloomery.monitor.progress import HEADER, PlainView, header, showing
 from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
-from bloomery.monitor.watch import Screen, Seen, frame
 
 
 def lines_of(events, every=10, **facts):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from runs_for_tests import made_up_run, step_done
 
+from bloomery.core.text import HIDDEN, scrub
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
 from bloomery.monitor.sinks import CommandSink, LogFile, TensorBoard, open_sinks, write_metrics
-from bloomery.text import HIDDEN, scrub
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
 LEAKS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.errors import UserError
-from bloomery.monitor import tracking
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import Resumed, RunEnded
-from bloomery.monitor.trackers import _wandb_mode
-from bloomery.monitor.tracking import TrackerSink, require
+from bloomery.monitor.trackers import sink as tracking
+from bloomery.monitor.trackers.sink import TrackerSink, require
+from bloomery.monitor.trackers.worker import _wandb_mode
 
 CANARY = "hf_abcdefghijklmnopqrstuvwxyz012345"
 RECORD = """

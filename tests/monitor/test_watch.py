@@ -7,6 +7,7 @@ import pytest
 from rich.cells import cell_len
 from runs_for_tests import made_up_run, step_done
 
+from bloomery.monitor.console.watch import Screen, Seen, frame, plot, settled_top
 from bloomery.monitor.events import (
     EventLog,
     GpuSampled,
@@ -19,9 +20,7 @@ from bloomery.monitor.events import (
     Warned,
     to_json,
 )
-from bloomery.monitor.plot import plot, settled_top
 from bloomery.monitor.tally import RunFacts
-from bloomery.monitor.watch import Screen, Seen, frame
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
 

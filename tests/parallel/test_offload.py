@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bloomery.model.adapters import adapt, init_adapters
+from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.quantize import quantise
-from bloomery.model.weights import init_weights
+from bloomery.model.io.weights import init_weights
+from bloomery.model.quantization.apply import quantise
 from bloomery.parallel import offload
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations

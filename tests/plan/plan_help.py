@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from bloomery.hardware.assume import with_gpu
+from bloomery.core.units import GIB
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
-from bloomery.hardware.specs import find_gpu
+from bloomery.hardware.specs.specs import find_gpu
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
-from bloomery.units import GIB
 
 SMALL = {"family": "llama", "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_positions": 128, "vocab_size": 256}
 

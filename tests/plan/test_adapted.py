@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from plan_help import SMALL, loaded, machine
 
-from bloomery.data.tokenizer_training import train_tokenizer
-from bloomery.errors import UserError
-from bloomery.model.families import config_to_hf
-from bloomery.model.presets import build_config
-from bloomery.plan.adapted import adapter_choices, refuse_new_rows
-from bloomery.plan.methods import counted_as, refuse_method_misfits
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.training import train_tokenizer
+from bloomery.model.families.presets import build_config
+from bloomery.model.families.registry import config_to_hf
 from bloomery.plan.resolve import resolve
+from bloomery.plan.rules.peft import adapter_choices, counted_as, refuse_method_misfits, refuse_new_rows
 from bloomery.recipe.schema import Model, Peft, Recipe, Tokenizer, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
@@ -42,7 +41,7 @@ def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
 
 def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     plain = recipe_from(tmp_path)
-    (key, choice), = adapter_choices(plain, GROWN)
+    ((key, choice),) = adapter_choices(plain, GROWN)
     assert (key, choice.value) == ("model.vocab_size", "3 new tokens")
     assert list(adapter_choices(plain, CONFIG)) == []
     refuse_new_rows(plain, GROWN)

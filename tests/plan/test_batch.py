@@ -5,11 +5,11 @@ from typing import get_args
 import pytest
 from plan_help import SMALL, gpu_machine, loaded, machine
 
-from bloomery.errors import UserError
-from bloomery.model.presets import build_config, preset
+from bloomery.core.errors import UserError
+from bloomery.model.families.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.lengths import REPEATS
-from bloomery.plan.page import step_lines
+from bloomery.plan.report.page import step_lines
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import load_recipe

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from plan_help import machine
 
 from bloomery.cli.plan import command
-from bloomery.errors import UserError
-from bloomery.hardware.specs import find_gpu, table
-from bloomery.plan.cards import HEAD, cards, cards_page
+from bloomery.core.errors import UserError
+from bloomery.hardware.specs.specs import find_gpu, table
+from bloomery.plan.report.all_gpus import HEAD, cards, cards_page
 from bloomery.recipe.load import load_recipe
 
 

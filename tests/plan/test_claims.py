@@ -3,7 +3,7 @@
 import pytest
 from plan_help import gpu_machine, loaded, machine
 
-from bloomery.plan.claims import roughly, span
+from bloomery.plan.advice.claims import roughly, span
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import load_recipe

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from plan_help import machine
 
-from bloomery.errors import UserError
-from bloomery.hardware.assume import with_gpu
+from bloomery.core.errors import UserError
+from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.specs import find_gpu
-from bloomery.plan.cards import devices
-from bloomery.plan.page import page
-from bloomery.plan.page_figures import dtype_of, reached_flops
+from bloomery.hardware.specs.specs import find_gpu
+from bloomery.plan.report.all_gpus import devices
+from bloomery.plan.report.figures import dtype_of, reached_flops
+from bloomery.plan.report.page import page
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe, packaged
 

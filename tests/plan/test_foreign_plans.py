@@ -3,8 +3,8 @@
 import pytest
 from plan_help import SMALL, loaded, machine
 
-from bloomery.errors import UserError
-from bloomery.plan.page import page
+from bloomery.core.errors import UserError
+from bloomery.plan.report.page import page
 from bloomery.plan.resolve import resolve
 from foreign_models import saved_model
 

@@ -1,9 +1,9 @@
 import pytest
 from plan_help import loaded, machine
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.plan.fallback import smaller_micro_batch
 from bloomery.plan.resolve import resolve
-from bloomery.plan.safer import smaller_micro_batch
 
 LEAN = {"kind": "adafactor", "in_backward": True}
 

@@ -3,12 +3,12 @@
 import pytest
 from plan_help import loaded, machine
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.units import Duration, parse_duration
 from bloomery.plan.lengths import Scale, complete, evaluation_rows, provisional_steps, steps_of, total_steps
-from bloomery.plan.page import step_lines
+from bloomery.plan.report.page import step_lines
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
-from bloomery.units import Duration, parse_duration
 
 SCALE = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=1000, steps=200, step_seconds=0.5)
 

@@ -4,12 +4,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bloomery.hardware.calibration import OWN, Card, Point
+from bloomery.core.units import GIB
+from bloomery.hardware.specs.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
-from bloomery.plan.measured import compile_gain, corrected, corrected_memory, nearest
-from bloomery.plan.occupancy import Occupancy
+from bloomery.plan.estimate.calibrated import compile_gain, corrected, corrected_memory, nearest
+from bloomery.plan.estimate.step_shape import Occupancy
 from bloomery.plan.types import Estimate, MemoryEstimate
-from bloomery.units import GIB
 
 CONFIG = ModelConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16,

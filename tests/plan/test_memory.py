@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from autograd_for_tests import kept_bytes
+from bloomery.core.units import GIB, MIB
+from bloomery.model.attention.per_document import _spare
 from bloomery.model.decoder import Decoder
+from bloomery.model.families.presets import build_config, preset
 from bloomery.model.heads import LabelScores
-from bloomery.model.per_document import _spare
-from bloomery.model.presets import build_config, preset
-from bloomery.plan.activations import activation_bytes, end_bytes, kept_layers, quadratic_bytes
-from bloomery.plan.memory import around, document_lengths, estimate_memory, moments, score_bytes, tensor_bytes
-from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.states import FULL, optimizer_bytes
+from bloomery.plan.estimate.activations import activation_bytes, end_bytes, kept_layers, quadratic_bytes
+from bloomery.plan.estimate.memory import around, document_lengths, estimate_memory, moments, score_bytes, tensor_bytes
+from bloomery.plan.estimate.states import FULL, optimizer_bytes
+from bloomery.plan.estimate.step_shape import Occupancy
 from bloomery.recipe.schema import Model
-from bloomery.units import GIB, MIB
 
 GO_CODER = Occupancy(
     config=preset("go-coder-small"), sequence_length=1024, micro_batch=16, precision="float16", optimizer="adamw",

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 from plan_help import gpu_machine, machine
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
-from bloomery.model.presets import preset
-from bloomery.plan import communication
-from bloomery.plan.activations import INPUT_BYTES, activation_bytes, end_bytes
-from bloomery.plan.communication import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
-from bloomery.plan.memory import _matrix_numbers, estimate_memory
-from bloomery.plan.mesh_memory import Split, mesh_memory, unsharded
-from bloomery.plan.occupancy import Occupancy
+from bloomery.model.families.presets import preset
+from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes, end_bytes
+from bloomery.plan.estimate.memory import _matrix_numbers, estimate_memory
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.mesh import links as communication
+from bloomery.plan.mesh.links import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
+from bloomery.plan.mesh.memory import Split, mesh_memory, unsharded
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
-from bloomery.units import GIB, MIB
 
 EIGHT_B = (
     "model.preset=null", "model.family=llama", "model.vocab_size=128256", "model.hidden_size=4096",

@@ -10,9 +10,9 @@ from plan_help import gpu_machine, loaded, machine
 
 from bloomery.cli.plan import command
 from bloomery.hardware.machine import Access
-from bloomery.hardware.specs import find_gpu
-from bloomery.plan.page import headline, model_line, page
-from bloomery.plan.page_figures import bar
+from bloomery.hardware.specs.specs import find_gpu
+from bloomery.plan.report.figures import bar
+from bloomery.plan.report.page import headline, model_line, page
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 

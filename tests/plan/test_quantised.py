@@ -3,9 +3,9 @@
 import pytest
 from plan_help import gpu_machine, loaded, machine
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, Package, Probe
-from bloomery.model.quantize_facts import backend
+from bloomery.model.quantization.sizes import backend
 from bloomery.plan.resolve import resolve
 
 LORA = {"kind": "lora", "targets": ["all-linear"]}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from plan_help import gpu_machine, machine
 
-from bloomery.plan.remedies import edited
+from bloomery.plan.advice.suggestions import edited
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 

@@ -8,7 +8,7 @@ import pytest
 from plan_help import gpu_machine, loaded, machine
 
 import bloomery
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import CorpusFacts, Plan

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 from plan_help import gpu_machine, machine
 
+from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
-from bloomery.model.presets import preset
-from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.resolve import resolve
-from bloomery.plan.speed import (
+from bloomery.model.families.presets import preset
+from bloomery.plan.estimate.speed import (
     LAUNCH_SECONDS,
     device_rate,
     disk_bytes,
@@ -19,9 +18,10 @@ from bloomery.plan.speed import (
     step_seconds,
     work_of,
 )
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
-from bloomery.units import GIB, MIB
 
 LAYERS = 12 * 12 * 768**2  # weights of the Go coder's layers
 HEAD = 50_000 * 768

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from plan_help import gpu_machine
 
-from bloomery.hardware.calibration import Point
-from bloomery.model.published import published_config
-from bloomery.plan.aims import setting
-from bloomery.plan.occupancy import Occupancy
+from bloomery.core.units import GIB
+from bloomery.hardware.specs.calibration import Point
+from bloomery.model.families.presets import published_config
+from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
+from bloomery.plan.estimate.states import FULL, Way, parameters, trained_count, way_of
+from bloomery.plan.estimate.step_shape import Occupancy
 from bloomery.plan.resolve import resolve
-from bloomery.plan.speed import product_flops, recompute, useful_flops
-from bloomery.plan.states import FULL, Way, parameters, trained_count, way_of
+from bloomery.plan.rules.objective import setting
 from bloomery.recipe.load import load_recipe
-from bloomery.units import GIB
 
 LLAMA = published_config("meta-llama/Llama-2-7b-hf")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bloomery.bench.measuring import Bench
-from bloomery.hardware.detect import detect
+from bloomery.hardware.detect.detect import detect
 
 PARTS = {
     "full": "",
@@ -19,8 +19,8 @@ WITHIN = 0.10
 def test_logits_match_transformers(smollm2):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from bloomery.data.tokenizer import load_tokenizer
-    from bloomery.model.weights import load_decoder
+    from bloomery.data.tokenizer.tokenizer import load_tokenizer
+    from bloomery.model.io.weights import load_decoder
 
     text = "Bloomery: a furnace once used widely for smelting iron.\n\tdef f(x): return 12345 + x"
     ids = load_tokenizer(smollm2 / "model").encode(text)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.units import Duration
 from bloomery.recipe.load import dump_recipe, json_schema, load_recipe, packaged
 from bloomery.recipe.mistakes import all_keys
 from bloomery.recipe.schema import Recipe
-from bloomery.units import Duration
 
 SMALL = "model: {preset: go-coder-tiny}\ndata: {path: corpus}\n"
 

@@ -9,12 +9,12 @@ sys.path[:0] = [str(ROOT / "tests" / "plan"), str(ROOT / "benchmarks")]
 from plan_help import gpu_machine, loaded, machine  # noqa: E402
 from steps_for_tests import both_of_stage, counted, laid, measured, simulated, small_plan  # noqa: E402
 
+from bloomery.core.units import MIB  # noqa: E402
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.plan.resolve import resolve  # noqa: E402
 from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
 from bloomery.simulate.shards import Cut  # noqa: E402
 from bloomery.simulate.stages import places  # noqa: E402
-from bloomery.units import MIB  # noqa: E402
 
 STEPS = {
     "Llama's shape, float32": {},

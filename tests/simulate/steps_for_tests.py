@@ -6,19 +6,19 @@ import torch
 from memory_tracker import peak_bytes
 from plan_help import loaded, machine
 
-from bloomery.data.loader import Batch
-from bloomery.model.presets import known_config
-from bloomery.plan.memory import tensor_bytes
-from bloomery.plan.mesh_memory import Split, mesh_memory, stage_bytes
-from bloomery.plan.occupancy import Occupancy
+from bloomery.data.loading.loader import Batch
+from bloomery.model.families.presets import known_config
+from bloomery.plan.estimate.memory import tensor_bytes
+from bloomery.plan.estimate.states import way_of
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.mesh.memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.resolve import resolve
-from bloomery.plan.states import way_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
 from bloomery.recipe.schema import Distil
 from bloomery.simulate.shards import ONE, Cut
 from bloomery.simulate.stages import Place, simulated_stage
 from bloomery.simulate.step import simulated_step
-from bloomery.train.objectives import pretraining
+from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

@@ -5,9 +5,9 @@ import torch
 from plan_help import gpu_machine, machine
 from steps_for_tests import counted, load_of, measured, simulated, small_plan
 
-from bloomery.hardware.detect import detect
+from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.profile import build_profile
-from bloomery.plan.memory import tensor_bytes
+from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 from bloomery.simulate.shards import Cut

@@ -11,11 +11,11 @@ from steps_for_tests import simulated, small_plan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.quantize_facts import storage_bytes
-from bloomery.plan.activations import TILE, TILE_SCORES
-from bloomery.plan.memory import CPU_TILE
+from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.plan.estimate.activations import TILE, TILE_SCORES
+from bloomery.plan.estimate.memory import CPU_TILE
 from bloomery.simulate import parent, simulate
 from bloomery.simulate.notes import notes_of
 from bloomery.simulate.shards import ONE, Cut
@@ -107,7 +107,8 @@ def test_the_tracker_counts_what_torchs_counts():
 
 
 def test_the_planner_knows_the_sizes_that_the_model_works_in():
-    from bloomery.model import blockwise, heads
+    from bloomery.model import heads
+    from bloomery.model.attention import blockwise
 
     assert CPU_TILE == heads.CPU_TILE
     assert TILE == blockwise.BLOCK

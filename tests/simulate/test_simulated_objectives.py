@@ -7,13 +7,13 @@ import torch
 from memory_tracker import peak_bytes
 from steps_for_tests import _batch, counted, simulated, small_plan
 
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Distil, Kto, Lora, OrPo, Preference, Reward, SimPo
 from bloomery.simulate.step import weights
-from bloomery.train.objectives import build_objective
-from bloomery.train.stand_in import completed
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
+from bloomery.train.synthetic_batch import completed
 
 ASKED = [
     Preference(kind="dpo"), SimPo(kind="simpo"), OrPo(kind="orpo"), Kto(kind="kto"), Reward(kind="reward"),

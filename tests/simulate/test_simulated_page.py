@@ -7,11 +7,11 @@ from click.testing import CliRunner
 from plan_help import gpu_machine, loaded
 
 from bloomery.cli import cli
-from bloomery.plan.page import page
+from bloomery.core.units import GIB
+from bloomery.plan.report.page import page
 from bloomery.plan.resolve import resolve
 from bloomery.simulate import Simulated, simulate
 from bloomery.simulate.page import Beside
-from bloomery.units import GIB
 
 TINY = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "data.sequence_length=128"]
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from runs_of_the_loop import RECIPE
 
-from bloomery.data.prepare import prepare
+from bloomery.data.prepare.prepare import prepare
 from bloomery.recipe.load import load_recipe
 
 

@@ -8,9 +8,9 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import Run
 
-from bloomery.data.loader import Batch, Loader
+from bloomery.data.loading.loader import Batch, Loader
+from bloomery.monitor.diagnose.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
-from bloomery.monitor.explain import why_not_learning, why_slow
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.train import job
 
@@ -96,6 +96,6 @@ def frozen_blocks(monkeypatch) -> None:
 
 def deaf_optimizer(monkeypatch) -> None:
     """Gradients come, and nothing moves."""
-    from bloomery.train.optimizers import Optimizer
+    from bloomery.train.optim.build import Optimizer
 
     monkeypatch.setattr(Optimizer, "step", lambda self, share: None)

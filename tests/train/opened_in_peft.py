@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from bloomery.model.merge import merged
-from bloomery.model.weights import load_decoder
+from bloomery.model.adapters.merge import merged
+from bloomery.model.io.weights import load_decoder
 
 
 def assert_opens_in_peft(base: Path, checkpoint: Path, tokens_BT: Tensor, *, merged_within: float = 1e-4) -> None:

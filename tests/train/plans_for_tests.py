@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from bloomery.core.units import Duration
 from bloomery.model.config import ModelConfig
 from bloomery.plan.types import (
     CheckpointPlan,
@@ -17,7 +18,6 @@ from bloomery.plan.types import (
     Plan,
     TrainPlan,
 )
-from bloomery.units import Duration
 
 torch.set_num_threads(1)  # models this small are slower on two threads, and much slower on a busy machine
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.data.shard_writer import Progress, SplitWriter, Structure
-from bloomery.data.shards import MANIFEST, Manifest, read_manifest, write_manifest
+from bloomery.data.shards.format import MANIFEST, Manifest, read_manifest, write_manifest
+from bloomery.data.shards.writer import Progress, SplitWriter, Structure
 
 
 def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed: int = 0) -> Path:

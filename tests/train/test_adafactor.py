@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from bloomery.train import optim_adafactor, optim_pieces
-from bloomery.train.optim_adafactor import Adafactor, square_sums_unwritten
-from bloomery.train.optim_pieces import Gate, Rounding
+from bloomery.train.optim import adafactor as optim_adafactor
+from bloomery.train.optim import common as optim_pieces
+from bloomery.train.optim.adafactor import Adafactor, square_sums_unwritten
+from bloomery.train.optim.common import Gate, Rounding
 
 SHAPES = [(24, 40), (40, 24), (24, 40), (7,), (7,), (1, 5), (3, 4, 6), (24, 40)]
 

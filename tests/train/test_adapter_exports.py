@@ -15,12 +15,12 @@ from structured_runs import write_answers
 from torch.testing import assert_close
 
 from bloomery.cli import cli
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.export.adapter import export_adapter
 from bloomery.export.hf import export
 from bloomery.export.merged import export_merged
-from bloomery.model.merge import merged
-from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.model.adapters.merge import merged
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora, Reward
 from bloomery.train.model_folder import find_model
 

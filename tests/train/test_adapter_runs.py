@@ -9,8 +9,8 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, resumed_bitwise
 from transformers import AutoModelForCausalLM
 
-from bloomery.errors import UserError
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.core.errors import UserError
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
 from bloomery.train.state import build_state, empty_model
 

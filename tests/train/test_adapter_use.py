@@ -10,11 +10,11 @@ from runs_of_the_loop import CONFIG, Run
 from torch.testing import assert_close
 
 from bloomery.cli.common import model_path
-from bloomery.errors import UserError
-from bloomery.evaluate import load_to_evaluate
-from bloomery.generate import load_model
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.core.errors import UserError
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
+from bloomery.runs.evaluate import load_to_evaluate
+from bloomery.runs.generate import load_model
 from bloomery.train.model_folder import find_model
 from bloomery.train.state import build_state
 

@@ -8,10 +8,10 @@ import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
+from bloomery.core.units import GIB
 from bloomery.monitor.events import GpuSampled, Vitals
 from bloomery.train import loop
 from bloomery.train.process import allocator_sample, training_device
-from bloomery.units import GIB
 
 MACHINES = Path(__file__).parents[1] / "machines"
 STATS = {

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.disk import write_durably
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
+from bloomery.core.seals import stamped, unstamped
 from bloomery.monitor.events import Saved, Warned
-from bloomery.seals import stamped, unstamped
 from bloomery.train import checkpoint, sealed
 from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
 

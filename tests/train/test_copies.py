@@ -5,13 +5,13 @@ import torch
 from plans_for_tests import tiny_config
 from test_lean_adamw import PLAN, Some, same, train
 
-from bloomery.model.weights import fresh_decoder
-from bloomery.parallel import copies
+from bloomery.model.io.weights import fresh_decoder
+from bloomery.parallel import offload as copies
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations
-from bloomery.train import optim_pieces
-from bloomery.train.optim_home import Host
-from bloomery.train.optimizers import build_optimizer
+from bloomery.train.optim import common as optim_pieces
+from bloomery.train.optim.build import build_optimizer
+from bloomery.train.optim.offload import Host
 
 
 class Stream:

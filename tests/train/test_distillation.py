@@ -8,17 +8,17 @@ from runs_of_the_loop import CONFIG, Run
 from test_step import batch
 from torch.testing import assert_close
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.divergence import Divergence, Teacher
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distil
-from bloomery.train.losses import means
-from bloomery.train.objectives import build_objective, distillation
-from bloomery.train.objectives_distil import teachers_attention
-from bloomery.train.stand_in import hollow_teacher
+from bloomery.train.objectives.build import build_objective, distillation
+from bloomery.train.objectives.distill import teachers_attention
+from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
+from bloomery.train.synthetic_batch import hollow_teacher
 from models_for_tests import make_model
 
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from bloomery.errors import UserError
-from bloomery.model.presets import build_config, read_config
-from bloomery.model.weights import load_decoder
+from bloomery.core.errors import UserError
+from bloomery.model.families.presets import build_config, read_config
+from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil, Lora, Model, Peft, Quantize
-from bloomery.train import objectives_distil
+from bloomery.train.objectives import distill as objectives_distil
 from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model
 

@@ -8,7 +8,7 @@ from test_step import OBJECTIVE, batch, poisoned, weights
 
 from bloomery.monitor.events import Vitals, Warned
 from bloomery.train import job
-from bloomery.train.optim_backward import InBackward
+from bloomery.train.optim.in_backward import InBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

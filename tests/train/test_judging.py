@@ -14,14 +14,14 @@ from runs_of_the_loop import CONFIG, Run
 from structured_runs import write_answers
 
 from bloomery.cli import cli
-from bloomery.errors import UserError
-from bloomery.evaluate import evaluate, judge, load_to_evaluate
+from bloomery.core.errors import UserError
 from bloomery.export.adapter import export_adapter
 from bloomery.export.merged import export_merged
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Reward
+from bloomery.runs.evaluate import evaluate, judge, load_to_evaluate
 from bloomery.train.model_folder import find_model
 
 PAIRS = [("def f(", "x): return x", "y) = 3"), ("a = ", "1", "a = = a = = 2 + 2 + 2 + 2"), ("value", " + 2", " - 1")]

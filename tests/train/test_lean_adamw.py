@@ -5,14 +5,15 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch import nn
 
-from bloomery.data.loader import Batch
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Batch
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train import optim_int8, optim_pieces
-from bloomery.train.objectives import pretraining
-from bloomery.train.optim_int8 import BLOCK, EightBit, Plain
-from bloomery.train.optim_pieces import Gate, Rounding, Span
-from bloomery.train.optimizers import build_optimizer
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.optim import common as optim_pieces
+from bloomery.train.optim import int8 as optim_int8
+from bloomery.train.optim.build import build_optimizer
+from bloomery.train.optim.common import Gate, Rounding, Span
+from bloomery.train.optim.int8 import BLOCK, EightBit, Plain
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

@@ -6,9 +6,9 @@ from benchmarks.memory_tracker import peak_bytes
 from test_lean_adamw import PLAN
 from torch import nn
 
-from bloomery.train import optim_pieces
-from bloomery.train.optim_pieces import Gate
-from bloomery.train.optimizers import build_optimizer
+from bloomery.train.optim import common as optim_pieces
+from bloomery.train.optim.build import build_optimizer
+from bloomery.train.optim.common import Gate
 
 PIECE = 2**16
 ROUNDED = {"stochastic_rounding": True}

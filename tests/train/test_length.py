@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 from plans_for_tests import tiny_plan
 
+from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Wsd
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
-from bloomery.train.schedules import planned_share, share_done
-from bloomery.units import Duration
+from bloomery.train.optim.schedules import planned_share, share_done
 
 PLAN = tiny_plan(train={"steps": None, "seconds": 100.0})  # evaluates after each half, saves every 1,000 steps
 

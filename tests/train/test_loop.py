@@ -6,12 +6,12 @@ import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors
 
-from bloomery.data.prepare import prepare
+from bloomery.core.units import Duration
+from bloomery.data.prepare.prepare import prepare
 from bloomery.monitor.events import EvalDone, Phase, Resumed, RunStarted, Sampled, Saved, StepDone
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.train.sealed import best_step, saved_steps
-from bloomery.units import Duration
 
 
 @pytest.fixture(scope="session")

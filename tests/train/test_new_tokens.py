@@ -10,16 +10,16 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 from torch.testing import assert_close
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.data.tokenizer_source import find_tokenizer
-from bloomery.errors import UserError
-from bloomery.generate import load_model
-from bloomery.model.adapter_names import refuse_untrained_rows
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.resolve import find_tokenizer
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.adapters.targets import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
-from bloomery.model.presets import build_config
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.families.presets import build_config
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe import schema
 from bloomery.recipe.load import load_recipe
+from bloomery.runs.generate import load_model
 from bloomery.train.state import build_state
 
 NEW = ["<call>", "</call>", "<note>"]

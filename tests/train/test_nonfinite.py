@@ -6,13 +6,13 @@ import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
-from bloomery.data.loader import Cursor, Loader
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Cursor, Loader
 from bloomery.monitor.events import Recovered, StepDone, Warned
-from bloomery.plan import safer
+from bloomery.plan import fallback as safer
 from bloomery.train import job, state
-from bloomery.train.losses import LossParts
-from bloomery.train.objectives import Objective, pretraining
+from bloomery.train.objectives.build import Objective, pretraining
+from bloomery.train.objectives.losses import LossParts
 from bloomery.train.run import Diverged
 from bloomery.train.step import LossScale
 

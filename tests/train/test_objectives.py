@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from bloomery.data.loader import Batch
-from bloomery.train.evaluation import completed
-from bloomery.train.losses import next_token_loss
-from bloomery.train.objectives import pretraining
+from bloomery.data.loading.loader import Batch
+from bloomery.train.evaluation.evaluation import completed
+from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives.losses import next_token_loss
 
 
 def test_next_token_loss_is_the_sum_over_learned_labels():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.optimizers import Muon, build_optimizer, orthogonalised, stacks
+from bloomery.train.optim.build import Muon, build_optimizer, orthogonalised, stacks
 
 PLAN = OptimizerPlan(
     kind="adamw", learning_rate=0.01, matrix_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), epsilon=1e-8,

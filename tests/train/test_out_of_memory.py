@@ -8,18 +8,19 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bloomery.errors import UserError
-from bloomery.hardware import tenants as gpu
-from bloomery.hardware.tenants import Tenant, tenants
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.hardware.detect import gpu_processes as gpu
+from bloomery.hardware.detect.gpu_processes import Tenant, tenants
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan, Remedy
-from bloomery.train import checkpoint, loop, memory
-from bloomery.train.optimizers import Optimizer
+from bloomery.train import checkpoint, loop
+from bloomery.train import recover as memory
+from bloomery.train.optim.build import Optimizer
 from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import damage
-from bloomery.units import GIB
 
 
 class Allocator(TorchDispatchMode):

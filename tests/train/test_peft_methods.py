@@ -13,21 +13,20 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from autograd_for_tests import kept_bytes
-from bloomery.data.loader import Cursor, Loader
-from bloomery.errors import UserError
-from bloomery.model import peft_names
-from bloomery.model.adapter_names import linear_modules
-from bloomery.model.adapters import adapt
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Cursor, Loader
+from bloomery.model.adapters import peft_fields as peft_names
+from bloomery.model.adapters.lora import adapt
+from bloomery.model.adapters.peft_fields import NATIVE, OURS, PROMPTS, config_class
+from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
+from bloomery.model.adapters.targets import linear_modules
 from bloomery.model.heads import LabelScores
-from bloomery.model.peft_methods import PeftAdapter, method_config
-from bloomery.model.peft_names import NATIVE, PROMPTS
-from bloomery.model.peft_settings import OURS, config_class
-from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.plan.activations import activation_bytes
-from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.states import way_of
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.plan.estimate.activations import activation_bytes
+from bloomery.plan.estimate.states import way_of
+from bloomery.plan.estimate.step_shape import Occupancy
 from bloomery.recipe.schema import Lora, Peft
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

@@ -8,18 +8,19 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from structured_runs import write_answers
 
-from bloomery.choice import Choice
-from bloomery.data.loader import Cursor
+from bloomery.core.choice import Choice
+from bloomery.data.loading.loader import Cursor
 from bloomery.model.heads import LabelScores
-from bloomery.model.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, Vitals, from_json, to_json
-from bloomery.plan.reference import reference_of
+from bloomery.plan.rules.objective import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
-from bloomery.train import job, objectives
-from bloomery.train import reference as references
+from bloomery.train import job
 from bloomery.train.job import open_loader
 from bloomery.train.loop import run
-from bloomery.train.reference import reference_file
+from bloomery.train.objectives import build as objectives
+from bloomery.train.objectives import reference as references
+from bloomery.train.objectives.reference import reference_file
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 DPO = Preference(kind="dpo", beta=0.5)

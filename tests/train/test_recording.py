@@ -10,8 +10,8 @@ from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from test_out_of_memory import Allocator, run_short_of_memory
 
 from bloomery.monitor.events import Phase, Recovered, Warned
-from bloomery.train import profile
-from bloomery.train.live_tensors import KEPT, TELLS_KEPT, Live, live_tensors, page
+from bloomery.train.diagnostics import profiler as profile
+from bloomery.train.diagnostics.profiler import KEPT, TELLS_KEPT, Live, live_tensors, page
 from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, asked_steps
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss
@@ -166,9 +166,9 @@ def test_equal_tensors_are_one_line():
 
 @needs_kept
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
-    from bloomery.data.loader import Cursor
+    from bloomery.data.loading.loader import Cursor
     from bloomery.train.job import open_loader
-    from bloomery.train.objectives import build_objective
+    from bloomery.train.objectives.build import build_objective
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bloomery.errors import UserError
-from bloomery.train.recover import NonFinite
+from bloomery.core.errors import UserError
+from bloomery.train.state import NonFinite
 
 ROWS = range(80, 96)
 

@@ -10,12 +10,12 @@ from plans_for_tests import tiny_config, tiny_plan
 from test_preferences import batch_of_pairs, padded, rows_of
 from torch.testing import assert_close
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.model.heads import Values
-from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.recipe.schema import Reward
-from bloomery.train.losses import means, reward_loss
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.losses import means, reward_loss
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_tokenizer
@@ -55,7 +55,7 @@ def test_accumulation_takes_the_step_of_one_large_batch_and_packed_rows_train_as
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gemma3_text", "phi3"])
 def test_transformers_opens_the_reward_model_and_gives_the_same_values(family, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from bloomery.model.families import fresh_config
+    from bloomery.model.families.registry import fresh_config
 
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
              "num_kv_heads": 1, "head_dim": 16, "max_positions": 64}  # fmt: skip
@@ -97,7 +97,7 @@ def test_it_begins_from_a_language_model_with_a_drawn_head(tmp_path):
 
 
 def hf_config(config):
-    from bloomery.model.families import config_to_hf
+    from bloomery.model.families.registry import config_to_hf
 
     return config_to_hf(config)
 
@@ -132,7 +132,7 @@ def test_it_agrees_with_trl(tmp_path):
 
 
 def test_where_text_is_wanted_it_is_refused(tmp_path):
-    from bloomery.generate import load_model
+    from bloomery.runs.generate import load_model
 
     write_model(model_state(fresh_decoder(CONFIG, seed=0)), CONFIG, tmp_path)
     make_tokenizer(tmp_path)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bloomery.train.rounding import key_of, random_bits, rounded
+from bloomery.train.optim.common import key_of, random_bits, rounded
 
 CPU = torch.device("cpu")
 # Between two neighbours (2^-7 apart above 1), below 1, negative, huge, tiny and subnormal.

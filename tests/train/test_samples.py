@@ -7,15 +7,15 @@ import pytest
 import torch
 from plans_for_tests import tiny_plan
 
-from bloomery.data.prepare import prepare
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
-from bloomery.generate import generate
+from bloomery.core.errors import UserError
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.model.sampling import Sampling, sample_tokens
-from bloomery.model.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Pretrain, Recipe, Sft
-from bloomery.train.answers import open_prompts, samples
+from bloomery.runs.generate import generate
+from bloomery.train.evaluation.answers import open_prompts, samples
 from bloomery.train.loop import run
 
 ASKED = "what is iron?"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from bloomery.train.schedules import rate_share
+from bloomery.train.optim.schedules import rate_share
 
 STEPS, WARMUP = 50, 7
 

@@ -6,7 +6,7 @@ import torch
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.train.scoring import Window, score_documents, windows
+from bloomery.train.evaluation.scoring import Window, score_documents, windows
 
 CONFIG = ModelConfig(
     vocab_size=37, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
@@ -60,8 +60,8 @@ def test_documents_of_many_lengths_keep_their_order_and_do_not_touch(decoder):
 def test_groups_do_not_matter(decoder, monkeypatch):
     documents = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]] * 5
     whole = list(score_documents(decoder, documents))
-    monkeypatch.setattr("bloomery.train.scoring._TOKENS_A_GROUP", 12)
-    monkeypatch.setattr("bloomery.train.scoring._TOKENS_A_FORWARD", 9)
+    monkeypatch.setattr("bloomery.train.evaluation.scoring._TOKENS_A_GROUP", 12)
+    monkeypatch.setattr("bloomery.train.evaluation.scoring._TOKENS_A_FORWARD", 9)
     np.testing.assert_allclose(list(score_documents(decoder, documents)), whole, atol=1e-5)
 
 

@@ -5,9 +5,9 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
-from bloomery.model import attention
+from bloomery.model.attention import attend as attention
+from bloomery.train.diagnostics.attention_check import check_attention
 from bloomery.train.run import Unsound
-from bloomery.train.self_test import check_attention
 from bloomery.train.state import build_state
 
 

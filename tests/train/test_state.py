@@ -2,9 +2,9 @@ import pytest
 import torch
 from plans_for_tests import tiny_config, tiny_plan
 
-from bloomery.data.loader import Cursor
-from bloomery.errors import UserError
-from bloomery.model.weights import write_model
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Cursor
+from bloomery.model.io.weights import write_model
 from bloomery.train.checkpoint import Saver
 from bloomery.train.state import Progress, build_state, go_back, random_states, set_random_states
 

@@ -6,10 +6,10 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bloomery.data.loader import Batch
+from bloomery.data.loading.loader import Batch
 from bloomery.parallel.apply import apply
-from bloomery.train.losses import LossParts
-from bloomery.train.objectives import Objective, pretraining
+from bloomery.train.objectives.build import Objective, pretraining
+from bloomery.train.objectives.losses import LossParts
 from bloomery.train.state import build_state
 from bloomery.train.step import LossScale, Trainee, clip_factor, global_norm, train_step
 

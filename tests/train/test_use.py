@@ -14,24 +14,24 @@ from runs_of_the_loop import CONFIG, Run
 from safetensors.torch import load_file
 
 from bloomery.cli import cli
-from bloomery.data.loader import Loader
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
-from bloomery.evaluate import load_to_evaluate
-from bloomery.generate import load_model
-from bloomery.model.adapter_files import write_adapter
-from bloomery.model.adapter_names import adaptation
-from bloomery.model.adapters import adapt, init_adapters, trained_state
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Loader
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
+from bloomery.model.adapters.merge import merged_state
+from bloomery.model.adapters.peft_write import write_adapter
+from bloomery.model.adapters.targets import adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.merge import merged_state
-from bloomery.model.quantize import quantised_weights
-from bloomery.model.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
+from bloomery.model.quantization.apply import quantised_weights
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.train.evaluation import evaluate
+from bloomery.runs.evaluate import load_to_evaluate
+from bloomery.runs.generate import load_model
+from bloomery.train.evaluation.evaluation import evaluate
 from bloomery.train.model_folder import find_model
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.use import Use
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     kept = []
     monkeypatch.setattr(Use, "free_bytes", lambda _: kept[0])
     monkeypatch.setattr("bloomery.train.use.WORKSPACE", 0)
-    monkeypatch.setattr("bloomery.model.weights.give_memory", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr("bloomery.model.io.weights.give_memory", lambda *_: pytest.fail("memory was taken"))
     kept[:] = [90_000]
     with pytest.raises(UserError, match="and this model needs") as refused:
         load_model(run.folder, use=Use("cpu"))

@@ -7,10 +7,10 @@ from plans_for_tests import tiny_config
 from runs_of_the_loop import Run, assert_same_tensors
 from torch import nn
 
-from bloomery.data.loader import Batch
+from bloomery.data.loading.loader import Batch
 from bloomery.monitor.events import StepDone, Vitals
-from bloomery.train.objectives import pretraining
-from bloomery.train.vitals import EARLY, Checkup, label_facts, pair_excess
+from bloomery.train.diagnostics.step_health import EARLY, Checkup, label_facts, pair_excess
+from bloomery.train.objectives.build import pretraining
 
 OBJECTIVE = pretraining(score_chunk=64)
 

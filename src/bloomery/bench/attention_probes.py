@@ -6,8 +6,8 @@ Each is run forward and backward on rows of several documents against float64 on
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bloomery.hardware.probe_checks import Found, backward, best_seconds, difference, judged, worst
-from bloomery.hardware.probe_child import leave, main
+from bloomery.hardware.probes.checks import Found, backward, best_seconds, difference, judged, worst
+from bloomery.hardware.probes.worker import leave, main
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ def kernel(kind: str, where: str, dtype: str) -> str:
 
 
 def _attend(tensors: list["Tensor"], kind: str, *, documents: "Tensor | None") -> "Tensor":
-    from bloomery.model.attention import attend, layout_of
+    from bloomery.model.attention.attend import attend, layout_of
 
     q, k, v = tensors
     layout = layout_of(documents, backend=kind)

@@ -4,15 +4,15 @@ import re
 import time
 from collections.abc import Sequence
 
-from bloomery import __version__
 from bloomery.bench.measuring import Row
-from bloomery.errors import UserError
-from bloomery.hardware.calibration import Card, Point, device_of
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.core.version import __version__
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
+from bloomery.hardware.specs.calibration import Card, Point, device_of
 from bloomery.model.counting import parameter_count
-from bloomery.plan.aims import setting
-from bloomery.units import GIB
+from bloomery.plan.rules.objective import setting
 
 ANONYMOUS = "anonymous"
 

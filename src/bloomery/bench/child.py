@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from bloomery.errors import UserError
-from bloomery.hardware.children import accept, loading, tell
+from bloomery.core.child import accept, loading, tell
+from bloomery.core.errors import UserError
 
 
 def main() -> int:

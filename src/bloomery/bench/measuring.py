@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
-from bloomery.errors import UserError
-from bloomery.hardware.calibration import calibration
-from bloomery.hardware.children import LONGEST, Child
+from bloomery.core.child import LONGEST, Child
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine
-from bloomery.plan.aims import setting
-from bloomery.plan.environment import child_environment
-from bloomery.plan.here import plan_here
-from bloomery.plan.measured import compile_gain
+from bloomery.hardware.specs.calibration import calibration
+from bloomery.plan.estimate.calibrated import compile_gain
+from bloomery.plan.local import child_environment, plan_here
+from bloomery.plan.rules.objective import setting
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 

@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from bloomery.bench.measuring import Largest, Row
+from bloomery.core.text import labelled
+from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.plan.types import Estimate, MemoryEstimate, Plan
-from bloomery.shell import labelled
-from bloomery.units import GIB, format_count, format_seconds
 
 WIDTH = 100
 LABEL = 10

@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Sequence
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.model.attention_facts import SHORT, supports
+from bloomery.model.attention.support import SHORT, supports
 from bloomery.plan.types import Plan
 
 MOST_POINTS = 64

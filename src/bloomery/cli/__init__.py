@@ -11,15 +11,21 @@ from typing import NoReturn, final
 
 import click
 
-from bloomery import __version__
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.version import __version__
 
 STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C before there was anything to resume
 
 # Verb -> (where its click command lives, its line in --help). A verb whose module is not there is not listed.
 VERBS: dict[str, tuple[str, str]] = {
-    "demo": ("bloomery.cli.demo:command", "Train a small model on this machine, kill it, resume it, examine it."),
-    "doctor": ("bloomery.cli.doctor:command", "Say why this machine does not train, and the command that mends it."),
+    "demo": (
+        "bloomery.cli.demo.command:command",
+        "Train a small model here, kill it, resume it, examine it.",
+    ),
+    "doctor": (
+        "bloomery.cli.doctor.command:command",
+        "Say why this machine does not train, and what mends it.",
+    ),
     "recipes": ("bloomery.cli.recipes:command", "List, show and copy the packaged recipes; print their JSON schema."),
     "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or look at what one does to a text."),
     "prepare": ("bloomery.cli.prepare:command", "Turn text into shards of tokens; --preview shows what is learned."),
@@ -46,7 +52,7 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return [verb for verb in VERBS if Path(__file__).with_name(f"{verb}.py").exists()]
+        return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
@@ -141,7 +147,7 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 def _tell(error: UserError) -> None:
     """A stranger's template, file or name may have said part of it."""
-    from bloomery.text import harmless, scrub
+    from bloomery.core.text import harmless, scrub
 
     click.echo(harmless(scrub(str(error))), err=True)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, final
 import click
 
 from bloomery.cli.common import literal, print_json, recipe_argument
-from bloomery.errors import UserError
-from bloomery.units import parse_duration
+from bloomery.core.errors import UserError
+from bloomery.core.units import parse_duration
 
 if TYPE_CHECKING:
     from bloomery.bench.measuring import Bench, Largest, Row
@@ -47,8 +47,8 @@ def command(
     from bloomery.bench.measuring import Bench
     from bloomery.bench.page import closing, noise_line, verdict_lines
     from bloomery.bench.sweep import points
-    from bloomery.hardware.calibration import remember, write_card
-    from bloomery.hardware.detect import detect
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.specs.calibration import remember, write_card
 
     giver = giver_name(giver)
     asked = points(sweeps) if sweeps else None
@@ -92,7 +92,7 @@ class Table:
         from bloomery.bench.measuring import rows_per_step, search
         from bloomery.bench.page import heading, largest_lines, line, opening
         from bloomery.bench.sweep import usual_points
-        from bloomery.hardware.calibration import device_of
+        from bloomery.hardware.specs.calibration import device_of
 
         device = device_of(bench.machine)
         named = f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}" if device.cores else device.name

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
 
-from bloomery.errors import UserError
-from bloomery.shell import expanded as expanded
-from bloomery.text import harmless
+from bloomery.core.errors import UserError
+from bloomery.core.text import expanded, harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -119,10 +118,10 @@ def chosen_use(devices: str, quantize: str | None = None) -> "Use":
 
     Raises UserError for a device that is not here or that this PyTorch cannot use.
     """
-    from bloomery.hardware.adopt import adopt
-    from bloomery.hardware.detect import detect
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.environment import adopt
     from bloomery.hardware.profile import build_profile
-    from bloomery.launch.replan import narrowed
+    from bloomery.runs.resume_plan import narrowed
 
     machine = narrowed(detect(), devices)
     profile = build_profile(machine)

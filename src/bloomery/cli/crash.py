@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from bloomery.disk import open_regular, state_folder
-from bloomery.errors import UserError, of_the_system
-from bloomery.text import harmless, scrub
+from bloomery.core.errors import UserError, of_the_system
+from bloomery.core.files import open_regular, state_folder
+from bloomery.core.text import harmless, scrub
 
 # Set by a verb that has a run folder, so that a traceback ends up in the run's own log.txt.
 traceback_file: ContextVar[Path | None] = ContextVar("traceback_file", default=None)
+
 
 def explain(kind: type[BaseException], error: BaseException) -> None:
     """Print the sentence for an exception that nothing caught; the traceback goes to a file."""
@@ -30,8 +31,8 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
     if known is not None:
         return known
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        from bloomery.hardware.detect import detect
-        from bloomery.hardware.doctor_torch import torch_missing
+        from bloomery.hardware.detect.detect import detect
+        from bloomery.hardware.doctor.torch_build import torch_missing
 
         return torch_missing(detect())
     if isinstance(error, MemoryError):

@@ -17,12 +17,12 @@ from bloomery.cli.common import (
     say,
     text_flags,
 )
-from bloomery.errors import UserError
-from bloomery.units import counted
+from bloomery.core.errors import UserError
+from bloomery.core.units import counted
 
 if TYPE_CHECKING:
-    from bloomery.evaluate import Evaluation
-    from bloomery.train.judging import Judgement
+    from bloomery.runs.evaluate import Evaluation
+    from bloomery.train.evaluation.scoring import Judgement
 
 
 @click.command()
@@ -54,8 +54,8 @@ def command(
     folder = model_path(model)
     text, row = _validation(folder) if data is None else (data_path(data), None)
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.evaluate import evaluate, evaluate_as_trained, judge, load_to_evaluate
     from bloomery.plan.store import read_plan
+    from bloomery.runs.evaluate import evaluate, evaluate_as_trained, judge, load_to_evaluate
 
     decoder, tokenizer = load_to_evaluate(folder, step=step, use=use, tell=loading)
     result: Evaluation | Judgement

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from bloomery.cli.common import NewPath, chosen_use, devices_option, model_path, say
-from bloomery.errors import UserError
-from bloomery.units import format_bytes
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes
 
 LAYOUTS = "hf: for transformers, vLLM and kin; adapter: for PEFT; merged: an adapter and its base as one model."
 

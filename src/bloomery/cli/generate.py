@@ -18,14 +18,14 @@ from bloomery.cli.common import (
     quantize_option,
     refuse_undecoded,
 )
-from bloomery.cli.drawing import drawing_options, finite
-from bloomery.disk import read_input
-from bloomery.errors import UserError
-from bloomery.text import harmless
-from bloomery.units import MIB, format_bytes
+from bloomery.cli.sampling import drawing_options, finite
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
+from bloomery.core.text import harmless
+from bloomery.core.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from bloomery.data.tokenizer import Tokenizer
+    from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
 
@@ -64,8 +64,8 @@ def command(
     asked = _asked(prompt, prompts)
     folder = model_path(model)
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.generate import load_model
     from bloomery.model.sampling import Sampling
+    from bloomery.runs.generate import load_model
 
     decoder, tokenizer = load_model(folder, step=step, use=use, tell=loading)
     sampling = Sampling(**drawing)
@@ -119,14 +119,14 @@ def _written(
     decoder: "Decoder", tokenizer: "Tokenizer", sampling: "Sampling", stop: tuple[str, ...], *, chat: bool
 ) -> Iterator[Callable[[str], Iterator[str]]]:
     """What goes on with a prompt, or answers it. Raises UserError for a chat with a model that has no template."""
-    from bloomery.generate import continued, generate
+    from bloomery.runs.generate import continued, generate
 
     if not chat:
         yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
         return
-    from bloomery.data.chat_form import chat_form
-    from bloomery.data.examples import Message
-    from bloomery.data.templates import own_templates
+    from bloomery.data.chat.examples import Message
+    from bloomery.data.chat.prompting import chat_form
+    from bloomery.data.chat.templates import own_templates
 
     if not own_templates(tokenizer.config):
         remedy = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"

@@ -1,11 +1,44 @@
 """`bloomery plan`: what a run would do, need and take. Nothing is run, and no torch is needed."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import chosen_recipe, print_json, recipe_or_model, say
-from bloomery.cli.plan_simulate import simulated
+from bloomery.cli.common import chosen_recipe, literal, print_json, recipe_or_model, say
+from bloomery.core.errors import UserError
+
+if TYPE_CHECKING:
+    from bloomery.hardware.machine import Machine
+    from bloomery.plan.types import Plan
+    from bloomery.simulate.page import Beside
+
+
+def simulated(plan: "Plan", machine: "Machine") -> "Beside":
+    """What the plan's step would hold, run on fake tensors. Raises UserError."""
+    from bloomery.simulate import simulate
+    from bloomery.simulate.page import Beside
+
+    if plan.model.config.foreign is not None:
+        problem = "transformers' layers are not simulated: they do not run on tensors without memory here"
+        raise UserError(problem, where="--simulate", remedy="leave out --simulate", code=2)
+    with progress() as say:
+        return Beside(plan, simulate(plan, machine, progress=say))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """One line on a terminal that changes; elsewhere a line each."""
+    if not sys.stderr.isatty():
+        yield lambda text: click.echo(text, err=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("simulating", spinner="line") as status:
+        yield lambda text: status.update(literal(text))
+
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -45,7 +78,7 @@ def command(
              bloomery plan go-coder-125m --gpu all
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
-    from bloomery.errors import UserError
+    from bloomery.core.errors import UserError
 
     loaded, source = chosen_recipe(recipe, overrides, model, data)
     if len(gpu) > 1 or "all" in gpu:
@@ -62,10 +95,10 @@ def show_cards(
     loaded: "LoadedRecipe", names: tuple[str, ...], *, gpus: int, nodes: int, as_json: bool, source: str
 ) -> int:
     """Print one line for each named card, or each of the table where none is named; 0 when the run fits one."""
-    from bloomery.hardware.detect import detect
-    from bloomery.hardware.specs import find_gpu
-    from bloomery.plan.cards import cards, cards_page
-    from bloomery.plan.here import checked_corpus
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.specs.specs import find_gpu
+    from bloomery.plan.local import checked_corpus
+    from bloomery.plan.report.all_gpus import cards, cards_page
 
     checked_corpus(loaded)
     chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
@@ -89,9 +122,9 @@ def show_plan(
     source: str | None = None,
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
-    from bloomery.hardware.detect import detect
-    from bloomery.launch.replan import narrowed
-    from bloomery.plan.here import plan_here
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.plan.local import plan_here
+    from bloomery.runs.resume_plan import narrowed
 
     plan, machine = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
     found = simulated(plan, machine) if simulate else None
@@ -99,9 +132,8 @@ def show_plan(
         print_json(document(plan, machine) | ({"simulated": found.document()} if found else {}))
     else:
         from bloomery.cli import cli
-        from bloomery.plan.corpus import absent, left_aside
-        from bloomery.plan.fetched import unfetched, weightless
-        from bloomery.plan.page import page
+        from bloomery.plan.gather import absent, left_aside, unfetched, weightless
+        from bloomery.plan.report.page import page
 
         elsewhere = {"train"} if gpu is not None else set[str]()  # nobody trains on a card that is not here
         if (source or "").startswith("--model "):  # bench reads a recipe by its name, and this one has none
@@ -130,7 +162,7 @@ def _device_words(gpu: str | None, gpus: int, nodes: int) -> str:
 
 def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:
     """The JSON of `plan --json`."""
-    from bloomery.plan.memory import gib
+    from bloomery.plan.estimate.memory import gib
 
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step) if plan.step_seconds is not None else None
     memory = plan.memory
@@ -165,7 +197,7 @@ def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:
 def _utilisation(plan: "Plan", machine: "Machine") -> dict[str, Any] | None:
     """Shares of the device's peak and of the best product published; None where either is unknown."""
     from bloomery.hardware.profile import build_profile
-    from bloomery.plan.page_figures import dtype_of, reached_flops
+    from bloomery.plan.report.figures import dtype_of, reached_flops
 
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:

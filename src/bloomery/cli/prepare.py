@@ -13,10 +13,10 @@ from bloomery.cli.common import chosen_recipe, recipe_or_model, say
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from bloomery.data.health import Health
-    from bloomery.data.preparing import Report
-    from bloomery.data.preview import Seen
-    from bloomery.data.shards import Manifest, Part
+    from bloomery.data.prepare.pipeline import Report
+    from bloomery.data.prepare.preview import Seen
+    from bloomery.data.prepare.stats import Health
+    from bloomery.data.shards.format import Manifest, Part
     from bloomery.recipe.load import LoadedRecipe
 
 _NAMES = {"tokenizer": "training the tokenizer", "tokens": "making tokens", "checksums": "checking"}
@@ -38,14 +38,14 @@ def command(
 
     Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2
     """
-    from bloomery.data.encoder import fewer_workers
-    from bloomery.data.prepare import prepare, prepared_folder
-    from bloomery.plan.fetched import fetch_text
+    from bloomery.data.prepare.prepare import prepare, prepared_folder
+    from bloomery.data.prepare.workers import fewer_workers
+    from bloomery.plan.gather import fetch_text
 
     loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     fetch_text(loaded.recipe)
     if check:
-        from bloomery.plan.here import checked_corpus
+        from bloomery.plan.local import checked_corpus
 
         checked_corpus(loaded)
     folder = prepared_folder(loaded, Path())
@@ -91,12 +91,12 @@ def _lines() -> "Report":
 
 
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    from bloomery.data.example_rows import wants_of
-    from bloomery.data.shards import ANSWERS
-    from bloomery.data.split import validation_corpora
-    from bloomery.errors import one_line
-    from bloomery.plan.corpus import left_aside
-    from bloomery.units import counted, format_count
+    from bloomery.core.errors import one_line
+    from bloomery.core.units import counted, format_count
+    from bloomery.data.chat.detect import wants_of
+    from bloomery.data.prepare.split import validation_corpora
+    from bloomery.data.shards.format import ANSWERS
+    from bloomery.plan.gather import left_aside
 
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
@@ -130,9 +130,9 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
 
 def _units(manifest: "Manifest", parts: "Sequence[Part]") -> str:
     """How many conversations or documents some sources gave; conversations and documents where there are both."""
-    from bloomery.data.health import UNITS
-    from bloomery.data.shards import ANSWERS
-    from bloomery.units import counted
+    from bloomery.core.units import counted
+    from bloomery.data.prepare.stats import UNITS
+    from bloomery.data.shards.format import ANSWERS
 
     numbers = dict.fromkeys((manifest.kind_of(part) for part in parts), 0) or {manifest.kind: 0}
     for part in parts:
@@ -143,7 +143,7 @@ def _units(manifest: "Manifest", parts: "Sequence[Part]") -> str:
 
 def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
     """What each of several sources gives to an epoch."""
-    from bloomery.units import format_count
+    from bloomery.core.units import format_count
 
     title, sources = "sources", loaded.recipe.data.sources
     for source, part in zip(sources, manifest.train.parts, strict=False):  # those of validation follow
@@ -156,10 +156,10 @@ def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
 
 def _aside(loaded: "LoadedRecipe") -> list[str]:
     """Data files that were not read, being of splits that are neither for training nor for validation."""
-    from bloomery.data.documents import sources_of
-    from bloomery.data.example_rows import ROWS, wants_of
-    from bloomery.data.files import other_splits
-    from bloomery.data.split import validation_corpora
+    from bloomery.data.chat.detect import ROWS, wants_of
+    from bloomery.data.prepare.split import validation_corpora
+    from bloomery.data.sources.documents import sources_of
+    from bloomery.data.sources.files import other_splits
 
     data, wants = loaded.recipe.data, wants_of(loaded.recipe)
     read = {file.path for corpus in validation_corpora(data, wants) for file in corpus.files}
@@ -169,9 +169,9 @@ def _aside(loaded: "LoadedRecipe") -> list[str]:
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     """What of it is learned, and how it fits into rows."""
-    from bloomery.data.health import UNITS, fill_of, named
-    from bloomery.data.shards import open_split
-    from bloomery.units import counted
+    from bloomery.core.units import counted
+    from bloomery.data.prepare.stats import UNITS, fill_of, named
+    from bloomery.data.shards.format import open_split
 
     train, data = manifest.train, loaded.recipe.data
     share = (train.learned_tokens or 0) / max(1, train.tokens)
@@ -201,8 +201,8 @@ def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) ->
 def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
     from rich.console import Console
 
-    from bloomery.data.prepare import working
-    from bloomery.data.preview import preview
+    from bloomery.data.prepare.prepare import working
+    from bloomery.data.prepare.preview import preview
 
     data, console = loaded.recipe.data, Console(highlight=False)
     with reporting() as report, working(loaded, folder, report=report) as work:
@@ -231,7 +231,7 @@ def _line(*parts: tuple[str, str]) -> "Text":
 def _facts(seen: "Seen", sequence_length: int, *, pair: bool) -> str:
     if seen.flaw:
         return f"left out: {_visible(seen.flaw)}"
-    from bloomery.units import counted
+    from bloomery.core.units import counted
 
     cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
     if seen.learned is None:
@@ -275,9 +275,9 @@ def _visible(piece: str) -> str:
 
 
 def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
-    from bloomery.data.health import health
-    from bloomery.data.preparing_examples import missing_markup
-    from bloomery.data.tokenizer import load_tokenizer
+    from bloomery.data.prepare.examples import missing_markup
+    from bloomery.data.prepare.stats import health
+    from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
     tokenizer, data = load_tokenizer(folder), loaded.recipe.data
     missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
@@ -296,9 +296,9 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
 
 def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     """How often the planned run reads the text, and whether that is too often."""
-    from bloomery.errors import UserError
-    from bloomery.hardware.detect import detect
-    from bloomery.plan.corpus import counted
+    from bloomery.core.errors import UserError
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.plan.gather import counted
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve
 
@@ -315,12 +315,10 @@ def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> 
 
 
 def _show_health(found: "Health") -> None:
-    from bloomery.units import counted
+    from bloomery.core.units import counted
 
     units = found.named
-    say(
-        f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off"
-    )
+    say(f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off")
     say(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
     say(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")
     if found.kind != "text":

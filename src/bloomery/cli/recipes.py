@@ -7,7 +7,7 @@ from textwrap import shorten
 import click
 
 from bloomery.cli.common import NewPath, find_run, print_json, say
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 
 
 @click.group(invoke_without_command=True)

@@ -1,12 +1,169 @@
-"""`bloomery report MODEL`: the page about a run, or about a model that no run here made."""
+"""What `bloomery report` does with a model: facts of its files, a text and prompts put to it and to its base"""
 
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import chosen_use, devices_option, expanded, find_run, is_run, refuse_undecoded
-from bloomery.cli.report_model import Words, refuse_prompts, report_model
-from bloomery.errors import UserError
+from bloomery.cli.common import (
+    chosen_use,
+    data_path,
+    devices_option,
+    find_run,
+    is_run,
+    model_path,
+    refuse_undecoded,
+    text_flags,
+)
+from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
+
+if TYPE_CHECKING:
+    from bloomery.data.tokenizer.tokenizer import Tokenizer
+    from bloomery.model.decoder import Decoder
+    from bloomery.report.heldout import Excerpt
+    from bloomery.report.model_facts import ModelFacts
+    from bloomery.report.model_page import Asked, Examined
+    from bloomery.train.model_folder import Found
+    from bloomery.train.use import Use
+
+
+@dataclass(frozen=True)
+class Words:
+    """What was typed besides the model."""
+
+    data: Path | None = None
+    prompts: tuple[str, ...] = ()
+    template: str | None = None
+    out: Path | None = None
+    devices: str = "auto"
+
+    def command(self, model: str) -> str:
+        """What repeats the page."""
+        typed = ["bloomery", "report", model]
+        typed += ["--data", str(self.data)] if self.data is not None else []
+        typed += [word for prompt in self.prompts for word in ("--prompt", prompt)]
+        typed += ["--template", self.template] if self.template is not None else []
+        typed += ["--devices", self.devices] if self.devices != "auto" else []
+        return shlex.join([*typed, *(["--out", str(self.out)] if self.out is not None else [])])
+
+
+@dataclass(frozen=True)
+class _Put:
+    """What every model is shown: prompts as ids, how they were put, what ends an answer; the text's own stretch."""
+
+    prompts: tuple[list[int], ...]
+    form: str
+    ends: tuple[int, ...]
+    stops: tuple[str, ...]
+    stretch: "Excerpt"
+
+
+def report_model(name: str, words: Words, out: Path) -> Path:
+    """Writes the page about the model that `name` means to `out`. Raises UserError."""
+    folder = model_path(name)
+    use = chosen_use(words.devices)  # before torch is imported
+    from bloomery.model.config import refuse_values
+    from bloomery.report import write_model_report
+    from bloomery.report.model_facts import read_facts
+    from bloomery.report.model_page import Asked
+    from bloomery.train.model_folder import find_model
+
+    found = find_model(folder)
+    facts, asked = read_facts(found), Asked()
+    if words.data is not None or words.prompts:
+        refuse_values(facts.config, where=name)
+        with text_flags():
+            asked = _examined(found, facts, words, where=name, use=use)
+    typed = name if expanded(name).exists() or "+" in name or "/" in name else str(folder)  # "last" is another one soon
+    return write_model_report(facts, asked, name=_title(typed), command=words.command(typed), out=out)
+
+
+def _title(name: str) -> str:
+    """The folder's or the adapter's own name; an id on the Hub as it is."""
+    last = name if expanded(name).exists() else name.rpartition("+")[2]
+    return expanded(last).resolve().name if expanded(last).exists() else last
+
+
+def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str, use: "Use") -> "Asked":
+    """One model at a time is in memory."""
+    from bloomery.data.tokenizer.tokenizer import load_tokenizer
+    from bloomery.report.model_page import Asked
+    from bloomery.train.model_folder import Found
+
+    data = data_path(words.data) if words.data is not None else None
+    put = _put(load_tokenizer(found.tokenizer), facts, words, data)
+    models = [("model" if found.base is None else "with the adapter", found)]
+    if found.base is not None:
+        models.insert(0, ("base", Found(found.base, None, found.tokenizer, found.trained)))
+    examined: list[Examined] = []
+    notes: list[str] = []
+    for title, one in models:
+        model, notes = _examine(
+            title, one, put, data, template=words.template, where=where, size=facts.config.vocab_size, use=use
+        )
+        examined.append(model)
+    text = None if words.data is None else words.data.name or str(words.data)
+    return Asked(text, tuple(notes), words.prompts, put.form, tuple(examined))
+
+
+def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path | None) -> _Put:
+    from bloomery.data.chat.examples import Message
+    from bloomery.data.chat.prompting import chat_form
+    from bloomery.report.heldout import excerpt
+    from bloomery.runs.evaluate import texts_of
+    from bloomery.runs.generate import refuse_prompt
+
+    stretch: Excerpt = ([], [])
+    if data is not None:
+        texts = texts_of(data, tokenizer, template=words.template)
+        flagged = ((t.tokens, [True] * len(t.tokens) if t.learned is None else t.learned.tolist()) for t in texts)
+        stretch = excerpt(flagged, tokenizer)
+    if not words.prompts:
+        return _Put((), "", (), (), stretch)
+    with chat_form(tokenizer, words.template) as form:
+        prompts = tuple(form.put([Message("user", prompt)]) for prompt in words.prompts)
+        for ids in prompts:
+            refuse_prompt(ids, facts.config)
+        own = facts.templates or words.template
+        told = f"put by {form.told}" if own else "not put by a chat template, since it has none: what follows a text"
+        return _Put(prompts, told, form.ends, form.stops, stretch)
+
+
+def _examine(
+    title: str, one: "Found", put: _Put, data: Path | None, *, template: str | None, where: str, size: int, use: "Use"
+) -> "tuple[Examined, list[str]]":
+    from bloomery.report.heldout import stretches
+    from bloomery.report.model_page import Examined
+    from bloomery.runs.evaluate import evaluate, load_found
+    from bloomery.train.evaluation.scoring import score_documents
+
+    decoder, tokenizer = load_found(one, where=where, vocab_size=size, use=use)
+    answers = tuple(_said(decoder, tokenizer, ids, put) for ids in put.prompts)
+    if data is None:
+        return Examined(title, None, [], answers), []
+    result, notes = evaluate(decoder, tokenizer, data, template=template)
+    tokens, learned = put.stretch
+    priced = stretches(tokens, next(score_documents(decoder, [tokens])), tokenizer, learned) if tokens else []
+    return Examined(title, result, priced, answers), notes
+
+
+def _said(decoder: "Decoder", tokenizer: "Tokenizer", ids: list[int], put: _Put) -> str:
+    from bloomery.report.answers import MAX_TOKENS
+    from bloomery.train.evaluation.answers import cut, drawn, shown
+
+    answer = drawn(decoder, tokenizer, ids, max_tokens=MAX_TOKENS, ends=put.ends)
+    whole = shown(tokenizer, answer.ids)
+    text = cut(whole, put.stops)
+    return text + ("" if answer.ended or text != whole else " …")
+
+
+def refuse_prompts(prompts: tuple[str, ...]) -> None:
+    """Raises UserError (code 2) for one that is empty."""
+    if any(not prompt.strip() for prompt in prompts):
+        raise UserError("the prompt is empty", where="--prompt", remedy="write one, or leave out --prompt", code=2)
 
 
 @click.command()

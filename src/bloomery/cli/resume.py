@@ -20,7 +20,7 @@ def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str
     """
     from bloomery.cli.crash import traceback_file
     from bloomery.cli.train import conclude
-    from bloomery.launch.local import resume
+    from bloomery.runs.lifecycle import resume
 
     folder = find_run(run)
     traceback_file.set(folder / "log.txt")

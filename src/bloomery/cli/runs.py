@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 
 from bloomery.cli.common import all_runs, print_json, say
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes
 from bloomery.monitor.events import read_events
 from bloomery.monitor.tally import Tally, tally_of
-from bloomery.units import format_bytes
 
 _HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
 
@@ -57,8 +57,7 @@ def command(as_json: bool) -> None:
 
 def describe(folder: Path) -> RunLine:
     """From the run's events and its lock."""
-    from bloomery.train.history import contradicted
-    from bloomery.train.run import name_of
+    from bloomery.train.run import contradicted, name_of
 
     try:
         tally, unknown = tally_of(read_events(folder / "events.jsonl")), "killed"
@@ -88,9 +87,8 @@ def alive(folder: Path) -> bool:
     try:
         if not lock.stat().st_size:  # who ends empties it
             return False
-        from bloomery.launch.processes import host_name
-        from bloomery.launch.run_folder import DEAD_SECONDS, holder_of
-        from bloomery.launch.run_folder import alive as lives
+        from bloomery.runs.folder import DEAD_SECONDS, holder_of, host_name
+        from bloomery.runs.folder import alive as lives
 
         holder = holder_of(lock)
         silent = abs(time.time() - lock.stat().st_mtime)  # a time far ahead is no sign of life

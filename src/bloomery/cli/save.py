@@ -21,9 +21,9 @@ def command(run: str, steps: int | None) -> int:
     Example: bloomery save last
     """
     from bloomery.cli.stop import waiting
-    from bloomery.launch.ask import profile_run, runner_of, save_run
-    from bloomery.launch.supervise import existing
-    from bloomery.units import format_bytes
+    from bloomery.core.units import format_bytes
+    from bloomery.runs.control import profile_run, runner_of, save_run
+    from bloomery.runs.supervisor import existing
 
     folder = existing(find_run(run))
     runner = runner_of(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from bloomery.cli.common import find_run, literal, say
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import Event, Phase, Saved, StepDone
 
 
@@ -18,8 +18,8 @@ def command(run: str) -> int:
 
     Example: bloomery stop last
     """
-    from bloomery.launch.ask import runner_of, stop_run
-    from bloomery.launch.supervise import existing
+    from bloomery.runs.control import runner_of, stop_run
+    from bloomery.runs.supervisor import existing
     from bloomery.train.sealed import saved_steps, step_folder
 
     folder = existing(find_run(run))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import expanded, find_run, is_run, recipe_argument
+from bloomery.cli.common import find_run, is_run, recipe_argument
+from bloomery.core.text import expanded
 
 
 @click.group()
@@ -20,7 +21,7 @@ def command() -> None:
 def train(recipe: str, overrides: tuple[str, ...]) -> None:
     """Train the tokenizer of RECIPE on its text, once; `prepare` and `train` use the same one."""
     from bloomery.cli.prepare import reporting, tell_tokenizer
-    from bloomery.data.prepare import prepared_folder, working
+    from bloomery.data.prepare.prepare import prepared_folder, working
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
@@ -36,8 +37,8 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.option("--text", required=True, help="The text to cut.")
 def inspect(folder: str, text: str) -> None:
     """Show the tokens of a text: id, bytes and piece, one a line. FOLDER: a run, a tokenizer.json or a .model too."""
-    from bloomery.data.preview import pieces
-    from bloomery.data.tokenizer import load_tokenizer
+    from bloomery.data.prepare.preview import pieces
+    from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(_source(folder))
     ids, sizes = tokenizer.encode(text), tokenizer.token_bytes()

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import NewPath, chosen_recipe, expanded, recipe_or_model, say
-from bloomery.errors import UserError
+from bloomery.cli.common import NewPath, chosen_recipe, recipe_or_model, say
+from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -53,8 +54,8 @@ def command(
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.crash import traceback_file
-    from bloomery.launch.local import start
-    from bloomery.launch.run_folder import propose_folder
+    from bloomery.runs.folder import propose_folder
+    from bloomery.runs.lifecycle import start
 
     given = keys_of(flags)
     for flag, word in given.items():
@@ -65,7 +66,7 @@ def command(
 
         return show_plan(loaded, devices=devices, source=words)
     if rehearse:
-        from bloomery.cli.rehearse import rehearse_run
+        from bloomery.cli.smoke_test import rehearse_run
 
         return rehearse_run(loaded, words=words, run_dir=run_dir, devices=devices)
     trial = time_compiling if loaded.recipe.train.compile == "auto" else None
@@ -78,7 +79,7 @@ def time_compiling(plan: "Plan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile pays for this model."""
     from bloomery.bench.cards import make_card
     from bloomery.bench.measuring import compile_trial
-    from bloomery.hardware.calibration import remember
+    from bloomery.hardware.specs.calibration import remember
 
     told = False
 
@@ -133,8 +134,7 @@ def conclude(run: "Run") -> int:
     """Tell how the run ended and what can be done next; its exit code."""
     used = _use_of(run) if run.code == 0 else []  # a run that was stopped may have no plan yet
     lines = {
-        0: f"done       {run.folder}\n"
-        "next       " + "\n           ".join([*used, f"bloomery report {run.name}"]),
+        0: f"done       {run.folder}\nnext       " + "\n           ".join([*used, f"bloomery report {run.name}"]),
         75: f"stopped    everything is saved; `bloomery resume {run.name}` goes on",
         130: f"stopped    at once; `bloomery resume {run.name}` goes on from the last checkpoint",
     }

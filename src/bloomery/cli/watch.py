@@ -13,8 +13,8 @@ from bloomery.cli.common import find_run, print_json, say
 from bloomery.cli.runs import alive
 
 if TYPE_CHECKING:
+    from bloomery.monitor.console.watch import Screen
     from bloomery.monitor.tally import RunFacts
-    from bloomery.monitor.watch import Screen
 
 WIDTH = 100  # of what is printed where there is no terminal
 REDRAW_SECONDS = 0.5
@@ -51,20 +51,20 @@ class _Picture:
     """The run as it stands each time that it is asked."""
 
     def __init__(self, folder: Path) -> None:
+        from bloomery.monitor.console.watch import Seen
         from bloomery.monitor.events import Tail
-        from bloomery.monitor.watch import Seen
 
         self._folder, self._seen, self._tail = folder, Seen(), Tail(folder / "events.jsonl")
         self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
         self._known: RunFacts | None = None
 
     def screen(self, width: int, height: int | None = None) -> "Screen":
-        from bloomery.monitor.watch import Screen
+        from bloomery.monitor.console.watch import Screen
 
         return Screen(width, height, self._plain)
 
     def lines(self, screen: "Screen") -> list[str]:
-        from bloomery.monitor.watch import frame
+        from bloomery.monitor.console.watch import frame
 
         state = self._look()
         told = frame(self._seen, self._facts(), screen, state=state, now=time.time())
@@ -150,7 +150,7 @@ def _follow(folder: Path, picture: _Picture) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from bloomery.monitor.watch import styled
+    from bloomery.monitor.console.watch import styled
 
     console = Console(highlight=False)
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -163,9 +163,9 @@ def _follow(folder: Path, picture: _Picture) -> None:
 
 def _facts(folder: Path) -> "RunFacts | None":
     """None while there is no plan, or one that this version cannot read."""
-    from bloomery.errors import UserError
+    from bloomery.core.errors import UserError
     from bloomery.hardware.machine import read_machine
-    from bloomery.plan.facts import run_facts
+    from bloomery.plan.explained import run_facts
     from bloomery.plan.store import read_plan
 
     try:

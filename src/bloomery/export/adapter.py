@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.card import model_card, training_of
 from bloomery.export.hf import TOLERANCE, Exported, draft_of, finite, last_value, load_to_check, probe, probe_tokens
-from bloomery.model.adapter_reading import read_adaptation
-from bloomery.model.base import CONFIG, TENSORS, base_of, read_settings
+from bloomery.model.adapters.base_model import CONFIG, TENSORS, base_of, read_settings
+from bloomery.model.adapters.peft_read import read_adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.presets import read_config
+from bloomery.model.families.presets import read_config
 from bloomery.train.model_folder import Found
 from bloomery.train.use import Use
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery.core.units import format_count, format_seconds
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.families import architecture_of
+from bloomery.model.families.registry import architecture_of
 from bloomery.monitor.events import EvalDone, RunStarted, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Data, Lora, Peft, Recipe
-from bloomery.units import format_count, format_seconds
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import torch
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.disk import abandoned, remove
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import abandoned, remove
+from bloomery.core.units import format_bytes
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.card import model_card, training_of
-from bloomery.model.base import is_adapter_folder
+from bloomery.model.adapters.base_model import is_adapter_folder
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import config_to_hf
-from bloomery.model.presets import read_config
-from bloomery.model.tensors import Reader
-from bloomery.model.weight_files import find_tensors
-from bloomery.model.weights import load_decoder
+from bloomery.model.families.presets import read_config
+from bloomery.model.families.registry import config_to_hf
+from bloomery.model.io.safetensors import Reader
+from bloomery.model.io.weight_files import find_tensors
+from bloomery.model.io.weights import load_decoder
 from bloomery.train.use import Use
-from bloomery.units import format_bytes
 
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
 PROBE_TOKENS = 16

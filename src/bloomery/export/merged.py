@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from bloomery.data.tokenizer import load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.card import model_card, training_of
 from bloomery.export.hf import (
     Exported,
@@ -19,12 +19,12 @@ from bloomery.export.hf import (
     probe,
     write_json,
 )
-from bloomery.model.base import read_settings
+from bloomery.model.adapters.base_model import read_settings
+from bloomery.model.adapters.merge import merged_pieces, merged_state
 from bloomery.model.config import ModelConfig
-from bloomery.model.merge import merged_pieces, merged_state
-from bloomery.model.presets import read_config
-from bloomery.model.weight_files import find_tensors
-from bloomery.model.weights import load_decoder, write_model, write_model_piecewise
+from bloomery.model.families.presets import read_config
+from bloomery.model.io.weight_files import find_tensors
+from bloomery.model.io.weights import load_decoder, write_model, write_model_piecewise
 from bloomery.train.model_folder import Found
 from bloomery.train.use import Use
 

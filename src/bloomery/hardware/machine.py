@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from bloomery.disk import read_whole
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
 
 
 class Frozen(BaseModel, frozen=True, extra="ignore"):

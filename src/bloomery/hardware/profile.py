@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bloomery.choice import Choice
+from bloomery.core.choice import Choice
 from bloomery.hardware.machine import Accelerator, Machine, Probe
-from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
+from bloomery.hardware.specs.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
+from bloomery.hardware.specs.wheels import series
 from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, mask_of, number_of, visible_devices
-from bloomery.hardware.wheels import series
 
 MEMORY_SHARE = 0.92  # of a card: above it a ROCm driver can hang before PyTorch raises
 SHARED_MEMORY_SHARE = 0.85  # of processor graphics: what they take, the rest of the machine lacks

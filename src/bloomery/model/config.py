@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bloomery.errors import UserError
-from bloomery.model.attention import Layout, attend, layout_of
+from bloomery.core.errors import UserError
+from bloomery.model.attention.attend import Layout, attend, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.config import ModelConfig
-from bloomery.model.foreign import ForeignBackbone, output_of
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate
+from bloomery.model.transformers_backend.backbone import ForeignBackbone, output_of
 
 ALL_LOGITS = Logits()
 

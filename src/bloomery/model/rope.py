@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bloomery.model.config import ModelConfig, RopeScaling
-from bloomery.model.precision import widened
+from bloomery.model.norms import widened
 
 
 class Rotary(NamedTuple):

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LastLogits

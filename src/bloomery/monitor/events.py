@@ -13,9 +13,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Self, TypeVar, final, get_args, get_origin
 
-from bloomery.disk import open_regular
-from bloomery.errors import UserError
-from bloomery.text import harmless, scrub
+from bloomery.core.errors import UserError
+from bloomery.core.files import open_regular
+from bloomery.core.text import harmless, scrub
 
 E = TypeVar("E", bound="Event")
 

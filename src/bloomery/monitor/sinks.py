@@ -15,7 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol, final
 
-from bloomery.disk import open_regular, write_durably
+from bloomery.core.files import open_regular, write_durably
+from bloomery.core.text import harmless, scrub
+from bloomery.core.units import MIB, format_bytes, format_seconds
 from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, lines, summary
 from bloomery.monitor.events import (
     PROCESSOR,
@@ -37,8 +39,6 @@ from bloomery.monitor.events import (
     without_secrets,
 )
 from bloomery.monitor.tally import Tally, tally_of
-from bloomery.text import harmless, scrub
-from bloomery.units import MIB, format_bytes, format_seconds
 
 Warn = Callable[[str], None]
 _HOOK_SECONDS = 10.0
@@ -330,7 +330,7 @@ def open_sinks(
     """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`. "auto" is
     TensorBoard where it is installed, and nothing where it is not: nobody asked for it.
     """
-    from bloomery.monitor.tracking import TrackerSink  # which is a sink itself
+    from bloomery.monitor.trackers.sink import TrackerSink  # which is a sink itself
 
     sinks: list[Sink] = [LogFile(run_dir / "log.txt", every_steps)]
     for name in names:

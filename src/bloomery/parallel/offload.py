@@ -1,6 +1,8 @@
 """Activations wait for backward in the host's memory: copied away during forward, and back shortly before their use."""
 
 import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -9,7 +11,58 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bloomery.parallel import copies
+
+def apart(device: torch.device) -> bool:
+    """Whether the device has a memory of its own."""
+    return device.type == "cuda"
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Empty, on the host. PyTorch keeps what is freed for the next, and rounds sizes up to powers of two."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+@final
+class Lane:
+    """Order is kept without the host: a copy waits for the work before it, and the work after for what it needs."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._leaving: deque[tuple[Sequence[Tensor], torch.cuda.Event]] = deque()
+
+    def out(self, values: Sequence[Tensor], copy: Callable[[], object], *, under_way: int) -> None:
+        """Copies what is computed by now to the host; so many copies are under way at most, and their values alive."""
+        device = values[0].device
+        self._leaving.append((values, self.after_work(device, copy)))
+        self.let_go(device, under_way=under_way)
+
+    def after_work(self, device: torch.device, copy: Callable[[], object]) -> torch.cuda.Event:
+        """Runs `copy` on the lane; the event is its end. What it writes to must be made before, on the work's stream:
+        the allocator then knows when that is free again."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            copy()
+            done: torch.cuda.Event = self._stream.record_event()
+        return done
+
+    def let_go(self, device: torch.device, *, under_way: int = 0) -> None:
+        """Memory of what has left is used again only after its copy."""
+        while len(self._leaving) > under_way:
+            _, gone = self._leaving.popleft()
+            wait_for(gone, device)
+
+    def settle(self) -> None:
+        """Returns when the host may read everything."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._leaving.clear()
+
+
+def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
+    """The device's work after this waits, the host does not."""
+    torch.cuda.current_stream(device).wait_event(event)
+
 
 THRESHOLD = 2**20  # bytes: smaller tensors cost more calls than they free memory
 UNDER_WAY = 4  # copies to the host at most: their tensors still lie on the device
@@ -65,7 +118,7 @@ class _Away(saved_tensors_hooks):
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._known: dict[tuple[object, ...], tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self._kept: list[weakref.ref[_Kept]] = []
-        self._lane = copies.Lane()
+        self._lane = Lane()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Kept:
         if not self._goes(tensor):
@@ -103,11 +156,11 @@ class _Away(saved_tensors_hooks):
         tensor, here = self._bring(kept)
         kept.coming, kept.lent = None, weakref.ref(tensor)
         if here is not None:
-            copies.wait_for(here, kept.device)
+            wait_for(here, kept.device)
         return tensor
 
     def _bring(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
-        if kept.coming is None and not copies.apart(kept.device):
+        if kept.coming is None and not apart(kept.device):
             kept.coming = kept.host.clone(), None
         if kept.coming is None:
             room = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
@@ -116,8 +169,8 @@ class _Away(saved_tensors_hooks):
         return kept.coming
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        if not copies.apart(tensor.device):
+        if not apart(tensor.device):
             return tensor.clone()
-        host = copies.pinned_like(tensor)
+        host = pinned_like(tensor)
         self._lane.out([tensor], partial(host.copy_, tensor, non_blocking=True), under_way=UNDER_WAY)
         return host

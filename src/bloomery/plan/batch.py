@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bloomery.choice import Choice
-from bloomery.errors import UserError
+from bloomery.core.choice import Choice
+from bloomery.core.errors import UserError
+from bloomery.core.units import counted, format_count
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.plan.choices import ASKED
-from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.types import MemoryEstimate
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.rules.choices import ASKED
+from bloomery.plan.types import Longest, MemoryEstimate
 from bloomery.recipe.schema import Train
-from bloomery.units import counted, format_count
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
 TUNING_TOKENS = 65_536
@@ -173,3 +173,33 @@ def _checkpointing(train: Train, load: Occupancy) -> Choice[str]:
         return Choice(load.checkpointing, ASKED)
     because = "activations fit as they are" if load.checkpointing == "none" else "activations do not fit otherwise"
     return Choice(load.checkpointing, because)
+
+
+STEP = 256  # tokens: nobody asks for less
+MOST = 2**22
+
+
+def longest_rows(load: Occupancy, measure: Measure) -> Longest:
+    """One row at a time, its logits in chunks; 0 where not even `STEP` tokens fit."""
+    return Longest(
+        as_planned=_longest(load, measure), checkpointed=_longest(replace(load, checkpointing="full"), measure)
+    )
+
+
+def _longest(load: Occupancy, measure: Measure) -> int:
+    fits, too_long = 0, MOST // STEP
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if measure(_of_length(load, middle * STEP)).fits:
+            fits = middle
+        else:
+            too_long = middle
+    return fits * STEP
+
+
+def _of_length(load: Occupancy, length: int) -> Occupancy:
+    """Learned positions grow with the row."""
+    config = load.config
+    if config.positions == "learned" and length > config.max_positions:
+        config = replace(config, max_positions=length)
+    return replace(load, config=config, sequence_length=length, micro_batch=1, score_chunk=min(SMALL_CHUNK, length))

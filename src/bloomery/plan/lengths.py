@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.units import Duration, format_count
 from bloomery.plan.types import Lengths, Plan
-from bloomery.units import Duration, format_count
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device

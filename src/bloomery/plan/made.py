@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import hub
-from bloomery.data.documents import in_words, peek
-from bloomery.data.example_rows import wants_of
-from bloomery.data.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
-from bloomery.data.templates import beside, own_templates
-from bloomery.errors import UserError
-from bloomery.model.published import published_config
+from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
+from bloomery.core.units import MIB
+from bloomery.data.chat.detect import wants_of
+from bloomery.data.chat.templates import beside, own_templates
+from bloomery.data.sources.documents import in_words, peek
+from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
+from bloomery.model.families.presets import published_config
 from bloomery.recipe.schema import Recipe, Source
-from bloomery.shell import expanded
-from bloomery.units import MIB
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
 _LENGTH = 1024

@@ -5,34 +5,43 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
-from bloomery.choice import Choice
-from bloomery.data.tokenizer_source import new_ids
-from bloomery.hardware.calibration import Card, calibration, threads
+from bloomery.core.choice import Choice
+from bloomery.core.units import MIB
+from bloomery.data.tokenizer.resolve import new_ids
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
+from bloomery.hardware.specs.calibration import Card, calibration, threads
 from bloomery.model.config import ModelConfig
-from bloomery.model.presets import build_config
-from bloomery.model.quantize_facts import backend
-from bloomery.plan import aims, batch, claims, doubts, lengths, mesh_plan, refuse, remedies, sections, speed
-from bloomery.plan.adapted import adapter_choices
-from bloomery.plan.arithmetic import arithmetic_choices
-from bloomery.plan.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
-from bloomery.plan.corpus import planned_vocabulary
-from bloomery.plan.fetched import place_of
-from bloomery.plan.foreign import foreign_choices, refuse_foreign_misfits
-from bloomery.plan.lean import lean_choices, refuse_lean_misfits
-from bloomery.plan.longest import longest_rows
-from bloomery.plan.measured import compile_gain, corrected, corrected_memory
-from bloomery.plan.memory import estimate_memory
-from bloomery.plan.methods import method_choices, refuse_method_misfits, refuse_settings
-from bloomery.plan.occupancy import Occupancy
-from bloomery.plan.quantised import quantised_choices, refuse_quantised_misfits
-from bloomery.plan.settled import Settled, decision
-from bloomery.plan.states import learning_bytes, optimizer_bytes, way_of
+from bloomery.model.families.presets import build_config
+from bloomery.model.quantization.sizes import backend
+from bloomery.plan import batch, lengths, sections
+from bloomery.plan.advice import claims
+from bloomery.plan.advice import suggestions as remedies
+from bloomery.plan.advice import warnings as doubts
+from bloomery.plan.advice.suggestions import arithmetic_choices
+from bloomery.plan.batch import longest_rows
+from bloomery.plan.estimate import speed
+from bloomery.plan.estimate.calibrated import compile_gain, corrected, corrected_memory
+from bloomery.plan.estimate.memory import estimate_memory
+from bloomery.plan.estimate.states import learning_bytes, optimizer_bytes, way_of
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.gather import place_of, planned_vocabulary
+from bloomery.plan.mesh import choose as mesh_plan
+from bloomery.plan.rules import objective as aims
+from bloomery.plan.rules import unsupported as refuse
+from bloomery.plan.rules.backend import (
+    foreign_choices,
+    quantised_choices,
+    refuse_foreign_misfits,
+    refuse_quantised_misfits,
+)
+from bloomery.plan.rules.choices import choose_attention, choose_compile, choose_deterministic, choose_precision
+from bloomery.plan.rules.optimizer import lean_choices, refuse_lean_misfits
+from bloomery.plan.rules.peft import adapter_choices, method_choices, refuse_method_misfits, refuse_settings
+from bloomery.plan.sections import Settled, decision
 from bloomery.plan.types import CorpusFacts, Decision, Estimate, MemoryEstimate, MeshPlan, ModelPlan, Plan, TrainPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
-from bloomery.units import MIB
 
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 

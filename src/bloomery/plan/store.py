@@ -1,12 +1,105 @@
-"""plan.json: written whole or not at all, read with every field checked."""
+"""run.json: which run a folder is, and the seals of what it reads. No torch.
 
+The id is made once for each run. Files of the run are replaced with `write_sealed`: for a moment their old and their
+new digest count, so that a kill in between leaves a run that can be resumed.
+"""
+
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from bloomery.errors import UserError
-from bloomery.plan.head import read_sealed, write_sealed
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole, write_durably
+from bloomery.core.seals import digest_of, stamped, unstamped
 from bloomery.plan.types import Plan
+
+HEAD = "run.json"
+PLAN = "plan.json"
+_AS_IT_WAS = "put it back as it was; to train with other settings, start a new run: `bloomery train RECIPE key=value`"
+
+
+class Head(BaseModel, frozen=True):
+    """`files`: the digests that each small file may have. `plans`: of every plan so far, the newest last. `models`: of
+    the weights that the run began with, by what they are to it.
+    """
+
+    run: str
+    files: dict[str, tuple[str, ...]] = {}
+    plans: tuple[str, ...] = ()
+    models: dict[str, str] = {}
+
+
+def read_head(folder: Path) -> Head | None:
+    """None in a folder without one: not every plan is trained by `bloomery train`. Raises UserError when damaged."""
+    path = folder / HEAD
+    try:
+        return Head.model_validate(unstamped(path))
+    except FileNotFoundError:
+        return None
+    except (ValueError, ValidationError) as error:
+        problem = "the seal of the run is damaged: its other files cannot be checked"
+        raise UserError(problem, where=str(path), remedy="put it back from a copy, or start a new run") from error
+
+
+def require_head(folder: Path) -> Head:
+    """Raises UserError in a folder without one."""
+    head = read_head(folder)
+    if head is None:
+        problem = "the seal of the run is missing: its other files cannot be checked"
+        raise UserError(problem, where=str(folder / HEAD), remedy="put it back from a copy, or start a new run")
+    return head
+
+
+def begin(folder: Path, files: Mapping[str, str]) -> None:
+    """A new run, with its first files."""
+    _write(folder, Head(run=secrets.token_hex(8)))
+    write_sealed(folder, files)
+
+
+def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
+    """Replaces files of a run, each in one step. Where there is no head there are no seals, either."""
+    head = read_head(folder)
+    if head is None:
+        for name, text in files.items():
+            write_durably(folder / name, text)
+        return
+    new = {name: digest_of(text.encode()) for name, text in files.items()}
+    both = {name: (*head.files.get(name, ()), digest) for name, digest in new.items()}
+    plans = (*head.plans, new[PLAN]) if PLAN in new and new[PLAN] not in head.plans[-1:] else head.plans
+    head = head.model_copy(update={"files": head.files | both, "plans": plans})
+    _write(folder, head)
+    for name, text in files.items():
+        write_durably(folder / name, text)
+    only = {name: (digest,) for name, digest in new.items()}
+    _write(folder, head.model_copy(update={"files": head.files | only}))
+
+
+def read_sealed(path: Path, *, remedy: str = _AS_IT_WAS) -> bytes:
+    """A file of a run, as it was written. Raises UserError when it changed since, and OSError."""
+    content, head = read_whole(path), read_head(path.parent)
+    if head is not None and digest_of(content) not in head.files.get(path.name, ()):
+        raise UserError(f"{path.name} has changed since the run wrote it", where=str(path), remedy=remedy)
+    return content
+
+
+def note_model(folder: Path, role: str, digest: str) -> None:
+    """Remembers the weights of a run when they are first read, and raises UserError when they are others later."""
+    head = read_head(folder)
+    if head is None or head.models.get(role) == digest:
+        return
+    if role in head.models:
+        raise UserError(
+            f"the {role} model is not the one that the run began with: its weights or its config.json changed",
+            where=str(folder),
+            remedy="put that model back, or start a new run",
+        )
+    _write(folder, head.model_copy(update={"models": head.models | {role: digest}}))
+
+
+def _write(folder: Path, head: Head) -> None:
+    write_durably(folder / HEAD, stamped(head.model_dump(mode="json")))
 
 
 def write_plan(plan: Plan, path: Path) -> None:

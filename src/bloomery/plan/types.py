@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from bloomery.data.shards import Texts
+from bloomery.core.units import Duration
+from bloomery.data.shards.format import Texts
 from bloomery.model.config import ModelConfig
-from bloomery.model.quantize_facts import Reader
+from bloomery.model.quantization.sizes import Reader
 from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
-from bloomery.units import Duration
 
 Origin = Literal["table", "probe", "measured"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

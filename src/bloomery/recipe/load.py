@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
 from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
-from bloomery.shell import expanded
 
 # Ways to say one thing: a layer that sets one of them drops the others that it would inherit.
 _ALTERNATIVES: dict[str, tuple[str, ...]] = {

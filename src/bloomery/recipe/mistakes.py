@@ -9,10 +9,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.text import scrub
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, Mistake, Origin
-from bloomery.text import scrub
 
 _SECRET_KEY = re.compile(
     r"(?i)^((hf|hub|auth|access|api|bearer|wandb)_?token|token|.*api_?key|passw(or)?d|.*secret.*)$"

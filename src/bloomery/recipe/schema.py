@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from bloomery.core.units import Duration, parse_bytes, parse_count
 from bloomery.recipe.values import (
     Auto,
     ClaimedRange,
@@ -16,7 +17,6 @@ from bloomery.recipe.values import (
     claimed,
     wall_time,
 )
-from bloomery.units import Duration, parse_bytes, parse_count
 
 LONGEST_TRACE = 20  # steps: a profile of more fills the disk
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from bloomery.units import Duration, parse_count, parse_duration, parse_range
+from bloomery.core.units import Duration, parse_count, parse_duration, parse_range
 
 _MOST = 1e18  # of any quantity: what is beyond is a slip of the keyboard, and overflows what is computed from it
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.disk import write_durably
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
 from bloomery.report.charts import Bars
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.text import scrub
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.plan.types import Plan
 from bloomery.report.heldout import MOST_PARAMETERS
 from bloomery.report.html import Html, el, join
-from bloomery.text import scrub
 
 if TYPE_CHECKING:
-    from bloomery.train.answers import Question
+    from bloomery.train.evaluation.answers import Question
     from bloomery.train.model_folder import Found
     from bloomery.train.use import Use
 
@@ -37,7 +37,7 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int, use: "Use | 
     Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
     twice.
     """
-    from bloomery.train.answers import held_out_questions
+    from bloomery.train.evaluation.answers import held_out_questions
     from bloomery.train.model_folder import Found, find_model
     from bloomery.train.sealed import newest_valid
 
@@ -68,7 +68,7 @@ def _answers(
     """One model at a time is in memory."""
     import torch
 
-    from bloomery.train.answers import answer
+    from bloomery.train.evaluation.answers import answer
     from bloomery.train.use import Use, load_used
 
     decoder = load_used(found, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
@@ -78,8 +78,8 @@ def _answers(
 
 def _around(tokenizer: Tokenizer) -> tuple[str, str]:
     """What the chat template writes before a question and behind it, as it is shown; nothing where there is none."""
-    from bloomery.data.examples import Message
-    from bloomery.data.render import Renderer
+    from bloomery.data.chat.examples import Message
+    from bloomery.data.chat.render import Renderer
 
     try:
         with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
@@ -96,7 +96,7 @@ def _bare(question: str, before: str, after: str) -> str:
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    from bloomery.train.answers import shown
+    from bloomery.train.evaluation.answers import shown
 
     return scrub(shown(tokenizer, ids))
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
+from bloomery.core.units import GIB, Duration, format_count, format_seconds
 from bloomery.plan.types import Verdict
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.record import Record
-from bloomery.units import GIB, Duration, format_count, format_seconds
 
 _ROUNDING = 0.05  # "10B tokens" is a round figure
 _NEAR = 0.05  # an evaluation this near to the claimed step judges it

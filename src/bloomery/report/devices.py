@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from bloomery.core.units import format_seconds
 from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, format_joules
 from bloomery.monitor.events import PROCESSOR, GpuSampled
 from bloomery.report.charts import Point, Series, line_chart
 from bloomery.report.html import Html, el, join, table
 from bloomery.report.record import Record
-from bloomery.units import format_seconds
 
 _DRAWN = 8  # devices that a chart has colours for
 _TOGETHER = 1.05  # of the run's time: a little more is rounding

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bloomery.data.shards import Split, open_split
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.text import scrub
+from bloomery.data.shards.format import Split, open_split
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.plan.types import Plan
 from bloomery.report.html import Html, el, join
-from bloomery.text import scrub
 
 if TYPE_CHECKING:
     from bloomery.train.use import Use
@@ -67,9 +67,9 @@ def _price(
 ) -> HeldOut:
     import torch
 
-    from bloomery.model.weights import fresh_decoder
+    from bloomery.model.io.weights import fresh_decoder
+    from bloomery.train.evaluation.scoring import score_documents
     from bloomery.train.model_folder import Found, find_model
-    from bloomery.train.scoring import score_documents
     from bloomery.train.use import Use, load_used
 
     use, found = use or Use("cpu"), find_model(checkpoint)

@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from bloomery.text import scrub
+from bloomery.core.text import scrub
 
 
 class Html(str):

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bloomery import __version__
+from bloomery.core.units import counted, format_bytes, format_count
+from bloomery.core.version import __version__
 from bloomery.model.counting import parameter_count
-from bloomery.model.families import architecture_of
+from bloomery.model.families.registry import architecture_of
 from bloomery.report.answers import draw_asked
 from bloomery.report.heldout import Priced, draw_priced
 from bloomery.report.html import Html, el, join, table
 from bloomery.report.model_facts import AdapterFacts, Files, ModelFacts
 from bloomery.report.page import card, document, section
-from bloomery.units import counted, format_bytes, format_count
 
 
 class Figures(Protocol):

@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from statistics import fmean
 
+from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
 from bloomery.monitor.devices import format_joules
 from bloomery.monitor.tally import in_millions
 from bloomery.report.answers import Answered, draw_answers
@@ -15,7 +16,6 @@ from bloomery.report.devices import devices
 from bloomery.report.heldout import HeldOut, draw
 from bloomery.report.html import Html, el, join, prose, table
 from bloomery.report.record import Record
-from bloomery.units import GIB, format_bytes, format_count, format_seconds
 
 # No script runs and nothing is fetched, whatever the run's texts hold.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

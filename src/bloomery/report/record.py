@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from bloomery.data.shards import Manifest
-from bloomery.disk import read_whole
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
+from bloomery.core.units import format_seconds
+from bloomery.data.shards.format import Manifest
 from bloomery.hardware.machine import Machine
+from bloomery.monitor.diagnose.diagnosis import Finding, findings
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -26,16 +28,13 @@ from bloomery.monitor.events import (
     last_per_step,
     read_events,
 )
-from bloomery.monitor.explain import Finding, findings
 from bloomery.monitor.tally import Elapsed, Tally, tally_of
-from bloomery.plan.explained import diagnosis_facts
-from bloomery.plan.facts import run_facts
+from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Expect
 from bloomery.report.charts import Mark
-from bloomery.train.history import contradicted, read_history
-from bloomery.units import format_seconds
+from bloomery.train.run import contradicted, read_history
 
 _KILLED = "the process ended without a word: SIGKILL, a crash, or the power went"
 M = TypeVar("M", bound=BaseModel)

@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from bloomery.hardware.children import accept, loading, tell
+from bloomery.core.child import accept, loading, tell
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from bloomery.model import heads
-from bloomery.model.attention import Layout
+from bloomery.model.attention.attend import Layout
 from bloomery.model.decoder import Block
 from bloomery.model.rope import Rotary
 

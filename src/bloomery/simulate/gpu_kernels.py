@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bloomery.model import attention, heads, norms
-from bloomery.model.attention import Layout
-from bloomery.model.precision import widened, working_dtype
-from bloomery.train import optim_pieces
+from bloomery.model import heads, norms
+from bloomery.model.attention import attend as attention
+from bloomery.model.attention.attend import Layout
+from bloomery.model.norms import widened, working_dtype
+from bloomery.train.optim import common as optim_pieces
 
 FLASH_LIKE = {"sdpa", "varlen", "flex"}
 _lean_rms_norm = norms.rms_norm

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bloomery.plan.page_figures import joined, unit_of
+from bloomery.core.units import GIB
+from bloomery.plan.report.figures import joined, unit_of
 from bloomery.plan.types import Plan
 from bloomery.simulate.parent import Simulated, Stage
-from bloomery.units import GIB
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from bloomery.errors import UserError
-from bloomery.hardware.children import Child
+from bloomery.core.child import Child
+from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.types import LayoutPlan, Plan

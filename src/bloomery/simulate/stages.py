@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bloomery.data.loader import Batch
-from bloomery.model.attention import layout_of
+from bloomery.data.loading.loader import Batch
+from bloomery.model.attention.attend import layout_of
 from bloomery.model.decoder import Backbone, Decoder
-from bloomery.plan.mesh_memory import kinds_of_stages, stage_config
+from bloomery.plan.mesh.memory import kinds_of_stages, stage_config
 from bloomery.plan.types import Plan
 from bloomery.simulate.answers import Answers
 from bloomery.simulate.compiled import fused_head
@@ -26,9 +26,9 @@ from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.step import batch_of, decoder_of, gradients, on_device, prepared, states, weights
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.forward import precision_context
-from bloomery.train.objectives import build_objective
-from bloomery.train.stand_in import hollow_teacher
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.step import Trainee, clip_factor, global_norm, scale_gradients
+from bloomery.train.synthetic_batch import hollow_teacher
 
 Edge = Tensor | GradientEdge  # where backward begins
 

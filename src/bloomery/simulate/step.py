@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from bloomery.data.loader import Batch
+from bloomery.data.loading.loader import Batch
 from bloomery.model.decoder import Block, Decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.plan.types import Plan
@@ -17,11 +17,11 @@ from bloomery.simulate.compiled import compile_blocks, fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, shard
 from bloomery.simulate.tracker import Tracker
-from bloomery.train.objectives import build_objective
-from bloomery.train.optimizers import build_optimizer
-from bloomery.train.stand_in import completed, hollow_teacher
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, Trainee, train_step
+from bloomery.train.synthetic_batch import completed, hollow_teacher
 
 
 def simulated_step(

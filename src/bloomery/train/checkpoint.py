@@ -22,10 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bloomery.disk import flush_to_disk, read_whole
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import flush_to_disk, read_whole
+from bloomery.core.units import format_bytes
 from bloomery.monitor.events import Emit, Event, Saved, Warned
-from bloomery.plan.head import Head, read_head
+from bloomery.plan.store import Head, read_head
 from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import (
     NOT_SAVED,
@@ -41,7 +42,6 @@ from bloomery.train.sealed import (
     seal_of,
     step_folder,
 )
-from bloomery.units import format_bytes
 
 __all__ = ["MODEL", "Parts", "Saver", "Write", "newest_valid", "read_part", "read_state"]
 

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from bloomery.data.loader import Batch
-from bloomery.model.adapters import is_adapter
+from bloomery.data.loading.loader import Batch
+from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 

@@ -1,35 +1,57 @@
 """What a run holds in its hands, and how it is made ready before the first step."""
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bloomery import __version__
-from bloomery.data.loader import Loader, Prefetcher
-from bloomery.data.shards import Name, read_manifest
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.core.version import __version__
+from bloomery.data.loading.loader import Loader, Prefetcher
+from bloomery.data.shards.format import Name, read_manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
-from bloomery.model.adapters import is_adapter
-from bloomery.model.base import digest
+from bloomery.model.adapters.base_model import digest
+from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.counting import parameter_count
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
-from bloomery.plan.head import note_model, read_head
 from bloomery.plan.lengths import in_epochs
-from bloomery.plan.reference import reference_of
+from bloomery.plan.rules.objective import reference_of
+from bloomery.plan.store import note_model, read_head
 from bloomery.plan.types import Plan
-from bloomery.recipe.schema import Distil
-from bloomery.train.answers import Prompts, open_prompts
-from bloomery.train.checkpoint import Saver
-from bloomery.train.fresh_base import with_base
+from bloomery.recipe.schema import Distil, NoAdapter
+from bloomery.train.checkpoint import Saver, copy_tokenizer
+from bloomery.train.diagnostics.attention_check import check_attention
+from bloomery.train.diagnostics.profiler import Recorder
+from bloomery.train.diagnostics.step_health import Checkup
+from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
-from bloomery.train.objectives import Objective, build_objective
+from bloomery.train.objectives.build import Objective, build_objective
+from bloomery.train.objectives.reference import Watch, precompute, reference_file
 from bloomery.train.process import set_up_process, training_device
-from bloomery.train.profile import Recorder
-from bloomery.train.reference import Watch, precompute, reference_file
-from bloomery.train.self_test import check_attention
 from bloomery.train.state import TrainState, build_state, go_back
-from bloomery.train.vitals import Checkup
+
+
+def with_base(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with the folder that its adapter's base lies in: `run_dir/base` where it names no model."""
+    if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
+        return plan
+    folder = run_dir / "base"
+    if not folder.exists():
+        _write(plan, folder)
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"source": folder.resolve()})})
+
+
+def _write(plan: Plan, folder: Path) -> None:
+    """Whole or not at all."""
+    draft = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    write_model(model_state(fresh_decoder(plan.model.config, seed=plan.train.seed)), plan.model.config, draft)
+    copy_tokenizer(plan.data.prepared, draft)
+    draft.rename(folder)
 
 
 @dataclass

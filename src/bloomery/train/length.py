@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, final
 
+from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, provisional_steps
 from bloomery.plan.types import Plan, ScheduleBlock
-from bloomery.train.schedules import block_at, share_done, share_of_run
-from bloomery.units import Duration
+from bloomery.train.optim.schedules import block_at, share_done, share_of_run
 
 BLOCK = 0.02  # of the time: about how long the steps of a block take
 RECENT = 0.1  # of the time: the steps that a step's seconds are taken from

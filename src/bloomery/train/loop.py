@@ -11,22 +11,22 @@ from typing import Literal
 
 import torch
 
-from bloomery.data.loader import Batch, Cursor, Prefetcher
+from bloomery.data.loading.loader import Batch, Cursor, Prefetcher
 from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import Emit, Phase, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
-from bloomery.train.answers import samples
 from bloomery.train.checkpoint import newest_valid
-from bloomery.train.evaluation import Evaluation, evaluate
+from bloomery.train.evaluation.answers import samples
+from bloomery.train.evaluation.evaluation import Evaluation, evaluate
 from bloomery.train.job import Job, open_job, read_ahead
 from bloomery.train.length import Costs, Timer, current, due, measured, with_next_block
-from bloomery.train.memory import Full, attempt, smaller_look, smaller_step
-from bloomery.train.objectives import build_objective
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.reference import Stopped
+from bloomery.train.optim.schedules import planned_share
 from bloomery.train.process import allocator_sample, peak_memory_gib
-from bloomery.train.reference import Stopped
+from bloomery.train.recover import Full, attempt, smaller_look, smaller_step
 from bloomery.train.run import Diverged
-from bloomery.train.schedules import planned_share
 from bloomery.train.state import go_back
 from bloomery.train.step import StepResult, train_step
 

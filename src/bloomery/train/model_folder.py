@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloomery.errors import UserError
-from bloomery.model.base import base_folder, is_adapter_folder
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.base_model import base_folder, is_adapter_folder
 from bloomery.plan.store import read_plan
 from bloomery.recipe.schema import Quantize
 from bloomery.train.sealed import MANIFEST, best_step, damage, newest_valid, refuse_other_run, saved_steps, step_folder

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from bloomery.core.units import GIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import GpuSampled
 from bloomery.plan.types import Plan
-from bloomery.units import GIB
 
 
 def set_up_process(plan: Plan) -> None:

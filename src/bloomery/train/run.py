@@ -1,13 +1,17 @@
-"""How a run ended, and what is asked of one that goes on through files in its folder. No torch."""
+"""What events.jsonl holds of a run, checked against its plan and its checkpoints. No torch."""
 
+import json
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from bloomery.disk import read_whole
-from bloomery.errors import UserError
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
+from bloomery.monitor.events import Resumed, RunEnded, RunStarted, StepDone, Tail
 from bloomery.recipe.schema import LONGEST_TRACE
+from bloomery.train.sealed import saved_steps, step_folder
 
 PROFILE = "profile"  # the folder of what was recorded of steps
 PROFILE_ASKED = "profile-asked"  # the file that holds how many steps somebody wants recorded
@@ -56,3 +60,87 @@ class Run:
     def name(self) -> str:
         """`name_of` its folder."""
         return name_of(self.folder)
+
+
+@dataclass(frozen=True)
+class History:
+    """`missing`: ranges of steps that were taken, as a later step or a checkpoint proves, and have no event."""
+
+    missing: tuple[range, ...]
+    unreadable_lines: int
+    last_step: int  # with an event
+    ended: RunEnded | None  # unless the run went on
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence, None when nothing is lost."""
+        parts = []
+        if self.missing:
+            spans = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in self.missing]
+            more = f" and {len(spans) - 5:,} more ranges" if len(spans) > 5 else ""
+            parts.append(f"events.jsonl has no event of steps {', '.join(spans[:5])}{more}")
+        if self.unreadable_lines:
+            lines = "1 line" if self.unreadable_lines == 1 else f"{self.unreadable_lines:,} lines"
+            parts.append(f"{lines} of {'it' if parts else 'events.jsonl'} cannot be read")
+        if not parts:
+            return None
+        return "; ".join(parts) + ": figures and charts lack them, the weights do not depend on them"
+
+
+def read_history(run_dir: Path) -> History:
+    """Raises UserError when events or checkpoints cannot be read."""
+    tail, steps, ended = Tail(run_dir / "events.jsonl"), set[int](), None
+    for event in tail.read(whole=True):
+        if isinstance(event, StepDone):
+            steps.add(event.step)
+        if isinstance(event, RunEnded | RunStarted | Resumed | StepDone):
+            ended = event if isinstance(event, RunEnded) else None
+    reached = max([*steps, *saved_steps(run_dir / "checkpoints")], default=0)
+    return History(_gaps(steps, reached), tail.unknown_lines, max(steps, default=0), ended)
+
+
+def _gaps(steps: Iterable[int], reached: int) -> tuple[range, ...]:
+    found, before = [], 0
+    for step in sorted({step for step in steps if 0 < step <= reached} | {reached + 1}):
+        if step > before + 1:
+            found.append(range(before + 1, step))
+        before = step
+    return tuple(found)
+
+
+def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
+    """The plan's steps, and after how many evaluations without a lower loss it ends early; None where unknown."""
+    plan = _json(run_dir / "plan.json")
+    return _integer(plan, "train", "steps"), _integer(plan, "eval", "stop_early")
+
+
+def contradicted(run_dir: Path, ended: RunEnded | None, step: int) -> bool:
+    """Whether events say "done" of a run that took too few steps for its plan, which could not end it early."""
+    planned, patience = planned_end(run_dir)
+    return ended is not None and ended.why == "done" and planned is not None and patience is None and step < planned
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether the newest checkpoint is of the plan's last step, or of the one at which the plan ends it early."""
+    planned, patience = planned_end(run_dir)
+    steps = saved_steps(run_dir / "checkpoints")
+    if not steps or planned is None:
+        return False
+    if steps[-1] >= planned:
+        return True
+    state = _json(step_folder(run_dir / "checkpoints", steps[-1]) / "state.json")
+    waited = _integer(state, "progress", "evaluations_since_best")
+    return patience is not None and waited is not None and waited >= patience
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_whole(path))
+    except (OSError, ValueError, RecursionError, UserError):
+        return None
+
+
+def _integer(content: Any, section: str, key: str) -> int | None:
+    held = content.get(section) if isinstance(content, dict) else None
+    value = held.get(key) if isinstance(held, dict) else None
+    return value if isinstance(value, int) else None

@@ -13,10 +13,10 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from bloomery.disk import flush_to_disk, remove, write_durably
-from bloomery.errors import UserError
-from bloomery.plan.head import read_head
-from bloomery.seals import added_to, stamped, unstamped
+from bloomery.core.errors import UserError
+from bloomery.core.files import flush_to_disk, remove, write_durably
+from bloomery.core.seals import added_to, stamped, unstamped
+from bloomery.plan.store import read_head
 
 MANIFEST = "MANIFEST.json"
 BEST = "best.json"

@@ -4,28 +4,220 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
-from bloomery.data.loader import Cursor
-from bloomery.errors import UserError
-from bloomery.model.adapter_names import adaptation
-from bloomery.model.adapters import adapt
-from bloomery.model.base import Base, base_of
+from bloomery.core.errors import UserError
+from bloomery.data.loading.loader import Cursor
+from bloomery.model.adapters.base_model import Base, base_of, digest
+from bloomery.model.adapters.lora import adapt, init_adapters, note_base, trained_state
+from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
+from bloomery.model.adapters.peft_write import read_trained, write_adapter, write_named
+from bloomery.model.adapters.targets import Adaptation, adaptation
 from bloomery.model.decoder import Decoder
-from bloomery.model.peft_methods import PeftAdapter, method_config
-from bloomery.model.quantize import quantise
+from bloomery.model.io.weights import init_weights, read_model, write_model
+from bloomery.model.quantization.apply import quantise
 from bloomery.parallel.apply import apply
+from bloomery.plan.store import note_model
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
-from bloomery.train.checkpoint import Parts, read_part, read_state
+from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
 from bloomery.train.forward import prepare_weights
-from bloomery.train.kept import Injected, Kept, Pairs, Start, Whole
-from bloomery.train.optimizers import build_optimizer
-from bloomery.train.recover import NonFinite
+from bloomery.train.optim.build import build_optimizer
+from bloomery.train.run import Diverged
+from bloomery.train.sealed import MANIFEST, damage
 from bloomery.train.step import LossScale, Trainee
+
+Action = Literal["step", "skip", "rewind"]
+
+
+@final
+class NonFinite:
+    """Judges every step before its update.
+
+    Up to `skips` bad steps in a row are skipped; the next one asks for a rewind: load the last good checkpoint, and go
+    on with the data after the bad rows. After `rewinds` rewinds the run stops. (PaLM, arXiv:2204.02311 section 5.1,
+    restarted before a spike and skipped its batches in the same way.) Loss scaling has bad steps of its own while it
+    looks for its scale: give `skips` room for them.
+    """
+
+    def __init__(self, *, skips: int = 3, rewinds: int = 2) -> None:
+        self.skips, self.rewinds = skips, rewinds
+        self._skipped = 0
+        self._rewound = 0
+
+    def judge(self, finite: bool, *, step: int, rows: range, what: str = "loss", exhausted: bool = False) -> Action:
+        """What to do with the step that would be number `step` and has learned from `rows` of the shuffled data.
+
+        `what` was not finite ("loss", "gradient"). `exhausted`: in float16, although nothing is scaled any more: other
+        rows would not help. Raises Diverged, naming the batch, when skipping and rewinding have not helped.
+        """
+        if finite:
+            self._skipped = 0
+            return "step"
+        if self._skipped < self.skips:
+            self._skipped += 1
+            return "skip"
+        if self._rewound < self.rewinds and not exhausted:
+            self._skipped = 0
+            self._rewound += 1
+            return "rewind"
+        tried = f"skipping {self.skips} steps in a row"
+        tried += " and lowering the loss scale to 1" if exhausted else f" and rewinding {self.rewinds} times"
+        raise Diverged(
+            f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled "
+            f"data; {tried} did not help",
+            where=f"step {step}",
+            remedy="lower optimizer.learning_rate, set train.clip, or train in train.precision=float32 or bfloat16; "
+            "the last good checkpoint is untouched",
+        )
+
+    def state(self) -> dict[str, int]:
+        """JSON for a checkpoint, so that a resumed run judges as the undisturbed one."""
+        return {"skipped": self._skipped, "rewound": self._rewound}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """After a resume. A rewind keeps its own count: do not load then."""
+        self._skipped, self._rewound = int(state["skipped"]), int(state["rewound"])
+
+
+METHOD = "method"  # the part, and the key of the state, of what a method of PEFT needs to go on
+
+
+class Kept(Protocol):
+    """What training changes of one model: its way into checkpoints, and back out of them."""
+
+    def parts(self) -> Parts:
+        """The live tensors; `writer` is for those of MODEL."""
+
+    def scalars(self) -> dict[str, Any]:
+        """What else must be remembered, for the state of a checkpoint."""
+
+    def writer(self) -> Write:
+        """For the model as it is now: training goes on while the result is called."""
+
+    def begin(self) -> None:
+        """Everything as it is before the first step."""
+
+    def read_frozen(self) -> None:
+        """What no checkpoint holds, before the first `read`."""
+
+    def read(self, folder: Path) -> None:
+        """Everything else as the checkpoint in `folder` has it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The weights that training starts from: those of a folder, with rows of `new_ids` made anew, or fresh ones."""
+
+    source: Path | None
+    seed: int
+    new_ids: tuple[int, ...] = ()
+    run_dir: Path | None = None
+
+    def fill(self, model: Decoder) -> None:
+        """Raises UserError when the weights in the folder are no longer those that the run in `run_dir` began with."""
+        if self.source is not None:
+            if (self.source / MANIFEST).is_file() and (wrong := damage(self.source)) is not None:
+                remedy = f"choose another checkpoint; delete {MANIFEST} where you changed the folder yourself"
+                problem = f"the checkpoint that training starts from is damaged: {wrong}"
+                raise UserError(problem, where=str(self.source), remedy=remedy)
+            if self.run_dir is not None:
+                note_model(self.run_dir, "base", digest(self.source))
+            read_model(model, self.source, seed=self.seed, new=self.new_ids)
+        else:
+            init_weights(model, self.seed)
+
+
+@final
+@dataclass(frozen=True)
+class Whole:
+    """Every parameter, as a model's folder."""
+
+    model: Decoder
+    start: Start
+
+    def parts(self) -> Parts:
+        return {MODEL: dict(self.model.named_parameters())}
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def writer(self) -> Write:
+        return lambda tensors, folder: write_model(tensors, self.model.config, folder)
+
+    def begin(self) -> None:
+        self.start.fill(self.model)
+
+    def read_frozen(self) -> None:
+        """Nothing is frozen."""
+
+    def read(self, folder: Path) -> None:
+        read_model(self.model, folder)
+
+
+@final
+@dataclass(frozen=True)
+class Pairs:
+    """The low-rank pairs of `adapters`, and modules that are trained in full beside them."""
+
+    model: Decoder
+    start: Start
+    settings: Adaptation
+    base: Base | None
+
+    def parts(self) -> Parts:
+        return {MODEL: trained_state(self.model)}
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def writer(self) -> Write:
+        assert self.base is not None, "an adapter that is saved names the model that it adapts"
+        settings, config, name = self.settings, self.model.config, self.base.name
+        return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=name)
+
+    def begin(self) -> None:
+        self.start.fill(self.model)
+        init_adapters(self.model, self.start.seed)
+
+    def read_frozen(self) -> None:
+        self.start.fill(self.model)
+        note_base(self.model)
+
+    def read(self, folder: Path) -> None:
+        read_trained(self.model, self.settings, self.model.config, folder)
+
+
+@final
+@dataclass(frozen=True)
+class Injected:
+    """What a method of PEFT added; the base was read before it came in."""
+
+    method: PeftAdapter
+    base: Base | None
+
+    def parts(self) -> Parts:
+        return {MODEL: self.method.file_tensors(), METHOD: self.method.resume_tensors()}
+
+    def scalars(self) -> dict[str, Any]:
+        return {METHOD: self.method.resume_scalars()}
+
+    def writer(self) -> Write:
+        assert self.base is not None, "an adapter that is saved names the model that it adapts"
+        said = self.method.file_settings(self.base.name)  # AdaLoRA's ranks change with every step
+        return lambda tensors, folder: write_named(tensors, said, folder)
+
+    def begin(self) -> None:
+        self.method.begin_again()
+
+    def read_frozen(self) -> None:
+        """It is there already."""
+
+    def read(self, folder: Path) -> None:
+        self.method.load(read_part(folder, METHOD), read_state(folder)[METHOD])
 
 
 @dataclass

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bloomery.data.loader import Batch
+from bloomery.data.loading.loader import Batch
+from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
-from bloomery.model.peft_methods import PeftAdapter
 from bloomery.plan.types import TrainPlan
+from bloomery.train.diagnostics.step_health import Checkup
 from bloomery.train.forward import forward, to_device
-from bloomery.train.losses import LossParts, added
-from bloomery.train.objectives import Objective
-from bloomery.train.optimizers import Optimizer
-from bloomery.train.vitals import Checkup
+from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.losses import LossParts, added
+from bloomery.train.optim.build import Optimizer
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ from typing import Literal, cast, final
 import torch
 from torch import nn
 
-from bloomery.errors import UserError
-from bloomery.hardware.detect import detect
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes
+from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.model.base import is_adapter_folder, read_settings
+from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.quantize import quantise, quantised_weights
-from bloomery.model.quantize_facts import PIECE_BYTES, Reader, backend, storage_bytes
-from bloomery.model.weights import load_decoder
+from bloomery.model.io.weights import load_decoder
+from bloomery.model.quantization.apply import quantise, quantised_weights
+from bloomery.model.quantization.sizes import PIECE_BYTES, Reader, backend, storage_bytes
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import in_precision, prepare_weights
 from bloomery.train.model_folder import Found, Trained
-from bloomery.units import format_bytes
 
 CONTEXT = 4096  # tokens whose keys and values are counted, where a model reads more
 WORKSPACE = 256 * 2**20  # bytes: what a forward needs beside weights, keys and values

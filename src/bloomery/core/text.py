@@ -1,0 +1,91 @@
+"""Text that others wrote: without its secrets before it is passed on, without control characters before it is shown."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$")
+_SHORTEST_SECRET = 8  # a shorter value, such as TOKEN=1, would blank out innocent text
+
+# Shapes as the issuers document them: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Weights & Biases.
+_START = r"(?<![A-Za-z0-9])"  # a word before it may end in _
+_SHAPES = (
+    re.compile(_START + r"(?:hf|api_org)_[A-Za-z0-9]{20,}"),
+    re.compile(_START + r"(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"),
+    re.compile(_START + r"sk-[A-Za-z0-9_-]{20,}"),
+    re.compile(_START + r"AKIA[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    re.compile(_START + r"wandb_v\d_\w{20,}"),
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_ASSIGNED = re.compile(
+    r"(?i)\b([\w.-]*(?:api[_-]?key|access[_-]?key|secret|password|passwd|auth[_-]?token|access[_-]?token))"
+    r"(\"?\s*[=:]\s*\"?)([^\s\"',;&]{6,})"
+)
+_WANDB_KEY = re.compile(r"(?i)(wandb\S*[\s=:\"']+)[0-9a-f]{40}\b")  # 40 digits alone may be a commit
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
+HIDDEN = "[hidden]"
+
+
+def scrub(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """`text` without tokens of known shapes, logins in URLs, and the values of this process's secret variables."""
+    for name, value in environment.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name.upper()):
+            text = text.replace(value, HIDDEN)
+    for shape in _SHAPES:
+        text = shape.sub(HIDDEN, text)
+    text = _URL_LOGIN.sub(HIDDEN, text)
+    text = _WANDB_KEY.sub(rf"\1{HIDDEN}", text)
+    text = _BEARER.sub(rf"\1{HIDDEN}", text)
+    return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
+
+
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # they change the order in which letters are shown
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"}
+_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")  # bytes of a name that no encoding has
+_UNPRINTED = _CONTROLS | _SURROGATES
+
+
+def harmless(text: str) -> str:
+    """`text` without control characters other than newlines and tabs: no dataset, model or file name steers a terminal.
+
+    Everything that Bloomery prints and did not write itself passes through here.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return text.replace("\r\n", "\n").translate(_UNPRINTED)
+
+
+def expanded(name: str | Path) -> Path:
+    """A path with the home folder for `~`; as it is where `~name` is no user here."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def broken(command: str, width: int) -> list[str]:
+    """A command over several lines, each but the last ending in a backslash; never within quotes."""
+    lines = [command]
+    while len(lines[-1]) > width:
+        at = max((place for place in _gaps(lines[-1]) if 4 < place <= width - 2), default=0)
+        if not at:
+            break
+        lines[-1:] = [lines[-1][:at] + " \\", "    " + lines[-1][at + 1 :]]
+    return lines
+
+
+def labelled(label: str, command: str, *, indent: int, width: int) -> list[str]:
+    """A command behind its label, over as many lines of `width` as it needs."""
+    parts = broken(command, width - indent)
+    return [f"{label if at == 0 else '':<{indent}}{part}" for at, part in enumerate(parts)]
+
+
+def _gaps(line: str) -> Iterator[int]:
+    """Where blanks stand outside of quotes."""
+    quote = ""
+    for place, letter in enumerate(line):
+        if letter in "\"'" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif letter == " " and not quote:
+            yield place

@@ -1,0 +1,3 @@
+"""The version of this program, which runs, reports and measurements record."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,251 @@
+"""Examples to token ids, and which of them are learned."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Literal, final
+
+from bloomery.core.units import format_bytes
+from bloomery.data.chat.examples import Example, Message
+from bloomery.data.chat.formats import Wrong, check_turns
+from bloomery.data.chat.masks import Span, learned_tokens
+from bloomery.data.chat.sandbox import TemplateProcess
+from bloomery.data.chat.templates import NONE, ChatTemplate, find_template, formats_texts
+from bloomery.data.sources.streams import Flaw
+from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+
+TrainOn = Literal["assistant", "all", "last"]
+BATCH = 256  # conversations a round trip
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # what templates mean to be one token
+_REMEDY = "leave it out, set data.on_error to skip, or set data.chat.template to another"
+_UNCLEAR = "put {% generation %} and {% endgeneration %} around what the assistant writes, or take another template"
+_TRIAL = (Message("user", "a"), Message("assistant", "b"))
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens, and which of them are to be predicted; both of the same length."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+Encoded = tuple[Sequence, ...]
+
+
+@final
+class Renderer:
+    """Tokens of examples under one tokenizer and one template. Holds a child process: use it as a `with` block.
+
+    Whole renderings are tokenised, never pieces. A token is learned when at least one of its characters is.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, template: str | None, train_on: TrainOn, verbatim: bool = False
+    ) -> None:
+        """`template`: a name, a file, "none", or None, the tokenizer's own. It is looked for when a row needs it.
+
+        Where there is a template, a prompt and an answer that are texts are a user's and the assistant's turn.
+        `verbatim`: they stay texts all the same, as pretraining reads them.
+        """
+        self._tokenizer, self._asked, self._train_on = tokenizer, template, train_on
+        self._formats = not verbatim and formats_texts(template, tokenizer.config)
+        self._template: ChatTemplate | None = None
+        self._processes: dict[str, TemplateProcess] = {}
+
+    def __enter__(self) -> "Renderer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises UserError when there is none, or none that is known."""
+        self._template = self._template or find_template(self._asked, self._tokenizer.config)
+        return self._template
+
+    def missing_tokens(self) -> list[str]:
+        """Markup of the template, such as <|im_end|>, that is no token of the tokenizer but letters to it."""
+        found = dict.fromkeys(_MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL)))
+        return [name for name in found if self._tokenizer.id_of(name) is None]
+
+    def encode(self, example: Example) -> Encoded:
+        """One sequence an answer. Raises UserError that names the example's source."""
+        encoded = self.encode_batch([example])[0]
+        if isinstance(encoded, Flaw):
+            raise encoded.error()
+        return encoded
+
+    def encode_batch(self, examples: list[Example]) -> list[Encoded | Flaw]:
+        """One entry an example. Raises UserError when the template itself cannot be used."""
+        found = [self._turned(example) for example in examples]
+        chats = [each for each in found if isinstance(each, Example) and not isinstance(each.answers[0], str)]
+        told = iter(self._encode_chats(chats))
+        encoded = list[Encoded | Flaw]()
+        for each in found:
+            if isinstance(each, Flaw):
+                encoded.append(each)
+            else:
+                encoded.append(self._encode_texts(each) if isinstance(each.answers[0], str) else next(told))
+        return encoded
+
+    def _turned(self, example: Example) -> Example | Flaw:
+        """A prompt and answers that are texts as turns, where the template formats them."""
+        if not self._formats or example.implicit or not isinstance(example.prompt, str) or not example.prompt:
+            return example
+        if mark := next((mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None):
+            problem = f"begins with {mark}, which {self.template.origin} writes itself: the prompt is formatted already"
+            remedy = f"set data.chat.template={NONE}: texts are then trained on as they are"
+            return Flaw(f"{example.source}, prompt", problem, remedy)
+        prompt = Message("user", example.prompt)
+        answers = [(Message("assistant", answer),) for answer in example.answers if isinstance(answer, str)]
+        try:
+            for answer in answers:
+                check_turns((prompt, *answer), example.source)
+        except Wrong as wrong:
+            return wrong.flaw
+        return replace(example, prompt=(prompt,), answers=tuple(answers))
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        """What the template writes around turns and nobody begins a question with."""
+        text = self.template.text
+        control = [name for name in self._tokenizer.control_tokens() if name in text]
+        begin = [_name(self._tokenizer.config["bos_token"])] if self._tokenizer.bos_id is not None else []
+        return list(dict.fromkeys([*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]))
+
+    def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
+        """Ids that ask for the assistant's next turn. Raises UserError when the template refuses."""
+        job = {"messages": [as_turn(message) for message in messages], "tools": list(tools), "learn": None}
+        answer = self._process(bool(tools)).read([{**job, "prompt": True}])[0]
+        if "error" in answer:
+            raise self._process(bool(tools)).error(answer["error"])
+        return self._tokenizer.encode_places([answer["text"]])[0][0]
+
+    def _encode_texts(self, example: Example) -> Encoded | Flaw:
+        """Prompt and answer in one piece, as TRL does: what the ids share with those of the prompt alone is not
+        learned; the end token is. Answers of one prompt begin to be learned at one place.
+        """
+        assert isinstance(example.prompt, str)
+        prompt, prefix = example.prompt, self._tokenizer.prefix
+        texts = [prompt, *(prompt + answer for answer in example.answers if isinstance(answer, str))]
+        for text in texts:
+            if (error := self._tokenizer.too_long(text, special=True)) is not None:
+                return Flaw(example.source, error.problem, error.remedy)
+        asked, *told = self._tokenizer.encode_batch(texts, special=True)
+        prefix = [] if asked[: len(prefix)] == prefix else prefix
+        start = min(_shared(asked, ids) for ids in told)
+        if self._train_on == "all" and example.kind == "completion":
+            start = 0
+        return tuple(self._ended(prefix, ids, start) for ids in told)
+
+    def _ended(self, prefix: list[int], ids: list[int], start: int) -> Sequence:
+        end = self._tokenizer.eos_id
+        whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
+        return Sequence(whole, [index >= len(prefix) + start for index in range(len(whole))])
+
+    def _encode_chats(self, examples: list[Example]) -> list[Encoded | Flaw]:
+        encoded: dict[int, Encoded | Flaw] = {}
+        for tools in (False, True):
+            chosen = [index for index, example in enumerate(examples) if bool(example.tools) is tools]
+            for start in range(0, len(chosen), BATCH):
+                numbers = chosen[start : start + BATCH]
+                encoded |= zip(numbers, self._render([examples[i] for i in numbers], tools), strict=True)
+        return [encoded[index] for index in range(len(examples))]
+
+    def _render(self, examples: list[Example], tools: bool) -> list[Encoded | Flaw]:
+        jobs = [self._job(example, answer) for example in examples for answer in example.answers]
+        answers = [_refused(answer) or answer for answer in self._process(tools).read(jobs)]
+        good = [answer for answer in answers if "error" not in answer]
+        placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
+        made = iter([_sequence(answer, next(placed)) if "error" not in answer else answer for answer in answers])
+        return [self._together(example, [next(made) for _ in example.answers]) for example in examples]
+
+    def _together(self, example: Example, made: list[Sequence | Json]) -> Encoded | Flaw:
+        flaws = [answer for answer in made if isinstance(answer, dict)]
+        if flaws:
+            problem = f"cannot be written as {self.template.origin} asks: {flaws[0]['error']}"
+            return Flaw(example.source, problem, _UNCLEAR if flaws[0].get("unclear") else _REMEDY)
+        return tuple(answer for answer in made if isinstance(answer, Sequence))
+
+    def _job(self, example: Example, answer: object) -> Json:
+        """A conversation for the child: `learn` numbers the turns that are learned, None stands for all of the text."""
+        assert isinstance(answer, tuple)
+        prompt = example.prompt if isinstance(example.prompt, tuple) else ()
+        messages = (*prompt, *answer)
+        learned = [
+            index
+            for index, message in enumerate(messages)
+            if index >= len(prompt) and message.role == "assistant" and message.learned
+        ]
+        alone = example.kind in ("chat", "completion")  # pairs compare answers, and only answers
+        learned = learned[-1:] if self._train_on == "last" and alone else learned
+        learn = None if self._train_on == "all" and alone else learned
+        return {"messages": [as_turn(message) for message in messages], "tools": list(example.tools), "learn": learn}
+
+    def _process(self, tools: bool) -> TemplateProcess:
+        text = self.template.tool_use if tools and self.template.tool_use else self.template.text
+        if text not in self._processes:
+            config, tokenizer = self._tokenizer.config, self._tokenizer
+            names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
+            template = ChatTemplate(text, self.template.origin)
+            self._processes[text] = process = TemplateProcess(template, names, tokenizer.control_tokens())
+            self._try(process)
+        return self._processes[text]
+
+    def _try(self, process: TemplateProcess) -> None:
+        """A template that fails with a question and its answer fails always."""
+        job = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "learn": None}
+        error = process.read([job])[0].get("error", "")
+        if error and not error.startswith("it refuses"):
+            raise process.error(error)
+
+
+def as_turn(message: Message) -> Json:
+    """A message as templates expect it."""
+    turn: Json = {"role": message.role, "content": message.content}
+    if message.calls:
+        turn["tool_calls"] = list(message.calls)
+    if message.thinking is not None:  # templates differ in the name; transformers gives both
+        turn |= {"reasoning_content": message.thinking, "thinking": message.thinking}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.call_id is not None:
+        turn["tool_call_id"] = message.call_id
+    return turn
+
+
+def _refused(answer: Json) -> Json | None:
+    """Of a rendering that would take too much memory to encode: why."""
+    size = len(answer.get("text", "").encode())
+    return {"error": f"that is {format_bytes(size)} of text"} if size > LONGEST_PLACED else None
+
+
+def _sequence(answer: Json, placed: tuple[list[int], list[Span]]) -> Sequence:
+    ids, offsets = placed
+    if "spans" not in answer:
+        return Sequence(ids, [True] * len(ids))
+    return Sequence(ids, learned_tokens(offsets, answer["spans"]))
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """How many ids both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _name(token: object) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)

@@ -1,0 +1,232 @@
+"""A process that renders chat templates of strangers: little time, little memory, nothing to reach."""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NoReturn, final
+
+import jinja2
+import jinja2.ext
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from bloomery.data.chat.masks import (
+    Memory,
+    Reading,
+    Refused,
+    Turn,
+    Unclear,
+    free_plane,
+    generated_spans,
+    generation_marks,
+    unmarked,
+)
+from bloomery.data.chat.sandbox import read_frame, write_frame
+
+MEMORY_BYTES = 2**30
+MAX_OUTPUT = 2**25  # characters of one rendering
+_MEMORY = "it needs more than 1 GiB of memory"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Json = dict[str, Any]
+
+
+@final
+class Generation(jinja2.ext.Extension):
+    """The tag that transformers knows: what the assistant wrote stands between `generation` and `endgeneration`."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own form)
+
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        begin, end = getattr(self.environment, "generation_marks", ("", ""))
+        return f"{begin}{caller()}{end}"
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """jinja's own escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """As transformers sets it up (utils/chat_template_utils.py): a template means the same here and there."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], cache_size=0
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _now
+    return made
+
+
+@final
+@dataclass
+class Template:
+    """A compiled template and what it is given besides messages."""
+
+    text: str
+    names: Json  # bos_token and its like
+    enders: re.Pattern[str]
+    seconds: float = 2.0  # of the processor, for one conversation
+    memory: Memory = field(default_factory=Memory)
+
+    def __post_init__(self) -> None:
+        self._environment = environment()
+        self._compiled = self._environment.from_string(self.text)
+        self.marks_itself = bool(_GENERATION.search(self.text))
+
+    def render(self, turns: Sequence[Turn], tools: list[Json] | None, *, prompt: bool = False, plane: int = 0) -> str:
+        """Raises Refused with a sentence when the template fails."""
+        vars(self._environment)["generation_marks"] = generation_marks(plane) if plane else ("", "")
+        given = {
+            **self.names, "messages": list(turns), "tools": tools, "documents": None, "add_generation_prompt": prompt,
+        }  # fmt: skip
+        try:
+            return "".join(_limited(self._compiled.generate(**given)))
+        except (Refused, Unclear):
+            raise
+        except Exception as error:  # a template may raise anything, and all of it is the template's
+            raise Refused(_reason(error)) from error
+
+    def read(self, job: Json) -> Json:
+        """The whole text of a conversation and the characters in it that are learned."""
+        turns, tools = job["messages"], job.get("tools") or None
+        if job["learn"] is None:
+            return {"text": self.render(turns, tools, prompt=job.get("prompt", False))}
+        if self.marks_itself:
+            return self._read_marks(turns, tools, job["learn"])
+
+        def render(turns: Sequence[Turn], *, prompt: bool = False) -> str:
+            return self.render(turns, tools, prompt=prompt)
+
+        reading = Reading(render, turns, tools, self.enders, self.memory)
+        return {"text": reading.text, "spans": reading.spans(job["learn"])}
+
+    def _read_marks(self, turns: Sequence[Turn], tools: list[Json] | None, learn: Sequence[int]) -> Json:
+        plane = free_plane(turns, tools)
+        whole = unmarked(self.render(turns, tools, plane=plane), plane)
+        spans = generated_spans(whole)
+        answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if list(learn) != answers:  # a turn's blocks are those that its beginning has not
+            counts = {count: self._blocks(turns[:count], tools, plane) for i in learn for count in (i, i + 1)}
+            spans = [span for i in learn for span in spans[counts[i] : counts[i + 1]]]
+        return {"text": whole.text, "spans": spans}
+
+    def _blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
+        return len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane))) if turns else 0
+
+
+def _limited(pieces: Iterator[str]) -> Iterator[str]:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_OUTPUT:
+            raise Refused(f"it writes more than {MAX_OUTPUT:,} characters for one conversation")
+        yield piece
+
+
+def _short(said: object) -> str:
+    """One line without its full stop, in characters that every terminal has a code for."""
+    return " ".join(str(said).split())[:240].removesuffix(".").encode(errors="backslashreplace").decode()
+
+
+def _refuse_half_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise Refused(f"it writes half of a surrogate pair, {half}, which is no character") from error
+
+
+def _reason(error: Exception) -> str:
+    said = _short(error)
+    match error:
+        case jinja2.exceptions.SecurityError():
+            return f"it reaches for what no template may: {said}"
+        case jinja2.UndefinedError():
+            return f"it uses what is not there: {said}"
+        case jinja2.TemplateError():
+            return f"it refuses the conversation: {said}"
+        case MemoryError():
+            return _MEMORY
+        case RecursionError():
+            return "it calls itself without end"
+    return f"it fails with {type(error).__name__}: {said}"
+
+
+def limit_memory() -> None:
+    import resource
+
+    for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _answer(template: Template, job: Json) -> Json:
+    signal.setitimer(
+        signal.ITIMER_PROF, template.seconds
+    )  # SIGPROF ends this process: no code here could catch it in time
+    try:
+        answer = template.read(job)
+        _refuse_half_characters(answer["text"])
+        return answer
+    except Refused as error:
+        return {"error": str(error)}
+    except Unclear as error:
+        return {"error": str(error), "unclear": True}
+    except RecursionError:
+        return {"error": "it calls itself without end"}
+    except MemoryError:
+        return {"error": _MEMORY}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _compile(said: Json) -> Template | str:
+    signal.setitimer(signal.ITIMER_PROF, said["seconds"])
+    try:
+        enders = re.compile("|".join(map(re.escape, said["enders"])) or "(?!)")
+        return Template(said["text"], said["names"], enders, said["seconds"])
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {_short(error.message)}"
+    except MemoryError:
+        return _MEMORY
+    except (RecursionError, SyntaxError):
+        return "it is nested too deeply"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    """Reads the template, then lists of conversations, and answers each, until its input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole group; the parent decides
+    limit_memory()
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        made = _compile(read_frame(source))
+        write_frame(sink, {"error": made} if isinstance(made, str) else {"marks": made.marks_itself})
+        while isinstance(made, Template):
+            write_frame(sink, [_answer(made, job) for job in read_frame(source)])
+    except (EOFError, BrokenPipeError):
+        return
+
+
+if __name__ == "__main__":
+    main()

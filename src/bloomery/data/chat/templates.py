@@ -1,0 +1,99 @@
+"""Which chat template a recipe means: the tokenizer's own, a file, or one that comes with Bloomery."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
+from bloomery.core.units import MIB
+
+BUILTIN = ("chatml", "llama2", "llama3", "qwen", "mistral", "gemma")
+NONE = "none"  # as data.chat.template: prompts and answers that are texts stay as they are
+KEY = "chat_template"  # in tokenizer_config.json
+_FOLDER = Path(__file__).parent / "templates"
+_WHERE = "data.chat.template"
+_CHOICES = f"set {_WHERE} to {', '.join(BUILTIN)} or a file"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Jinja's text, and where it came from, in words. `tool_use`: the one for conversations with tools, if another."""
+
+    text: str
+    origin: str
+    tool_use: str | None = None
+
+
+def builtin_template(name: str) -> str:
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def formats_texts(asked: str | None, config: Mapping[str, Any]) -> bool:
+    """Whether prompts and answers that are texts become turns, as Alpaca's do: where there is a template for them."""
+    return asked != NONE and (asked is not None or bool(own_templates(config)))
+
+
+def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
+    """What `data.chat.template` means for a tokenizer of this tokenizer_config.json. Raises UserError."""
+    own = own_templates(config)
+    if asked is None:
+        return _own(own)
+    if asked == NONE:
+        problem = "rows of turns need a chat template, and the recipe sets none"
+        remedy = f"{_CHOICES}, or leave it out: the model's own"
+        raise UserError(problem, where=f"{_WHERE}={NONE}", remedy=remedy, code=2)
+    if asked in own:
+        return ChatTemplate(own[asked], f"the tokenizer's own template {asked!r}")
+    if asked in BUILTIN:
+        return ChatTemplate(builtin_template(asked), f"the built-in template {asked}")
+    if "{%" in asked or "{{" in asked:
+        return ChatTemplate(asked, "the template in the recipe")
+    path = Path(asked)
+    if path.is_file():
+        return ChatTemplate(_read(path), str(path))
+    near = difflib.get_close_matches(asked, [*own, *BUILTIN], n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"there is no chat template and no file {asked!r}{meant}", where=_WHERE, remedy=_CHOICES)
+
+
+def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates that a tokenizer carries, by name; a single one is called "default"."""
+    said = config.get(KEY)
+    if isinstance(said, str):
+        return {"default": said}
+    if isinstance(said, dict):  # transformers holds named ones so
+        return {str(name): text for name, text in said.items() if isinstance(text, str)}
+    entries = said if isinstance(said, list) else []
+    return {
+        entry["name"]: entry["template"]
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
+
+
+def _own(own: Mapping[str, str]) -> ChatTemplate:
+    if "default" in own:
+        return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
+    if own:
+        raise UserError(f"the tokenizer has several chat templates and none of them is the default: {', '.join(own)}",
+                        where=_WHERE, remedy="name one of them")  # fmt: skip
+    raise UserError("the tokenizer has no chat template", where=_WHERE, remedy=_CHOICES)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_input(path, MIB).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError("is not UTF-8", where=str(path), remedy=_CHOICES) from error
+
+
+def beside(folder: Path) -> dict[str, str]:
+    """Templates in files of their own in a tokenizer's folder, as transformers writes them."""
+    single = folder / "chat_template.jinja"
+    found = {"default": _read(single)} if single.is_file() else {}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = _read(path)
+    return found

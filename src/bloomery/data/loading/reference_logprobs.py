@@ -1,0 +1,95 @@
+"""What the model of the start says of each stored token: float32 log-probabilities beside the shards."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import numpy as np
+
+from bloomery.core import seals
+from bloomery.core.errors import UserError
+from bloomery.core.files import flush_to_disk, write_durably
+from bloomery.core.seals import Blocks, digests_of_file, stamped, unstamped
+
+Values = np.ndarray[Any, np.dtype[np.float32]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def seal_of(path: Path) -> Path:
+    """Where the digests of a file of values are."""
+    return path.with_suffix(".json")
+
+
+@final
+class ReferenceWriter:
+    """A file of one value a token of a split; what nobody adds is NaN. It appears whole, when the block ends well, and
+    its seal before it: `run` is whose it is.
+
+    A block that ended otherwise, or a kill, leaves a draft, and the next block goes on with it.
+    """
+
+    def __init__(self, path: Path, tokens: int, run: str = "") -> None:
+        self._path, self._draft, self._tokens = path, path.with_name(f".{path.name}.tmp"), tokens
+        self._run = run
+
+    def __enter__(self) -> "ReferenceWriter":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        begun = self._draft.is_file() and self._draft.stat().st_size == 4 * self._tokens
+        self._values = np.memmap(self._draft, np.float32, "r+" if begun else "w+", shape=(self._tokens,))
+        if not begun:
+            self._values[:] = np.nan
+            self._values.flush()  # after a power cut, what was not computed must not read as 0
+        return self
+
+    def has(self, stored: Places) -> bool:
+        """Whether every token of `stored` was added."""
+        return not np.isnan(self._values[stored[stored >= 0]]).any()
+
+    def add(self, stored: Places, values: Values) -> None:
+        """The log-probability `values` of the tokens at `stored` (-1: of none), given their pasts."""
+        known = stored >= 0
+        self._values[stored[known]] = values[known]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._values.flush()
+        del self._values
+        if kind is not None:
+            return
+        flush_to_disk(self._draft)
+        write_durably(seal_of(self._path), stamped({"run": self._run, "blocks": digests_of_file(self._draft)}))
+        self._draft.replace(self._path)
+
+
+@final
+class Reference:
+    """The values of a split, a block of which is checked when it is first read."""
+
+    def __init__(self, path: Path, tokens: int, run: str = "") -> None:
+        """Raises UserError when the file or its seal is missing, damaged, or of other shards or another run."""
+        self._path, self._remedy = path, f"delete it ({path}), and training computes it again"
+        size = path.stat().st_size if path.is_file() else -1
+        if size != 4 * tokens:
+            problem = f"has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
+            raise UserError(problem if size >= 0 else "is missing", where=str(path), remedy=self._remedy)
+        try:
+            seal = unstamped(seal_of(path))
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError("its seal is missing or damaged", where=str(seal_of(path)), remedy=self._remedy) from error
+        if seal.get("run") != run:
+            raise UserError("belongs to another run", where=str(path), remedy=self._remedy)
+        self._values = np.memmap(path, np.float32, "r")
+        self._blocks = Blocks(self._values.data, tuple(seal["blocks"]), path, remedy=self._remedy)
+
+    def of(self, stored: Places, learned: Values) -> Values:
+        """The values of a row's labels, 0 where nothing is learned. Raises UserError for one that was never computed,
+        and for a damaged one.
+        """
+        places = np.maximum(stored, 0)
+        self._blocks.check_blocks(np.unique(4 * places // seals.BLOCK).tolist())
+        found: Values = np.where(learned > 0, self._values[places], np.float32(0))
+        if not np.isfinite(found).all():
+            problem = "has no value for a token that is learned: it was computed for another layout or length"
+            raise UserError(problem, where=str(self._path), remedy=self._remedy)
+        return found

@@ -1,0 +1,209 @@
+"""Text to shards: resumable after a kill at any moment, and equal to the undisturbed result byte for byte."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import open_regular
+from bloomery.data.chat.detect import wants_of
+from bloomery.data.loading.packing import count_rows, pairs_cut
+from bloomery.data.prepare import fingerprint as snapshot
+from bloomery.data.prepare.examples import learns_examples, template_identity, train_on, verbatim
+from bloomery.data.prepare.pipeline import Limits, Report, Work, streams
+from bloomery.data.prepare.split import AUTO
+from bloomery.data.shards.format import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
+from bloomery.data.sources import builtin
+from bloomery.data.tokenizer.resolve import tokenizer_spec
+from bloomery.hub import data_place
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Data, Recipe
+
+DEFAULT = Limits()
+_NOT_TOKENS = {
+    "sequence_length",
+    "layout",
+    "chat",
+    "prepared",
+    "workers",
+    "pin_memory",
+    "prefetch",
+}  # data keys that change no token
+
+
+def identity(loaded: LoadedRecipe) -> str:
+    """sha256 of what decides the tokens: sources, split and tokenizer; not how they are later cut into rows."""
+    recipe = loaded.recipe
+    data = recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS)
+    if data["validation"] == AUTO:  # what it means is seen in the files, which are compared, and may be gone
+        data["validation"] = "1%"
+    parts: dict[str, Any] = {
+        "format": FORMAT,
+        "data": data,
+        "tokenizer": tokenizer_spec(recipe),
+    }
+    if recipe.data.builtin:
+        parts["python"] = builtin.identity()
+    if learns_examples(recipe):
+        parts["examples"] = {"wants": wants_of(recipe), "template": template_identity(recipe.data.chat.template)}
+        parts["examples"]["train_on"] = train_on(recipe)
+        parts["examples"]["verbatim"] = verbatim(recipe)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def prepared_folder(loaded: LoadedRecipe, root: Path) -> Path:
+    """data.prepared, else `prepared/<recipe>-<hash8>` below `root`."""
+    said = loaded.recipe.data.prepared
+    return Path(said) if said else root / "prepared" / f"{loaded.name}-{identity(loaded)[:8]}"
+
+
+def silent(phase: str, done: float, total: float) -> None:
+    """A report that nobody reads."""
+
+
+def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Manifest:
+    """Make `folder` hold the recipe's text as tokens; what is there already is checked and kept.
+
+    Raises UserError for text that cannot be read, a folder that holds something else, a second `prepare` in it, a
+    full disk.
+    """
+    refuse_layout(loaded.recipe)
+    manifest = finished(loaded, folder)
+    if manifest is None:
+        with working(loaded, folder, report=report, limits=limits) as work:
+            manifest = finished(loaded, folder) or work.run()
+            check_rows(manifest, loaded.recipe.data, folder)
+    else:
+        check_shards(folder, manifest, partial(report, "checksums"))
+    return manifest
+
+
+@contextmanager
+def working(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Iterator[Work]:
+    """The work on a folder, made and locked. Raises UserError as `prepare` does."""
+    with writing(folder), locked(folder):
+        yield Work(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
+
+
+def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
+    """The manifest when `folder` is ready for this recipe, None when it is not begun or not done. Raises UserError
+    when it is another's, stale, or less than one sequence.
+
+    Sources that are gone altogether are not missed: tokens may travel without their text.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(folder)
+    if manifest.identity != identity(loaded):
+        raise UserError(
+            f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})",
+            where=str(folder),
+            remedy="set data.prepared to another folder, or delete this one",
+        )
+    if manifest.padding is None and (not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)):
+        raise UserError(
+            "was prepared from token ids by an earlier version, which trained on their padding",
+            where=str(folder),
+            remedy=f"delete it and prepare again: rm -r {folder}",
+        )
+    if not _gone(loaded.recipe.data):
+        if manifest.snapshot is not None:
+            check_record(folder, manifest.snapshot)
+        changed = snapshot.stale(folder, streams(loaded.recipe))
+        if changed is not None:
+            raise UserError(
+                f"was prepared from text that has changed since: {changed}",
+                where=str(folder),
+                remedy=f"delete it and prepare again: rm -r {folder}",
+            )
+    check_rows(manifest, loaded.recipe.data, folder)
+    return manifest
+
+
+def refuse_layout(recipe: Recipe) -> None:
+    """Raises UserError before anything is read for what Rows would refuse after."""
+    if recipe.data.layout == "fixed" and wants_of(recipe) in ("pairs", "kto"):
+        raise pairs_cut()
+
+
+def _gone(data: Data) -> bool:
+    paths = [data.path] if data.path else [source.path for source in data.sources]
+    return bool(paths) and not any(data_place(path).exists() for path in paths)
+
+
+def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
+    """Raises UserError when no source fills one sequence."""
+    train, length = manifest.train, data.sequence_length
+    if manifest.kind != "text":
+        _check_fitted(manifest, data, folder)
+        return
+    if data.layout == "padded" or max((part.tokens for part in train.parts), default=0) > length:
+        return
+    raise UserError(
+        f"all text together is {train.tokens:,} tokens, less than one sequence of {length:,}",
+        where="data.sequence_length",
+        remedy=f"set it below {max(part.tokens for part in train.parts):,}, or add text",
+    )
+
+
+def _check_fitted(manifest: Manifest, data: Data, folder: Path) -> None:
+    laid = count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout)
+    parts = manifest.train.parts
+    structured = any(part.documents for part in parts if not part.plain)  # its text cannot stand in for it
+    if any(count for count, part in zip(laid.counts, parts, strict=True) if not (structured and part.plain)):
+        return
+    if not any(fitted.dropped for fitted in laid.fitted):
+        raise UserError(
+            "nothing of it is learned: no row has an answer of the assistant that the template marks",
+            where="data.chat.train_on",
+            remedy="set data.chat.train_on=all, or see what is learned: bloomery prepare RECIPE --preview 3",
+        )
+    raise UserError(
+        f"no row has anything to learn among its first {data.sequence_length:,} tokens",
+        where="data.sequence_length",
+        remedy="raise it; bloomery prepare RECIPE --preview 3 shows what is learned",
+    )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Makes the folder; a full disk or a forbidden folder becomes a UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                "the disk is full",
+                where=str(folder),
+                remedy="free some space and run the same command again: it goes on where it stopped",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(
+                f"cannot be written: {error.strerror}",
+                where=str(error.filename or folder),
+                remedy="set data.prepared to a folder that you may write",
+            ) from error
+        raise
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One `prepare` a folder; the lock ends with its process, however that ends."""
+    with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "another process is preparing it right now",
+                where=str(folder),
+                remedy="wait for that one, then run again",
+            ) from error
+        yield

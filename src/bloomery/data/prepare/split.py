@@ -1,0 +1,140 @@
+"""Which documents are kept for validation: decided by their content, so that copies of one stay together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import counted
+from bloomery.data.chat.detect import ROWS, Wants
+from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpus, read_documents, sources_of
+from bloomery.data.sources.files import other_splits, validation_split
+from bloomery.hub import PREFIX, data_place
+from bloomery.recipe.schema import Data, Source
+
+_SALT = b"exam"
+AUTO = "auto"
+_USUAL_SHARE = 0.01  # where a data set has no split of its own
+
+
+def content_key(document: Document) -> int:
+    """64 bits of the content; of a marked answer those of its question, so that both answers to one stay together."""
+    example = document.example
+    if example is not None and example.kind == "kto" and example.prompt:
+        content = repr(example.prompt).encode()
+    else:
+        content = document.text.encode() if document.tokens is None else np.array(document.tokens, np.uint32).tobytes()
+    return int.from_bytes(blake2b(content, digest_size=8, salt=_SALT).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """A document whose key is below `threshold` is kept for validation; train documents among `held` are left out."""
+
+    threshold: int
+    held: frozenset[int] = frozenset()
+
+    def keeps(self, key: int) -> bool:
+        return key < self.threshold
+
+
+def validation_share(data: Data, wants: Wants = "text") -> float | None:
+    """The share that `data.validation` asks for, None when it is a path or a split. Raises UserError when it is no
+    share.
+    """
+    said = data.validation
+    if said == AUTO:
+        return None if _own_splits(data, wants) else _USUAL_SHARE
+    try:
+        share = (
+            float(said.rstrip("% ")) / (100 if said.rstrip().endswith("%") else 1)
+            if isinstance(said, str)
+            else float(said)
+        )
+    except ValueError:
+        return None
+    if not 0 <= share < 1:
+        raise UserError(
+            f"{said} is no share of the corpus",
+            where="data.validation",
+            remedy="write 5%, 0, the path of a file or folder, or the name of a split of the data set",
+        )
+    return share
+
+
+def validation_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
+    """What `data.validation` names, none when it is a share: a path; a split of the sources that have it; for auto,
+    the split of each source that is meant for validation.
+    """
+    if validation_share(data, wants) is not None:
+        return []
+    if data.validation == AUTO:
+        return [open_corpus(source, wants, split=split) for source, split in _own_splits(data, wants)]
+    name = str(data.validation)
+    named = [source for source in sources_of(data) if name in other_splits(source, rows=wants in ROWS)]
+    if named:
+        return [open_corpus(source, wants, split=name) for source in named]
+    if not data_place(name).exists() and not name.startswith(PREFIX):
+        splits = sorted({split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS)})
+        others = f"one of its splits: {', '.join(splits)}" if splits else "the path of a file or folder"
+        problem, where = "is neither a file or folder nor a split of the data set", f"data.validation: {name}"
+        raise UserError(problem, where=where, remedy=f"write a share such as 1%, or {others}")
+    source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
+    return [open_corpus(source, wants)]
+
+
+def _own_splits(data: Data, wants: Wants) -> list[tuple[Source, str]]:
+    """The sources whose data set has a split for validation, each with its name."""
+    found = [(source, validation_split(other_splits(source, rows=wants in ROWS))) for source in sources_of(data)]
+    return [(source, split) for source, split in found if split is not None]
+
+
+def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") -> Splitter:
+    """Reads until both sides have a document, which takes some 1 / share of them; only a tiny corpus is read whole.
+
+    With two different documents or more neither side stays empty: the lowest key is always kept for validation, the
+    highest never.
+    """
+    held = validation_corpora(data, wants)
+    if held:
+        return Splitter(0, frozenset().union(*(_held_keys(corpus, on_error=data.on_error) for corpus in held)))
+    threshold = round((validation_share(data, wants) or 0.0) * 2**64)
+    lowest, highest = 2**64, -1
+    for corpus in corpora if threshold else ():
+        for document in read_documents(corpus, on_error=data.on_error, tally=Tally()):
+            key = content_key(document)
+            lowest, highest = min(lowest, key), max(highest, key)
+            if lowest < threshold <= highest:
+                return Splitter(threshold)
+    if lowest >= highest:
+        return Splitter(0)
+    return Splitter(min(max(threshold, lowest + 1), highest))
+
+
+def _held_keys(held: Corpus, *, on_error: str) -> frozenset[int]:
+    """Raises UserError when there is nothing in it: then nothing would tell learning from memorising."""
+    tally = Tally()
+    documents = read_documents(held, on_error=on_error, tally=tally)
+    keys = frozenset(content_key(document) for document in documents if document.text or document.tokens)
+    if not keys:
+        told = f": {counted(tally.skipped, 'rows')} skipped, the first: {tally.first_skipped}" if tally.skipped else ""
+        remedy = "name another file, or a share of the text: data.validation=1%; 0 keeps none for validation"
+        raise UserError(f"there is no text in it{told}", where=f"data.validation: {held.path}", remedy=remedy)
+    return keys
+
+
+def repeated_lines(held_out: Iterable[str], train: Iterable[str]) -> float:
+    """The share of held-out lines (blank ones apart, as they stand) that also occur in train. Memory: the held-out
+    lines' hashes.
+    """
+    lines = [_line_key(line) for text in held_out for line in text.splitlines() if line.strip()]
+    wanted, seen = set(lines), set[int]()
+    for text in train:
+        seen.update(key for line in text.splitlines() if (key := _line_key(line)) in wanted)
+    return sum(line in seen for line in lines) / len(lines) if lines else 0.0
+
+
+def _line_key(line: str) -> int:
+    return int.from_bytes(blake2b(line.encode(), digest_size=8).digest(), "big")

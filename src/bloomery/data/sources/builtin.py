@@ -1,0 +1,186 @@
+"""Questions and answers mined from the standard library: what a docstring promises, and the source that keeps it."""
+
+import ast
+import functools
+import os
+import platform
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Example, Message
+from bloomery.data.sources.files import SourceFile
+
+MAX_ANSWER = 1500  # characters: some 500 tokens
+MAX_QUESTION = 160
+SHARES = {"stdlib-chat": 0.19, "stdlib-pairs": 0.31}  # of the library's bytes, in Python 3.11
+_VERBS = """
+accept acquire activate add adjust allow append apply arrange ask assert assign attach bind block build calculate
+call cancel change check choose clean clear close collect combine compare compile compose compute configure connect
+construct consume convert copy count create decide decode define delete destroy detach detect determine disable
+discard display divide draw dump emit enable encode encrypt ensure enter escape estimate evaluate examine execute
+expand extend extract feed fetch fill filter find finish fix flush format generate get give guess handle highlight
+import increase indent initialize insert inspect install instantiate invert invoke iterate join kill list load
+locate lock log look lookup make map mark match merge modify move multiply normalize notify obtain open pack parse
+perform pick place pop prepare print process produce provide push put query quote raise read receive record recover
+redirect reduce refresh register release remove rename render repeat replace report request reset resolve restore
+retrieve return reverse rotate round run save scan schedule search select send separate serialize set show shuffle
+shut shutdown skip sort split start stop store strip submit subtract swap take terminate test toggle trace transform
+translate truncate try turn unbind unlock unpack unquote unregister update use validate verify wait walk warn wrap
+write yield
+"""
+_KNOWN = frozenset(_VERBS.split())
+_PHRASES = (
+    "Write a {what} that {does}.",
+    "Write a Python {what} that {does}.",
+    "Write a {what} `{name}` that {does}.",
+    "Please write a Python {what} named {name} that {does}.",
+    "I need a {what} that {does}. Write it in Python.",
+    "How would you write a {what} that {does} in Python?",
+    "Write a {what} called {name}. It {does}.",
+)
+
+
+@dataclass(frozen=True)
+class Mined:
+    """A function of the library: where it stands, what is asked for it, and its source without the docstring."""
+
+    source: str
+    question: str
+    answer: str
+
+    @property
+    def asked(self) -> tuple[Message, ...]:
+        return (Message("user", self.question),)
+
+    @property
+    def answered(self) -> tuple[Message, ...]:
+        return _said(self.answer)
+
+
+def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
+    """One question and its answer each."""
+    for found in (function for functions in _mined(files) for function in functions):
+        yield Example(found.source, "chat", (), (found.asked + found.answered,))
+
+
+def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
+    """Each question with its own answer and, as the rejected one, the same lines from the last to the first where
+    Python cannot read that: as long, of the same words, and wrong. Small models learn to tell them apart.
+    """
+    for function in (function for functions in _mined(files) for function in functions):
+        backwards = "\n".join(reversed(function.answer.splitlines()))
+        if not _is_python(backwards):
+            yield Example(function.source, "pair", function.asked, (function.answered, _said(backwards)))
+
+
+def _said(answer: str) -> tuple[Message, ...]:
+    return (Message("assistant", answer),)
+
+
+@functools.lru_cache(maxsize=1)
+def _mined(files: tuple[SourceFile, ...]) -> list[list[Mined]]:
+    """Functions by file; a question or an answer that came before is left out."""
+    asked, answered = set[str](), set[str]()
+    found = []
+    for file in files:
+        kept = []
+        for function, sentence in _functions(file):
+            if sentence.lower() not in asked and function.answer not in answered:
+                asked.add(sentence.lower())
+                answered.add(function.answer)
+                kept.append(function)
+        found.append(kept)
+    return found
+
+
+def _functions(file: SourceFile) -> Iterator[tuple[Mined, str]]:
+    """Functions and the sentence that each promises, in the order of the file. A file that is no Python of this
+    version has none.
+    """
+    try:
+        text = file.path.read_bytes().decode("utf-8")
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    lines = text.splitlines(keepends=True)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in sorted(functions, key=lambda node: node.lineno):
+        does = _promise(ast.get_docstring(node) or "")
+        answer = _answer(node, lines) if does else None
+        if does and answer:
+            yield Mined(f"{file.name}:{node.lineno}", _question(node, does), answer), does
+
+
+def _promise(docstring: str) -> str | None:
+    """The first sentence in the third person: "Return the sum." becomes "returns the sum"."""
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    sentence = paragraph.split(". ")[0].rstrip(".:")
+    first, _, rest = sentence.partition(" ")
+    verb = first.lower()
+    if verb not in _KNOWN:
+        verb = next((stem for stem in (verb[:-1], verb[:-2]) if verb.endswith("s") and stem in _KNOWN), "")
+    fits = first[:1].isupper() and rest and rest.isascii() and len(sentence) <= MAX_QUESTION
+    return f"{_third_person(verb)} {rest}" if verb and fits and ">>>" not in rest else None
+
+
+def _third_person(verb: str) -> str:
+    if verb.endswith(("s", "sh", "ch", "x", "z")):
+        return f"{verb}es"
+    return f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
+
+
+def _answer(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
+    """Its source without the docstring, at the left margin; None when little or too much is left."""
+    docstring, *body = node.body
+    begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    if not body or docstring.end_lineno is None or node.end_lineno is None or body[0].lineno <= docstring.end_lineno:
+        return None
+    kept = lines[begin - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
+    answer = textwrap.dedent("".join(kept)).strip()
+    if docstring.lineno == node.lineno or len(answer) > MAX_ANSWER or not answer.isascii():
+        return None
+    return answer if _is_python(answer) else None  # a text inside it may have begun left of its code
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _question(node: ast.FunctionDef | ast.AsyncFunctionDef, does: str) -> str:
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    what = "method" if arguments and arguments[0].arg in ("self", "cls") else "function"
+    phrase = _PHRASES[crc32(f"{node.name} {does}".encode()) % len(_PHRASES)]
+    return phrase.format(what=what, does=does, name=node.name)
+
+
+# Character tables and documentation topics are data in the shape of code; tests repeat what they test.
+_LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[SourceFile]:
+    """The standard library's .py files, sorted. Raises UserError on an interpreter that ships none (a frozen one)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    names = sorted(path.relative_to(root).as_posix() for path in found)
+    if not names:
+        raise UserError(
+            "this Python ships no source of its library", where=str(root), remedy="set data.path to text of your own"
+        )
+    return [SourceFile(root / name, name, "code") for name in names]
+
+
+def identity() -> str:
+    """What decides the text: another Python, another corpus."""
+    return f"{platform.python_implementation()} {platform.python_version()} in {sysconfig.get_paths()['stdlib']}"

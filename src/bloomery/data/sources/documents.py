@@ -1,0 +1,412 @@
+"""Files of many formats to a stream of documents, in constant memory."""
+
+import gzip
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from pathlib import Path
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.detect import (
+    ROWS,
+    Wants,
+    columns_of_examples,
+    documents_wanted,
+    format_of_row,
+    refuse_text,
+    refuse_unknown_roles,
+    row_to_example,
+)
+from bloomery.data.chat.examples import Example, to_wire
+from bloomery.data.sources import builtin
+from bloomery.data.sources import builtin as mined
+from bloomery.data.sources.files import CHAT, SourceFile, list_files, other_splits
+from bloomery.data.sources.readers import READERS, Value, column_types
+from bloomery.data.sources.streams import Flaw, open_bytes, text_of
+from bloomery.recipe.schema import Data, Source
+
+TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
+_IGNORED = -100  # torch's and transformers' label that is not learned
+_AGAIN = "copy or download it again"
+_REACH = "check its owner, its permissions and the disk"
+_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
+TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
+MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # labels are -100 where nothing is learned
+ATTENTION = "attention_mask"  # 0 for padding
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, or tokens that somebody else made, or an example, and where it stood ("file.jsonl:17").
+
+    The `text` of an example is what example_wire writes of it. `learned` says which of the tokens are, where their
+    maker has said so. `padding`: how many more tokens there were that its attention mask leaves out; None without one.
+    """
+
+    source: str
+    text: str = ""
+    tokens: tuple[int, ...] | None = None
+    example: Example | None = None
+    learned: tuple[bool, ...] | None = None
+    padding: int | None = None
+
+
+@dataclass
+class Tally:
+    """What a reader has met so far."""
+
+    skipped: int = 0
+    first_skipped: str = ""
+    bytes_read: int = 0  # sizes of the files that are behind it
+    formats: set[str] = field(default_factory=set)  # of structured rows
+    padding: int = 0  # tokens that were left out
+
+    def skip(self, flaw: Flaw) -> None:
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or f"{flaw.where}: {flaw.problem}"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of one source and how its rows are read."""
+
+    path: str
+    files: tuple[SourceFile, ...]
+    columns: dict[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    format: str = "auto"  # what the recipe says
+    wants: Wants = "text"
+    builtin: str | None = None
+    split: str | None = None  # of a data set, other than train
+
+    @property
+    def tokens(self) -> bool:
+        """Whether the recipe says that it holds tokens."""
+        return self.format == "tokens"
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.path.stat().st_size for file in self.files)
+
+    @property
+    def text_bytes(self) -> float:
+        """About what of the files is learned."""
+        return self.bytes * mined.SHARES.get(self.builtin or "", 1.0)
+
+
+def open_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
+    """What the data section means on this machine, read for what an objective wants. Raises UserError when it names
+    nothing, too much, or files that are not there.
+    """
+    given = [
+        name for name, value in (("path", data.path), ("builtin", data.builtin), ("sources", data.sources)) if value
+    ]
+    if len(given) != 1:
+        problem = "names no text" if not given else f"names {' and '.join(given)}, which exclude each other"
+        raise UserError(
+            f"the recipe {problem}", where="data", remedy="set one of data.path, data.sources and data.builtin"
+        )
+    if data.builtin:
+        if data.builtin != "stdlib-code" and wants == "text":
+            raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", remedy="use stdlib-code")
+        return [Corpus(data.builtin, tuple(builtin.stdlib_files()), wants=wants, builtin=data.builtin)]
+    return [open_corpus(source, wants) for source in sources_of(data)]
+
+
+def sources_of(data: Data) -> list[Source]:
+    """The recipe's sources; the one of data.path is as they are."""
+    whole = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
+    return [] if data.builtin else data.sources or [whole]
+
+
+def open_corpus(source: Source, wants: Wants = "text", *, split: str | None = None) -> Corpus:
+    """Raises UserError as `open_corpora` does. `split`: one of its data set's other splits than train."""
+    if source.format in CHAT and wants == "text":
+        raise UserError(
+            f"rows of format {source.format} are no plain text",
+            where="data.format",
+            remedy="use text, code, jsonl, ...",
+        )
+    refuse_unknown_roles(source)
+    rows = wants in ROWS
+    files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
+    path = source.path if split is None else f"{source.path}, split {split}"
+    return Corpus(path, tuple(files), source.columns, source.weight, source.format, wants, split=split)
+
+
+def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[Document]:
+    """Every document in the order of the files. A row that cannot be read raises UserError, or is counted in `tally`
+    with on_error "skip".
+    """
+    if corpus.builtin in ("stdlib-chat", "stdlib-pairs"):
+        yield from _mined(corpus, tally)
+        return
+    for file in corpus.files:
+        for found in _read_file(file, corpus, tally):
+            if isinstance(found, Document):
+                if found.example is None and corpus.wants in ("pairs", "kto"):
+                    raise refuse_text(corpus.wants, found.source)
+                yield found
+            elif on_error == "skip":
+                tally.skip(found)
+            else:
+                raise found.error()
+        tally.bytes_read += file.path.stat().st_size
+
+
+def _mined(corpus: Corpus, tally: Tally) -> Iterator[Document]:
+    tally.formats.add(corpus.path)
+    for example in (mined.pairs if corpus.builtin == "stdlib-pairs" else mined.conversations)(corpus.files):
+        for wanted in documents_wanted(example, corpus.wants):
+            yield Document(wanted.source, to_wire(wanted), example=wanted)
+    tally.bytes_read += corpus.bytes
+
+
+def _read_file(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+    try:
+        typed = file.format in ("parquet", "arrow")
+        yield from _typed_rows(file, corpus, tally) if typed else _rows(file, corpus, tally)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield Flaw(file.shown, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=_REACH) from error
+
+
+def _typed_rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+    import pyarrow as pa
+
+    try:
+        types = column_types(file.path, file.format)
+        read, columns = _typed_reader(file, corpus, types, tally)
+        for value in READERS[file.format](file.path, file.shown, columns):
+            yield from read(value)
+    except UnicodeDecodeError:
+        yield Flaw(file.shown, "holds a column whose name is not UTF-8", "rename the column")
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).splitlines()[0][:120]  # pyarrow raises OSError without a number for damaged files
+        yield Flaw(file.shown, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
+
+
+_Read = Callable[[Value | Flaw], Iterator[Document | Flaw]]
+
+
+def _typed_reader(
+    file: SourceFile, corpus: Corpus, types: dict[str, str], tally: Tally
+) -> tuple[_Read, list[str] | None]:
+    """How rows of the file are read, and the columns that this takes."""
+    columns = None if corpus.wants == "text" else columns_of_examples(corpus.columns, types)
+    first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
+    found = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
+    if found is not None:
+        return _examples(*found, corpus, tally), columns
+    role, column = _typed_column(types, corpus, file.shown)
+    masks = _mask_columns(role, types, corpus, tally)
+    return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
+
+
+def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+    read: _Read | None = None
+    for value in READERS[file.format](file.path, file.shown, None):
+        row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in CHAT)
+        if row and read is None:
+            read = _reader(value, corpus, tally)
+        yield from read(value) if row and read is not None else [_document(value, "text", "")]
+
+
+def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
+    assert isinstance(first, Value)
+    plain = isinstance(first.content, dict) and any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS)
+    found = _format_of(first, corpus, plain=plain)
+    if found is not None:
+        return _examples(*found, corpus, tally)
+    role, column = _column(first, corpus)
+    types = {name: "tokens" for name, held in first.content.items() if _is_ints(held)}
+    masks = _mask_columns(role, types, corpus, tally)
+    return lambda value: iter([_document(value, role, column, masks)])
+
+
+def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
+    if corpus.format in CHAT:
+        return corpus.format, corpus.columns
+    if not isinstance(first, Value) or corpus.tokens or {"text", "tokens"} & set(corpus.columns):
+        return None
+    return format_of_row(first.content, corpus.columns, wants=corpus.wants, plain=plain)
+
+
+def _examples(format: str, columns: dict[str, str], corpus: Corpus, tally: Tally) -> _Read:
+    guessed = "" if columns == corpus.columns else f" ({in_words(columns)})"
+    tally.formats.add(format + guessed)
+
+    def read(value: Value | Flaw) -> Iterator[Document | Flaw]:
+        found = value if isinstance(value, Flaw) else row_to_example(value, format, columns)
+        if isinstance(found, Flaw):
+            yield found
+            return
+        for example in documents_wanted(found, corpus.wants):
+            yield Document(example.source, to_wire(example), example=example)
+
+    return read
+
+
+def _typed_column(types: dict[str, str], corpus: Corpus, where: str) -> tuple[str, str]:
+    return _choose({name: kind for name, kind in types.items() if kind in ("text", "tokens")}, types, corpus, where)
+
+
+def _column(row: Value, corpus: Corpus) -> tuple[str, str]:
+    kinds = {}
+    for name, value in row.content.items():
+        if isinstance(value, str):
+            kinds[name] = "text"
+        elif _is_ints(value):
+            kinds[name] = "tokens"
+    return _choose(kinds, row.content, corpus, row.where)
+
+
+def _is_ints(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, int) for item in value[:16])
+
+
+def _mask_columns(role: str, types: dict[str, str], corpus: Corpus, tally: Tally) -> list[str]:
+    """Of tokens: the column that says which are padding, and the one that says which are trained on, where answers
+    are. Pretraining trains on all of them.
+    """
+    if role != "tokens":
+        return []
+    flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]]
+    found = next((name for name in MASK_COLUMNS if name in flags and corpus.wants == "sft"), None)
+    masks = [name for name in (ATTENTION, found) if name is not None and name in flags]
+    if found is not None:
+        tally.formats.add(f"tokens with {found}")
+    return masks
+
+
+def _choose(kinds: dict[str, str], present: Collection[str], corpus: Corpus, where: str) -> tuple[str, str]:
+    """Role and name of the column that is learned: what the recipe says, else a usual name, else the only text."""
+    for role, column in ((role, name) for role, name in corpus.columns.items() if role in ("text", "tokens")):
+        if column not in present:
+            raise _no_column(f"has no column {column!r}", present, where)
+        return role, column
+    names = {role: [name for name, kind in kinds.items() if kind == role] for role in ("text", "tokens")}
+    usual_text = [name for name in TEXT_COLUMNS if name in names["text"]]
+    usual_tokens = [name for name in TOKEN_COLUMNS if name in names["tokens"]]
+    if usual_text and not corpus.tokens:
+        return "text", usual_text[0]
+    if usual_tokens or (corpus.tokens and len(names["tokens"]) == 1):
+        return "tokens", (usual_tokens or names["tokens"])[0]
+    if len(names["text"]) == 1 and not corpus.tokens:
+        return "text", names["text"][0]
+    meant = "tokens" if corpus.tokens else "text" if corpus.wants in ("text", "any") else "text or an answer"
+    refused = _no_column(f"has no column that is plainly the {meant}", present, where,
+                         {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.wants, "text"))  # fmt: skip
+    if any(name not in present for name in corpus.columns.values()):
+        remedy = "set data.columns={}: it maps other data"
+        raise UserError(refused.problem, where=refused.where, remedy=remedy)
+    raise refused
+
+
+def _no_column(problem: str, present: Collection[str], where: str, role: str = "text") -> UserError:
+    names = ", ".join(list(present)[:12])
+    return UserError(f"{problem}; it has: {names}", where=where, remedy=f"name it: data.columns={{{role}: NAME}}")
+
+
+def _document(value: Value | Flaw, role: str, column: str, masks: Sequence[str] = ()) -> Document | Flaw:
+    found = _unmasked(value, role, column)
+    if not masks or isinstance(found, Flaw) or isinstance(value, Flaw) or found.tokens is None:
+        return found
+    tokens, attended = found.tokens, None
+    for mask in masks:
+        flags, where = value.content.get(mask), f"{value.where}, field {mask}"
+        if not isinstance(flags, list) or len(flags) != len(tokens):
+            size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
+            return Flaw(where, f"has {size} where {column} has {len(tokens):,} tokens")
+        if not all(isinstance(flag, int) for flag in flags):
+            return Flaw(where, "holds what is neither a number nor true or false")
+        if mask == ATTENTION:
+            attended = [bool(flag) for flag in flags]
+        else:
+            none = _IGNORED if mask == "labels" else 0
+            found = replace(found, learned=tuple(flag != none for flag in flags))
+    return found if attended is None else _kept(found, attended)
+
+
+def _kept(document: Document, flags: Sequence[bool]) -> Document:
+    """Without the tokens whose flag is false, and knowing how many those were."""
+    assert document.tokens is not None
+    tokens, learned = tuple(compress(document.tokens, flags)), document.learned
+    flagged = None if learned is None else tuple(compress(learned, flags))
+    return replace(document, tokens=tokens, learned=flagged, padding=len(document.tokens) - len(tokens))
+
+
+def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | None]) -> Document:
+    """A document of tokens without padding: what its attention mask leaves out, and without a mask the runs of the
+    padding token at either end. Of a padding token that also begins or ends texts (`ends`) one stays in each run.
+    """
+    tokens = document.tokens
+    if tokens is None or document.padding is not None or pad_id is None or pad_id not in (tokens[:1] + tokens[-1:]):
+        return document
+    size, spared = len(tokens), int(pad_id in ends)
+    front = next((index for index, token in enumerate(tokens) if token != pad_id), size)
+    back = next((index for index, token in enumerate(reversed(tokens)) if token != pad_id), size)
+    start, stop = max(front - spared, 0), size - max(back - spared, 0) if front < size else 0
+    return _kept(document, [start <= index < stop for index in range(size)])
+
+
+def _unmasked(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
+    if isinstance(value, Flaw):
+        return value
+    content, where = value.content, value.where
+    if column:
+        where = f"{where}, field {column}"
+        if not isinstance(content, dict) or column not in content:
+            return Flaw(where, "is missing")
+        content = content[column]
+    if role == "text" and isinstance(content, str):
+        text = text_of(content, where)
+        return text if isinstance(text, Flaw) else Document(value.where, text)
+    if (
+        role == "tokens"
+        and isinstance(content, list)
+        and all(type(item) is int and 0 <= item < 2**32 for item in content)
+    ):
+        return Document(value.where, tokens=tuple(content))
+    what = _KINDS.get(type(content).__name__, f"a {type(content).__name__}")
+    return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
+
+
+def peek(source: Source) -> tuple[str, dict[str, str]] | None:
+    """The format of a source's first row and its columns, where examples are wanted; None: it is text or tokens, or
+    cannot be read, of which who reads it tells more. Raises UserError where there are no files.
+    """
+    import pyarrow as pa
+
+    corpus = open_corpus(source, "sft")
+    file = corpus.files[0]
+    try:
+        first = next(READERS[file.format](file.path, file.shown, None), None)
+    except (EOFError, OSError, zlib.error, pa.ArrowException):
+        return None
+    if not isinstance(first, Value) or not isinstance(first.content, dict):
+        return None
+    return _format_of(first, corpus, plain=any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS))
+
+
+def in_words(columns: dict[str, str]) -> str:
+    """ "question is the instruction, answer the output"."""
+    first, *rest = (f"{name} is the {role}" for role, name in columns.items())
+    return ", ".join([first, *(words.replace(" is the ", " the ") for words in rest)])
+
+
+def read_file(path: Path) -> str:
+    """One whole text file, for prompts and examinations. Raises UserError when it is no UTF-8 text of a size that
+    fits.
+    """
+    file = SourceFile(path, path.name, "code")
+    with open_bytes(path):
+        pass
+    return next(read_documents(Corpus(str(path), (file,)), on_error="stop", tally=Tally())).text
+
+
+__all__ = ["Corpus", "Document", "Tally", "open_corpora", "open_corpus", "read_documents", "read_file"]

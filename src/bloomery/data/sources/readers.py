@@ -1,0 +1,292 @@
+"""One reader a file format: a path to a stream of values, in constant memory."""
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import MIB
+from bloomery.data.sources.streams import BLANK, MAX_BYTES, Flaw, blank, decode, lines, open_bytes, too_long
+
+WHOLE = 4 * MIB  # of a text that is one document: no tokenizer needs more memory than a machine has for it
+
+
+@dataclass(frozen=True)
+class Value:
+    """A row or a whole text, and where it stood."""
+
+    where: str
+    content: Any
+
+
+Reader = Callable[
+    [Path, str, list[str] | None], Iterator[Value | Flaw]
+]  # path, its name in messages, columns that are needed
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}"
+    return f"is not JSON: {error}".partition(";")[0]  # Python's advice on long numbers is not for our reader
+
+
+def read_text(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """The file as one text. A longer one than WHOLE comes in pieces cut at ends of lines."""
+    del columns
+    with open_bytes(path) as stream:
+        data = stream.read(MAX_BYTES + 1)
+        if len(data) <= WHOLE:
+            text = decode(data.removeprefix(codecs.BOM_UTF8), name)
+            yield text if isinstance(text, Flaw) else Value(name, text)
+            return
+        yield from _pieces(data, stream, name)
+
+
+def _pieces(data: bytes, stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
+    part = run = 0
+    while data:
+        part += 1
+        end = len(data) if len(data) <= 4 * MIB else data.rfind(b"\n", 0, 4 * MIB) + 1 or data.find(b"\n") + 1
+        if end > BLANK // 8 and data[:end].isspace() and (run := run + end) > BLANK:
+            yield blank(f"{name}, part {part}")
+            return
+        if end == 0 and len(data) > MAX_BYTES:
+            yield too_long(f"{name}, part {part}", "a line")
+            return
+        end = end or len(data)
+        text = decode(data[:end].removeprefix(codecs.BOM_UTF8), f"{name}, part {part}")
+        yield text if isinstance(text, Flaw) else Value(f"{name}, part {part}", text)
+        data = data[end:]
+        if len(data) < 4 * MIB:
+            data += stream.read(MAX_BYTES + 1 - len(data))
+
+
+def read_code(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """The file as one text, whatever its size up to MAX_BYTES."""
+    del columns
+    with open_bytes(path) as stream:
+        data = stream.read(MAX_BYTES + 1)
+    text = too_long(name, "the file") if len(data) > MAX_BYTES else decode(data.removeprefix(codecs.BOM_UTF8), name)
+    yield text if isinstance(text, Flaw) else Value(name, text)
+
+
+def read_jsonl(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """One value a line; blank lines are passed over."""
+    del columns
+    with open_bytes(path) as stream:
+        for number, line in lines(stream, name):
+            if isinstance(line, Flaw):
+                yield line
+            elif not line.isspace():
+                yield _parse(line, f"{name}:{number}")
+
+
+def _parse(line: bytes, where: str) -> Value | Flaw:
+    text = decode(line, where)
+    if isinstance(text, Flaw):
+        return text
+    try:
+        return Value(where, _DECODER.decode(text))
+    except (ValueError, RecursionError) as error:
+        return Flaw(where, _reason(error))
+
+
+def read_json(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """A list of rows, rows one after the other, or one object that holds a list of rows under some key.
+
+    Rows of a list are parsed one by one. What follows a row that cannot be parsed is lost, as its end is unknown.
+    """
+    del columns
+    with open_bytes(path) as stream:
+        for value in _json_values(stream, name):
+            rows = _only_list(value.content) if isinstance(value, Value) else None
+            yield from (
+                [value] if rows is None or not isinstance(value, Value) else (Value(value.where, row) for row in rows)
+            )
+
+
+def _only_list(content: object) -> list[Any] | None:
+    """Rows under some key; turns of a conversation are none."""
+    if not isinstance(content, dict) or any(isinstance(value, str) for value in content.values()):
+        return None
+    lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 and not {"role", "from"} & set(lists[0][0]) else None
+
+
+def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
+    """Values of a list or of a plain sequence. A value that does not parse may be incomplete: more is read, twice as
+    much each time.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    buffer, line, want, ended, run = "", 1, MIB, False, 0
+    while True:
+        stripped = buffer.lstrip(" \t\r\n,[]")
+        run = 0 if stripped else run + len(buffer)
+        if run > BLANK:
+            yield blank(f"{name}:{line}")
+            return
+        line += buffer.count("\n", 0, len(buffer) - len(stripped))
+        buffer = stripped
+        try:
+            content, end = _DECODER.raw_decode(buffer) if buffer else (None, 0)
+        except (ValueError, RecursionError) as error:
+            if ended or isinstance(error, RecursionError):
+                yield Flaw(f"{name}:{line}", _reason(error))
+                return
+            content, end = None, 0
+        if end and (ended or end < len(buffer)):
+            yield Value(f"{name}:{line}", content)
+            line += buffer.count("\n", 0, end)
+            buffer = buffer[end:]
+        elif ended:
+            return
+        else:
+            if len(buffer) > MAX_BYTES:
+                yield too_long(f"{name}:{line}", "a value")
+                return
+            chunk = stream.read(max(want, len(buffer)))
+            ended = not chunk
+            try:
+                buffer += decoder.decode(chunk, final=ended)
+            except UnicodeDecodeError as error:
+                yield Flaw(name, f"is not UTF-8: byte 0x{error.object[error.start]:02x}", "convert it to UTF-8")
+                return
+
+
+def read_csv(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """Rows of a comma-separated file with a header (tab-separated when its name says .tsv)."""
+    del columns
+    csv.field_size_limit(MAX_BYTES)
+    delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
+    with open_bytes(path) as stream:
+        rows = csv.reader(_strict_text(stream, name), delimiter=delimiter, strict=True)
+        try:
+            header = next(rows, None)
+            for row in rows if header else ():
+                where = f"{name}:{rows.line_num}"
+                if row and header and len(row) != len(header):
+                    yield Flaw(where, f"has {len(row)} fields where the header names {len(header)}")
+                elif row and header:
+                    yield Value(where, dict(zip(header, row, strict=True)))
+        except csv.Error as error:
+            yield Flaw(f"{name}:{rows.line_num}", f"is not CSV: {error}; is a quote unbalanced?")
+        except _Unreadable as error:
+            yield error.flaw
+
+
+class _Unreadable(Exception):
+    """Carries a Flaw through the csv module."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(flaw)
+        self.flaw = flaw
+
+
+def _strict_text(stream: BinaryIO, name: str) -> Iterator[str]:
+    for number, line in lines(stream, name):
+        text = line if isinstance(line, Flaw) else decode(line, f"{name}:{number}")
+        if isinstance(text, Flaw):
+            raise _Unreadable(text)
+        yield text
+
+
+def read_parquet(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """Rows, page by page; only the columns that are needed are read."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB, page_checksum_verification=True) as file:
+        yield from _batches(file.iter_batches(batch_size=64, columns=columns), file.schema_arrow, name, columns)
+
+
+def read_arrow(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    """Rows of an Arrow stream (what datasets writes) or file, memory-mapped."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(source)
+            batches: Iterator[Any] = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            reader = pa.ipc.open_stream(source)
+            batches = iter(reader)
+        selected = (batch.select(columns) if columns else batch for batch in batches)
+        yield from _batches(selected, reader.schema, name, columns)
+
+
+def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+    for column in columns or schema.names:
+        field = schema.field(column)
+        if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(field.type, "extension_name"):
+            raise UserError(
+                f"is of an extension type, {field.type}, which is not read",
+                where=f"{name}, column {column}",
+                remedy="name another column: data.columns={text: NAME}",
+            )
+    row = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, 64):
+            part = batch.slice(start, 64)
+            try:
+                contents = part.to_pylist()
+            except UnicodeDecodeError:  # nothing checks the bytes of a column of text before
+                contents = [_row(part, index, f"{name}, row {row + index + 1}") for index in range(part.num_rows)]
+            for content in contents:
+                row += 1
+                yield content if isinstance(content, Flaw) else Value(f"{name}, row {row}", content)
+
+
+def _row(batch: Any, index: int, where: str) -> Any:
+    try:
+        return batch.slice(index, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        problem = f"holds text that is not UTF-8: byte 0x{error.object[error.start]:02x}"
+        return Flaw(where, problem, "write the column again as UTF-8, or set data.on_error to skip")
+
+
+READERS: dict[str, Reader] = {
+    "text": read_text, "code": read_code, "jsonl": read_jsonl, "json": read_json,
+    "csv": read_csv, "tsv": read_csv, "parquet": read_parquet, "arrow": read_arrow,
+}  # fmt: skip
+
+
+def column_types(path: Path, kind: str) -> dict[str, str]:
+    """Columns of a parquet or Arrow file and what they hold: "text", "tokens" or the type's own name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        schema = pq.read_schema(path)
+    else:
+        with pa.memory_map(str(path)) as source:
+            file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            schema = (pa.ipc.open_file(source) if file else pa.ipc.open_stream(source)).schema
+    return {field.name: _holds(field.type) for field in schema}
+
+
+def _holds(kind: Any) -> str:
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "text"
+    if (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) and types.is_integer(
+        kind.value_type
+    ):
+        return "tokens"
+    return str(kind)

@@ -1,0 +1,197 @@
+"""Byte-level BPE, remembered word by word: text repeats itself, so most words of it were merged before.
+
+The library cuts a text into words with a regular expression and merges each word alone; the expression is the greater
+part of its time. For ASCII the same expression runs in Python's own engine, and a dictionary answers for the words. Ids
+are the library's to the last one; what this cannot prove to be the same (other alphabets, other pipelines) goes to the
+library whole.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, final
+
+import numpy as np
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import MIB, format_bytes
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# What Llama 3, Qwen 2 and later, and GPT-4 cut words with: they differ in how many digits a word has.
+_LATER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DARK = r"[^\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u206f\u3000\ufeff]"  # white space by no definition
+# Where a word ends for certain, whatever stands before and behind.
+_ENDS = {GPT2_PATTERN: re.compile(rf"(?<={_DARK})(?=\n| {_DARK})")} | dict.fromkeys(
+    (_LATER % "", _LATER % "{1,3}"), re.compile(r"(?<=[A-Za-z0-9])(?=\n| [A-Za-z])")
+)
+PIECE = MIB // 4  # characters of a longer text that are encoded together
+LONGEST_PIECE = 4 * MIB  # bytes: the library holds some 150 for each
+LONGEST_PLACED = 3 * MIB  # bytes: 270 for each where it also says which characters a token stands for
+_MAX_WORDS = 500_000  # some 75 MB; later words are merged each time they come
+_LINE = re.compile(r"(?<=[!-~])(?=\n)")  # where a word of GPT2_PATTERN ends for certain
+# Byte-level BPE spells a byte as a letter: a visible one as itself, the others as 256, 257, ... in their order (GPT-2).
+_SPELLING = {byte: 256 + order for order, byte in enumerate([*range(33), 127])}
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+Encode = Callable[[str], list[int]]
+
+
+class _Merged(dict[str, bytes]):
+    """Word -> its ids as bytes."""
+
+    def __init__(self, merge: Encode, dtype: str) -> None:
+        super().__init__()
+        self._merge, self._dtype = merge, dtype
+
+    def __missing__(self, word: str) -> bytes:
+        ids = np.array(self._merge(word), dtype=self._dtype).tobytes()
+        if len(self) < _MAX_WORDS and len(word) <= 64:
+            self[word] = ids
+        return ids
+
+
+@final
+class WordEncoder:
+    """Encodes ASCII by `pattern`, its words (in byte-level spelling) by `merge`, and all else by `whole`."""
+
+    def __init__(self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str) -> None:
+        expression = re.compile(ascii_pattern(pattern), re.ASCII)
+        self._words, self._each = expression.findall, expression.finditer
+        self._lines = pattern == GPT2_PATTERN
+        self._added = (
+            re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))) if added else None
+        )
+        self._whole, self._dtype = whole, dtype
+        self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(self._encode(text), dtype=self._dtype)
+
+    def _encode(self, text: str) -> bytes:
+        if self._added and self._added.search(text):
+            return self._library(text)
+        if text.isascii():
+            return self._ascii(text)
+        return b"".join(self._line_parts(text)) if self._lines else self._library(text)
+
+    def _ascii(self, text: str) -> bytes:
+        if len(text) > PIECE:
+            return self._long_ascii(text)
+        words: list[str] = self._words(text)
+        complete = sum(map(len, words)) == len(text)
+        return b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
+
+    def longest(self, text: str) -> int:
+        """The longest word of ASCII text."""
+        return max((match.end() - match.start() for match in self._each(text)), default=0)
+
+    def _long_ascii(self, text: str) -> bytes:
+        """Word by word: the list of all of them would be ten times the text."""
+        parts, at, size = list[bytes](), 0, 0
+        for match in self._each(text):
+            if match.start() != at:
+                return self._library(text)
+            at, size = match.end(), max(size, match.end() - match.start())
+            refuse_long(size)
+            parts.append(self._merged[match[0]])
+        return b"".join(parts) if at == len(text) else self._library(text)
+
+    def _line_parts(self, text: str) -> Iterator[bytes]:
+        """Runs of ASCII lines and of others, each as a whole."""
+        for ascii_only, lines in groupby(_LINE.split(text), str.isascii):
+            yield (self._ascii if ascii_only else self._library)("".join(lines))
+
+    def _library(self, text: str) -> bytes:
+        refuse_long(len(text.encode()))
+        return np.array(self._whole(text), dtype=self._dtype).tobytes()
+
+
+def refuse_long(size: int, most: int | None = None) -> None:
+    """Raises UserError for a piece of text that cannot be cut, and is more than memory should be spent on."""
+    most = LONGEST_PIECE if most is None else most
+    if size > most:
+        raise UserError(
+            f"holds {format_bytes(size)} in one piece, and {format_bytes(most)} is the limit: the tokenizer cannot "
+            "encode parts of it",
+            remedy="cut it into lines or smaller documents",
+        )
+
+
+def pieces(text: str, ends: re.Pattern[str] | None) -> Iterator[str]:
+    """Parts of a long text of about PIECE characters whose ids one after the other are those of the whole; the text
+    itself where `ends` knows no place to cut it.
+    """
+    start = 0
+    while ends is not None and len(text) - start > PIECE:
+        stop = start + PIECE
+        found = next((at for at in _breaks(text, start, stop) if ends.match(text, at)), None)
+        if found is None:
+            later = ends.search(text, stop)
+            found = later.start() if later else len(text)
+        yield text[start:found]
+        start = found
+    if start < len(text) or not text:
+        yield text[start:]
+
+
+def _breaks(text: str, start: int, stop: int) -> Iterator[int]:
+    """Places of newlines and spaces from the last one on."""
+    for sign in "\n ":
+        at = text.rfind(sign, start + 1, stop)
+        while at > start:
+            yield at
+            at = text.rfind(sign, start + 1, at)
+
+
+def word_ends(description: dict[str, Any]) -> re.Pattern[str] | None:
+    """What finds places at which a text may be cut without a change of its ids; None where none is known."""
+    pattern = _pattern(description)
+    added = [token["content"] for token in description.get("added_tokens") or []]
+    broken = any("\n" in token or " " in token for token in added)
+    return _ENDS.get(pattern) if pattern is not None and plain_added(description) and not broken else None
+
+
+def ascii_pattern(pattern: str) -> str:
+    """The pattern for ASCII text in Python's dialect; ValueError when it has no such form."""
+    inside = re.sub(r"\[[^\]]*\]", lambda match: match[0].replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9"), pattern)
+    plain = inside.replace(r"\p{L}", "[a-zA-Z]").replace(r"\p{N}", "[0-9]")
+    if re.search(r"\\[pPXbBwWdD]|\[\[|&&|\((?!\?)", plain):
+        raise ValueError(f"no ASCII form of {pattern!r} is known")
+    return plain
+
+
+def word_pattern(description: dict[str, Any]) -> str | None:
+    """The expression that cuts words in a tokenizer.json, when all that it does is cut, map bytes and merge; else
+    None.
+    """
+    model = description["model"]
+    return None if model.get("type") != "BPE" or model.get("dropout") else _pattern(description)
+
+
+def _pattern(description: dict[str, Any]) -> str | None:
+    """The expression that cuts words, whatever is then done to them."""
+    normalizer, cut = description.get("normalizer"), description.get("pre_tokenizer") or {}
+    if normalizer and normalizer.get("type") not in ("NFC", "NFKC"):
+        return None
+    steps = cut.get("pretokenizers", [cut])
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or (normalizer and len(steps) == 1):
+        return None
+    if len(steps) == 1:
+        return GPT2_PATTERN if last.get("use_regex", True) else None
+    first = steps[0]
+    isolated = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    if len(steps) != 2 or not isolated or last.get("use_regex", True):
+        return None
+    pattern = first.get("pattern", {}).get("Regex")
+    return pattern if isinstance(pattern, str) else None
+
+
+def plain_added(description: dict[str, Any]) -> bool:
+    """Whether added tokens match as they stand, wherever they stand."""
+    return not any(
+        token.get(key) for token in description.get("added_tokens", []) for key in ("single_word", "lstrip", "rstrip")
+    )

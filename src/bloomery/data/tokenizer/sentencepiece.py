@@ -1,0 +1,263 @@
+"""A SentencePiece model described as a tokenizer.json, so that programs without SentencePiece cut text as it does.
+
+The file is a protocol buffer (sentencepiece_model.proto of google/sentencepiece): ModelProto holds pieces (1), the
+trainer's settings (2) and the normaliser's (3). Only the fields named below are read.
+"""
+
+import base64
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
+from bloomery.core.units import MIB
+
+PROBES = (
+    "",
+    " ",
+    "def f(x):\n    return x  # größer\n",
+    "  two  spaces and\ttabs ",
+    "世界 🎈 <s> <0x0A> ▁x",
+    "ﬁ ½ ① é",
+)
+Json = dict[str, Any]
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
+UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+_SPACE = "▁"
+Field = tuple[int, int | bytes]  # number, value
+
+
+def fields(message: bytes) -> Iterator[Field]:
+    """The fields of one message; ValueError when it is none. Fixed-width values come as their bytes."""
+    place = 0
+    while place < len(message):
+        key, place = _varint(message, place)
+        kind = key & 7
+        if kind == 0:
+            value, place = _varint(message, place)
+            yield key >> 3, value
+            continue
+        size, place = _varint(message, place) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), place)
+        if size < 0 or place + size > len(message):
+            raise ValueError("no protocol buffer")
+        yield key >> 3, message[place : place + size]
+        place += size
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while place < len(message):
+        byte = message[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place
+    raise ValueError("no protocol buffer")
+
+
+def _message(value: int | bytes) -> dict[int, int | bytes]:
+    return dict(fields(value)) if isinstance(value, bytes) else {}
+
+
+def describe(model: bytes) -> Json | None:
+    """The tokenizer.json of a unigram or BPE model; None for another kind, and for spaces that end words."""
+    pieces: list[tuple[str, float, int]] = []
+    trainer: dict[int, int | bytes] = {}
+    normalizer: dict[int, int | bytes] = {}
+    for number, value in fields(model):
+        if number == 1:
+            pieces.append(_piece(_message(value)))
+        elif number == 2:
+            trainer = _message(value)
+        elif number == 3:
+            normalizer = _message(value)
+    kind = trainer.get(3, UNIGRAM)
+    if kind not in (UNIGRAM, BPE) or trainer.get(24) or not normalizer.get(5, 1):
+        return None
+    byte_fallback = bool(trainer.get(35))
+    dummy_prefix = bool(normalizer.get(3, 1))
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(pieces),
+        "normalizer": _normalizer(normalizer, dummy_prefix), "pre_tokenizer": None, "post_processor": None,
+        "decoder": _decoder(dummy_prefix),
+        "model": _unigram(pieces, byte_fallback) if kind == UNIGRAM else _bpe(pieces, byte_fallback),
+    }  # fmt: skip
+
+
+def _piece(message: dict[int, int | bytes]) -> tuple[str, float, int]:
+    text, score, kind = message.get(1, b""), message.get(2, bytes(4)), message.get(3, NORMAL)
+    assert isinstance(text, bytes) and isinstance(score, bytes) and isinstance(kind, int)
+    return text.decode(), struct.unpack("<f", score)[0], kind
+
+
+def _added(pieces: list[tuple[str, float, int]]) -> list[Json]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": index, "content": text, "special": kind != USER_DEFINED, **plain}
+        for index, (text, _, kind) in enumerate(pieces)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+
+
+def _normalizer(settings: dict[int, int | bytes], dummy_prefix: bool) -> Json:
+    steps: list[Json] = []
+    charsmap = settings.get(2, b"")
+    if isinstance(charsmap, bytes) and charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    if settings.get(4, 1):
+        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": _SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _decoder(dummy_prefix: bool) -> Json:
+    steps: list[Json] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
+    """SentencePiece never matches control, byte and unused pieces in a text; the library would, so they are dear."""
+    costly = min((score for _, score, kind in pieces if kind == NORMAL), default=0.0) - 100
+    vocab = [[text, score if kind in (NORMAL, USER_DEFINED) else costly] for text, score, kind in pieces]
+    unknown = next(index for index, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN)
+    return {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": byte_fallback}
+
+
+def _bpe(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
+    """Merges from scores: a piece may come from any two pieces that it can be cut into, the better piece first."""
+    ids = {text: index for index, (text, _, kind) in enumerate(pieces)}
+    whole = {text for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}
+    ranked = sorted(((score, text) for text, score, kind in pieces if kind == NORMAL), key=lambda entry: -entry[0])
+    merges = []
+    for _, text in ranked:
+        cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        merges += sorted((cut for cut in cuts if whole.issuperset(cut)), key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+    unknown = next(text for text, _, kind in pieces if kind == UNKNOWN)
+    return {
+        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": byte_fallback, "ignore_merges": False,
+        "vocab": ids, "merges": [list(merge) for merge in merges],
+    }  # fmt: skip
+
+
+MAX_FILE = 512 * MIB  # of a tokenizer; a larger one is refused unread
+MODEL_FILE = "tokenizer.model"
+MADE_BY = "made_from"  # tokenizer_config.json: where it says MODEL_FILE, tokenizer.json is a translation of that
+
+
+@final
+class SentencePiece:
+    """Backend of a .model file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise UserError(
+                "a SentencePiece .model needs its library",
+                where=str(path),
+                remedy="pip install 'bloomery[sentencepiece]'",
+            ) from error
+        self.description: dict[str, Any] = {}
+        self.growth = 1.0
+        self._content = read_input(path, MAX_FILE)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content)
+            size = int(self._processor.get_piece_size())
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                "is no SentencePiece model, or a damaged one", where=str(path), remedy="copy or download it again"
+            ) from error
+        self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
+        if len(self._ids) != size:
+            raise UserError("holds a piece twice", where=str(path), remedy="copy or download it again")
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        """`special` changes nothing: SentencePiece never reads control tokens out of a text."""
+        del special
+        ids: list[list[int]] = self._processor.encode(texts)
+        return ids
+
+    def encode_places(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Through the tokenizer.json that the model translates to: SentencePiece reads no control tokens. Raises
+        UserError where it does not translate.
+        """
+        if self._translated is None:
+            raise UserError("this SentencePiece model has no tokenizer.json that cuts text alike, which chats need",
+                            where=MODEL_FILE, remedy="save a tokenizer.json beside it with transformers")  # fmt: skip
+        encodings = self._translated.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def _translated(self) -> Any:
+        """Judged by probes that spell no piece: here <s> is a token, and not letters as in other texts."""
+        from tokenizers import Tokenizer as Library
+
+        described = describe(self._content)
+        if described is None:
+            return None
+        library = Library.from_str(json.dumps(described))
+        probes = [text.replace("<s> <0x0A>", "") for text in PROBES]
+        cut = [library.encode(text, add_special_tokens=False).ids for text in probes]
+        return library if cut == self.encode_batch(probes, special=False) else None
+
+    def begins_with(self, token: int) -> bool:
+        """Llama's tokenizers put the begin token before every text; where not, tokenizer_config.json says so."""
+        return bool(token == self._processor.bos_id())
+
+    def special(self) -> list[str]:
+        return [piece for piece, index in self._ids.items() if self._processor.is_control(index)]
+
+    def merge(self, word: str) -> list[int]:
+        """Ids of one word; SentencePiece has no words of its own."""
+        return self.encode_batch([word], special=False)[0]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._processor.decode(ids)
+        return text
+
+    def token_bytes(self) -> list[int]:
+        processor, sizes = self._processor, []
+        for piece, index in self._ids.items():
+            silent = processor.is_control(index) or processor.is_unknown(index) or processor.is_unused(index)
+            sizes.append(0 if silent else 1 if processor.is_byte(index) else len(piece.replace("▁", " ").encode()))
+        return sizes
+
+    def id_of(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def roles(self) -> dict[str, str]:
+        """The tokens that the model itself names."""
+        ids = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id(),
+               "pad_token": self._processor.pad_id(), "unk_token": self._processor.unk_id()}  # fmt: skip
+        return {role: self._processor.id_to_piece(index) for role, index in ids.items() if index >= 0}
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._content).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        """The model, and a tokenizer.json for programs without SentencePiece where that cuts the probes alike."""
+        described = self._description()
+        written = {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()} if described else {}
+        return {**written, MODEL_FILE: self._content}
+
+    def _description(self) -> dict[str, Any] | None:
+        from tokenizers import Tokenizer as Library
+
+        described = describe(self._content)
+        if described is None:
+            return None
+        library = Library.from_str(json.dumps(described))
+        library.encode_special_tokens = True
+        cut = [library.encode(text, add_special_tokens=False).ids for text in PROBES]
+        return described if cut == self.encode_batch(list(PROBES), special=False) else None

@@ -1,0 +1,517 @@
+"""Text to token ids and back, whoever made the tokenizer."""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+import numpy as np
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
+from bloomery.data.chat import templates
+from bloomery.data.tokenizer import fast_bpe as words
+from bloomery.data.tokenizer.sentencepiece import MADE_BY, MAX_FILE, MODEL_FILE, SentencePiece
+
+MOST_GROWTH = 64.0  # of Llama, Gemma, T5 and all others that we know: 2 or less
+_MOST_PREPENDED = 16.0  # letters
+_ANOTHER = "download or save the tokenizer again"
+_ROLES = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
+    "eos_token": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>"),
+    "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
+    "unk_token": ("<unk>", "[UNK]"),
+}
+Json = dict[str, Any]
+
+
+def read_json(path: Path) -> Json:
+    """An object from a file that somebody else wrote. Raises UserError when it is none."""
+    try:
+        value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError("is not JSON, or is cut short", where=str(path), remedy="copy or download it again") from error
+    if not isinstance(value, dict):
+        raise UserError("holds no JSON object", where=str(path), remedy=_ANOTHER)
+    return value
+
+
+def canonical(description: Json) -> str:
+    """One spelling for one tokenizer, without padding and truncation, which are a user's wish and not the
+    tokenizer's.
+    """
+    kept = {key: value for key, value in description.items() if key not in ("padding", "truncation")}
+    return json.dumps({**kept, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
+
+
+def check_ids(description: Json, where: str) -> None:
+    """Ids and tokens must be one to one and dense enough for an embedding. Raises UserError."""
+    model = description.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise UserError("describes no tokenizer: model.vocab is missing", where=where, remedy=_ANOTHER)
+    vocab = model["vocab"]
+    if not vocab:
+        raise UserError("describes no tokenizer: its vocabulary is empty", where=where, remedy=_ANOTHER)
+    try:
+        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+        added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
+    except (TypeError, KeyError, IndexError) as error:
+        problem = "describes no tokenizer: the vocabulary is malformed"
+        raise UserError(problem, where=where, remedy=_ANOTHER) from error
+    if isinstance(vocab, list) and len(ids) != len(vocab):
+        raise UserError("the vocabulary holds a token twice", where=where, remedy=_ANOTHER)
+    for token, index in added.items():
+        if ids.setdefault(token, index) != index:
+            problem = f"token {token!r} has two ids, {ids[token]} and {index}"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
+    _check_range(ids, where)
+
+
+def check_growth(description: Json, where: str) -> float:
+    """How many times as many letters a text may have behind the normalizer as before. Raises UserError for one, or a
+    decoder, that makes texts so much longer that no memory holds them.
+    """
+    grown = {part: _growth(description.get(part)) for part in ("normalizer", "decoder")}
+    for part, factor in grown.items():
+        if factor > MOST_GROWTH:
+            told = f"{factor:,.0f}" if factor < 1e15 else "endlessly many"
+            raise UserError(f"its {part} makes a text up to {told} times as long", where=where, remedy=_ANOTHER)
+    return grown["normalizer"]
+
+
+def _growth(step: object) -> float:
+    """Of Replace and Prepend, which write what the file says; of other steps the growth is Unicode's."""
+    if not isinstance(step, dict):
+        return 1.0
+    parts = [part for key in ("normalizers", "decoders") for part in _entries(step.get(key))]
+    own = 1.0
+    if step.get("type") == "Replace":
+        pattern, content = step.get("pattern"), step.get("content")
+        plain = pattern.get("String") if isinstance(pattern, dict) else None
+        written = len(content) if isinstance(content, str) else 0
+        own = (
+            max(1.0, written / len(plain))
+            if plain and isinstance(plain, str)
+            else max(1.0, written + _matches_nothing(pattern))
+        )
+    elif step.get("type") == "Prepend":
+        own = max(1.0, len(str(step.get("prepend"))) / _MOST_PREPENDED)
+    return own * math.prod(map(_growth, parts))
+
+
+def _matches_nothing(pattern: object) -> float:
+    """1 when an expression may match between two letters, where what it writes is added and replaces nothing."""
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if not isinstance(expression, str) or re.search(r"\(\?|\\[bBAzZG]|[\^$|]", expression):
+        return 1.0
+    try:
+        return float(re.fullmatch(expression, "") is not None)
+    except (re.error, RecursionError, OverflowError):
+        return 1.0
+
+
+def _entries(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _check_range(ids: Json, where: str) -> None:
+    owners: dict[int, str] = {}
+    for token, index in ids.items():
+        if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
+            problem = f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
+        if owners.setdefault(index, token) is not token:
+            problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
+
+
+def added_token(token: str, index: int) -> Json:
+    """An entry of added_tokens: found in a text as it is spelt, whatever stands beside it."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": index, "content": token, **flags}
+
+
+def roles(description: Json, config: Json) -> dict[str, str | None]:
+    """Which tokens begin and end a document, pad and stand for the unknown: what the configuration says, else the
+    usual names.
+    """
+    added = description.get("added_tokens") or []
+    named = added if isinstance(added, list) else []  # check_ids refuses what is malformed
+    present = {str(entry.get("content")) for entry in named if isinstance(entry, dict)}
+    found: dict[str, str | None] = {}
+    for role, usual in _ROLES.items():
+        said = config.get(role)
+        said = said.get("content") if isinstance(said, dict) else said
+        if role in config:
+            found[role] = said if isinstance(said, str) else None
+        else:
+            found[role] = next((name for name in usual if name in present), None)
+    return found
+
+
+def configuration(folder: Path) -> Json:
+    """tokenizer_config.json with what older folders keep in special_tokens_map.json and with chat templates in files
+    of their own; empty without any.
+    """
+    merged: Json = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            merged |= {
+                key: value for key, value in read_json(folder / name).items() if value is not None or key in _ROLES
+            }
+    files = templates.beside(folder)
+    own = {**templates.own_templates(merged), **files}
+    if files:  # they come before what the configuration holds, as in transformers
+        merged[templates.KEY] = (
+            own["default"] if list(own) == ["default"] else [{"name": name, "template": own[name]} for name in own]
+        )
+    return merged
+
+
+SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
+CONFIG = "tokenizer_config.json"
+_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>")
+_Result = TypeVar("_Result")
+Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and which characters of the text each stands for
+
+
+class Backend(Protocol):
+    """What encodes. `description` is what tokenizer.json says, empty for other kinds of file."""
+
+    description: Json
+    growth: float  # how many times as many letters a text may have once it is normalised
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
+    def encode_places(self, texts: list[str]) -> list[Placed]: ...
+    def begins_with(self, token: int) -> bool: ...
+    def merge(self, word: str) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def token_bytes(self) -> list[int]: ...
+    def id_of(self, token: str) -> int | None: ...
+    def special(self) -> list[str]: ...
+    def fingerprint(self) -> str: ...
+    def files(self) -> dict[str, bytes]: ...
+
+
+def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
+    """Runs a call into the tokenizers library. It raises plain Exception, and PanicException, which derives from
+    BaseException alone.
+    """
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UserError):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise UserError(f"{problem}: {reason}", where=where, remedy="use another tokenizer file") from error
+
+
+def refuse_foreign_ids(ids: Iterable[int], vocab_size: int) -> None:
+    """Raises UserError for an id that a model of `vocab_size` embeddings does not know."""
+    largest = max(ids, default=-1)
+    if largest >= vocab_size:
+        raise UserError(
+            f"the text holds token {largest:,}, and the model knows {vocab_size:,}: they do not belong together",
+            where="tokenizer.json",
+            remedy="put the tokenizer there that the model was trained with",
+        )
+
+
+@final
+class JsonBackend:
+    """A tokenizer.json in the tokenizers library."""
+
+    def __init__(self, description: Json, where: str, control: set[str]) -> None:
+        check_ids(description, where)
+        self.description, self._where = description, where
+        self.growth = check_growth(description, where)
+        self._text = canonical(description)
+        added = description.get("added_tokens") or []
+        plain = {**description, "added_tokens": [_demoted(entry, control) for entry in added]}
+        text = canonical(plain) if plain != description else self._text
+        self._plain = self._loaded(text)
+        self._plain.encode_special_tokens = True
+
+    def _loaded(self, text: str) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        return guarded(lambda: Library.from_str(text), "is no tokenizer that can be read", self._where)
+
+    @cached_property
+    def _library(self) -> Any:
+        """As the file says; `_plain` differs in what it reads out of a text."""
+        return self._loaded(self._text)
+
+    @cached_property
+    def _placing(self) -> Any:
+        """As `_library`, and the space that a token begins with belongs to the token."""
+        return self._loaded(self._text.replace('"trim_offsets": true', '"trim_offsets": false'))
+
+    def encode_places(self, texts: list[str]) -> list[Placed]:
+        found = guarded(
+            lambda: self._placing.encode_batch(texts, add_special_tokens=False),
+            "the tokenizer failed on a text",
+            self._where,
+        )
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    def begins_with(self, token: int) -> bool:
+        """Whether the file's own rule puts this token before every text."""
+        return bool(self._library.encode("a", add_special_tokens=True).ids[0] == token)
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        library = self._library if special else self._plain
+        call = getattr(library, "encode_batch_fast", library.encode_batch)
+        encodings = guarded(
+            lambda: call(texts, add_special_tokens=False), "the tokenizer failed on a text", self._where
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def merge(self, word: str) -> list[int]:
+        """Ids of one word in the model's own spelling: neither normalised nor cut."""
+        return [token.id for token in self._plain.model.tokenize(word)]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = guarded(
+            lambda: self._plain.decode(ids, skip_special_tokens=False), "the tokenizer cannot decode", self._where
+        )
+        return text
+
+    def token_bytes(self) -> list[int]:
+        vocab: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
+        added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
+        byte_level = '"ByteLevel"' in json.dumps(
+            [self.description.get("pre_tokenizer"), self.description.get("decoder")]
+        )
+        sizes = [0] * (max(vocab.values()) + 1)
+        for token, index in vocab.items():
+            entry = added.get(index)
+            if entry is None:
+                sizes[index] = len(token) if byte_level else _metaspace_bytes(token)
+            elif not entry.get("special"):
+                sizes[index] = len(token.encode())
+        return sizes
+
+    def id_of(self, token: str) -> int | None:
+        index: int | None = self._plain.token_to_id(token)
+        return index
+
+    def special(self) -> list[str]:
+        """Also those that only look it: a recipe's own tokens are part of a text, and still may end a turn."""
+        added = self.description.get("added_tokens") or []
+        return [entry["content"] for entry in added if entry.get("special") or _MARKUP.fullmatch(entry["content"])]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": (self._text + "\n").encode("utf-8", "surrogatepass")}
+
+
+def _demoted(entry: Json, control: set[str]) -> Json:
+    """Begin, end, padding and unknown are never read out of a text; every other added token is, special or not."""
+    return {**entry, "special": entry["content"] in control}
+
+
+def _metaspace_bytes(token: str) -> int:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return 1
+    return len(token.replace("▁", " ").encode())
+
+
+@final
+class Tokenizer:
+    """Ids from text without adding any, and text from ids without losing any."""
+
+    def __init__(self, backend: Backend, config: Json) -> None:
+        self._backend, self._config = backend, config
+        names = roles(backend.description, config)
+        ids = {role: backend.id_of(name) if name else None for role, name in names.items()}
+        self.bos_id, self.eos_id = ids["bos_token"], ids["eos_token"]
+        self.pad_id, self.unk_id = ids["pad_token"], ids["unk_token"]
+        self.config: Json = {**config, **{role: name for role, name in names.items() if ids[role] is not None}}
+        self._token_bytes = np.array(backend.token_bytes(), dtype=np.int32)
+        self.hash = backend.fingerprint()
+        self._fast: words.WordEncoder | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return len(self._token_bytes)
+
+    @property
+    def dtype(self) -> str:
+        """What a shard stores an id in."""
+        return "uint16" if self.vocab_size <= 2**16 else "uint32"
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of a text. A text that spells "<s>" or "</s>" holds letters, no control tokens, unless `special`; other
+        added tokens always count.
+        """
+        if self._short(text):
+            return self._backend.encode_batch([text], special=special)[0]
+        return [index for piece in words.pieces(text, self._ends) for index in self._piece(piece, special=special)]
+
+    def _piece(self, text: str, *, special: bool) -> list[int]:
+        words.refuse_long(self._size(text))
+        return self._backend.encode_batch([text], special=special)[0]
+
+    def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
+        if not all(map(self._short, texts)):
+            return [self.encode(text, special=special) for text in texts]
+        return self._backend.encode_batch(texts, special=special)
+
+    def _short(self, text: str) -> bool:
+        return len(text) * self._backend.growth <= words.PIECE
+
+    def _size(self, text: str) -> int:
+        """Bytes, normalised."""
+        return round(len(text.encode()) * self._backend.growth)
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str] | None:
+        return words.word_ends(self._backend.description) if self._backend.description else None
+
+    def too_long(self, text: str, *, special: bool = False) -> UserError | None:
+        """Why `encode_array`, or `encode` with `special`, cannot encode a text in little memory; None where it can."""
+        if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:  # of four bytes a letter
+            return None
+        try:
+            for piece in words.pieces(text, self._ends):
+                size, fast = self._size(piece), None if special else self._fast_encoder()
+                size = fast.longest(piece) if fast and size > words.LONGEST_PIECE and piece.isascii() else size
+                words.refuse_long(size)
+        except UserError as error:
+            return error
+        return None
+
+    def encode_places(self, texts: list[str]) -> list[Placed]:
+        """Ids of texts with control tokens read out of them, and the characters that each id stands for."""
+        for text in texts:
+            words.refuse_long(self._size(text), words.LONGEST_PLACED)
+        return self._backend.encode_places(texts)
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """What transformers puts before a plain text: the begin token, or nothing."""
+        if self.bos_id is None:
+            return []
+        said = self._config.get("add_bos_token")
+        adds = said if isinstance(said, bool) else self._backend.begins_with(self.bos_id)
+        return [self.bos_id] if adds else []
+
+    def id_of(self, token: str) -> int | None:
+        return self._backend.id_of(token)
+
+    def control_tokens(self) -> list[str]:
+        """Special tokens by name: what may end a turn. The begin token is one of them only where it ends texts too."""
+        begin = self.bos_id if self.bos_id != self.eos_id else None
+        return [name for name in self._backend.special() if self._backend.id_of(name) != begin]
+
+    def encode_array(self, text: str) -> words.Ids:
+        """The ids of `encode` as `dtype`, several times as fast where byte-level BPE allows it."""
+        if self._short(text):
+            return self._array(text)
+        return np.concatenate([self._array(piece) for piece in words.pieces(text, self._ends)])
+
+    def _array(self, text: str) -> words.Ids:
+        fast = self._fast_encoder()
+        if fast is not None:
+            return fast.encode(text)
+        return np.array(self._piece(text, special=False), dtype=self.dtype)
+
+    def _fast_encoder(self) -> words.WordEncoder | None:
+        self._fast = self._fast or self._word_encoder()
+        return self._fast
+
+    def _word_encoder(self) -> words.WordEncoder | None:
+        description = self._backend.description
+        pattern = words.word_pattern(description) if description else None
+        if pattern is None or not words.plain_added(description):
+            return None
+        control = set(roles(description, self._config).values())
+        added = [entry["content"] for entry in description.get("added_tokens") or [] if entry["content"] not in control]
+        try:
+            return words.WordEncoder(pattern, added, self.encode, self._backend.merge, self.dtype)
+        except ValueError:  # the pattern has no ASCII form
+            return None
+
+    def decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids)
+
+    def token_bytes(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """int32 [vocab_size]: how many bytes of text each id stands for; 0 for special tokens."""
+        return self._token_bytes
+
+    def with_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
+        """This tokenizer and special tokens that it lacks, with the ids that follow. Raises UserError."""
+        new = [token for token in dict.fromkeys(tokens) if self._backend.id_of(token) is None]
+        if not new:
+            return self
+        if not self._backend.description:
+            raise UserError(
+                "a SentencePiece .model takes no further tokens", where="tokenizer.add_tokens",
+                remedy="save it as tokenizer.json with transformers, and name that in tokenizer.from",
+            )  # fmt: skip
+        entries = [added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
+        description = self._backend.description
+        description = {**description, "added_tokens": [*(description.get("added_tokens") or []), *entries]}
+        config = dict(self._config)
+        if isinstance(known := config.get("added_tokens_decoder"), dict):  # transformers reads both files
+            more = {str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries}
+            config["added_tokens_decoder"] = {**known, **more}
+        control = {name for name in roles(description, config).values() if name}
+        return Tokenizer(JsonBackend(description, "tokenizer.add_tokens", control), config)
+
+    def save(self, folder: Path) -> None:
+        """Files that transformers' AutoTokenizer opens. The tokenizer itself appears last and by rename: where it is,
+        all of it is.
+        """
+        config = {"clean_up_tokenization_spaces": False, **self.config, "tokenizer_class": "PreTrainedTokenizerFast"}
+        config.pop("auto_map", None)  # names remote code
+        files = {CONFIG: (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(), **self._backend.files()}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_file(folder / name, content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """The whole file or none of it, also after a crash."""
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when there is none, or none that
+    can be trusted.
+    """
+    config = configuration(path if path.is_dir() else path.parent)
+    if path.is_dir():
+        names = ["tokenizer.json", MODEL_FILE, "spiece.model"]
+        names = [MODEL_FILE] if config.get(MADE_BY) == MODEL_FILE else names
+        files = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.model"))
+        if not files:
+            raise UserError(
+                "holds neither tokenizer.json nor a SentencePiece .model",
+                where=str(path),
+                remedy="name the file or another folder",
+            )
+        path = files[0]
+    if path.suffix == ".model":
+        backend = SentencePiece(path)
+        return Tokenizer(backend, {**backend.roles(), **config, MADE_BY: MODEL_FILE})
+    description = read_json(path)
+    control = {name for name in roles(description, config).values() if name}
+    return Tokenizer(JsonBackend(description, str(path), control), config)

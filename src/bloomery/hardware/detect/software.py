@@ -1,0 +1,211 @@
+"""Python, the installed PyTorch and its companions, and the variables that steer them. Nothing is imported."""
+
+import configparser
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import util
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlparse
+
+from bloomery.hardware.detect.kfd import text_of
+from bloomery.hardware.machine import Package, Setting, Software
+
+Build = Literal["cpu", "cuda", "rocm"]
+
+ENVIRONMENT = (
+    "HSA_OVERRIDE_GFX_VERSION", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_HIP_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "TORCH_ROCM_FA_PREFER_CK",
+    "TORCH_BLAS_PREFER_HIPBLASLT", "HIPBLAS_WORKSPACE_CONFIG", "CUBLAS_WORKSPACE_CONFIG",
+    "ROCBLAS_INTERNAL_FP16_ALT_IMPL", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "CXX", "HSA_ENABLE_SDMA",
+    "HSA_FORCE_FINE_GRAIN_PCIE", "HSA_NO_SCRATCH_RECLAIM", "HSA_XNACK", "HSA_ENABLE_DXG_DETECTION",
+    "AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY", "HIP_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING", "AMD_LOG_LEVEL",
+    "GPU_MAX_HW_QUEUES", "HIP_FORCE_DEV_KERNARG", "BNB_ROCM_VERSION", "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+    "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_INTERPRET", "LD_LIBRARY_PATH", "ROCM_PATH", "PIP_CONSTRAINT",
+)  # fmt: skip
+ENVIRONMENT_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
+# Distributions that matter by name; any other that requires torch is found by its metadata.
+COMPANIONS = re.compile(
+    r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm)?|pytorch-triton(?:-rocm)?|flash-attn|bitsandbytes|xformers"
+    r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
+)
+TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
+REQUIRES_TORCH = re.compile(rb"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE)
+SHELL_FILES = (
+    "~/.bashrc", "~/.bash_profile", "~/.profile", "~/.zshrc", "~/.zshenv", "~/.zprofile", "~/.config/fish/config.fish",
+    "/etc/environment", "/etc/bash.bashrc", "/etc/profile",
+)  # fmt: skip
+SHELL_FOLDERS = (("/etc/profile.d", "*.sh"), ("~/.config/environment.d", "*.conf"))
+_NAME, _VALUE = r"([A-Z][A-Z0-9_]*)", r"""("[^"]*"|'[^']*'|[^\s;#&]*)"""
+SETS = (
+    re.compile(rf"(?:^|[\s;&])(?:export\s+)?{_NAME}={_VALUE}"),  # sh, environment.d
+    re.compile(rf"^\s*(?:setenv|set\s+-\S*x\S*)\s+{_NAME}\s+{_VALUE}"),  # csh, fish
+    re.compile(rf'"{_NAME}":\s*{_VALUE}'),  # conda env config vars
+)
+LARGEST_SHELL_FILE = 1 << 20
+
+
+def read_software(root: Path) -> Software:
+    """What this interpreter would import; shell files and pip's settings below `root`."""
+    packages = tuple(sorted(_packages(), key=lambda package: package.name))
+    versions = {package.name: package.version for package in packages}
+    table = _torch_table()
+    values = assignments(text_of(table)) if table else {}
+    torch = values.get("__version__") or versions.get("torch") or ""
+    return Software(
+        python=platform.python_version(),
+        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder of that name is no PyTorch
+        build=build_of(values) if values else None,
+        triton=next((versions[name] for name in TRITONS if name in versions), None),
+        environment={name: _nameless(value) for name, value in sorted(os.environ.items()) if matters(name)},
+        hip=values.get("hip", ""),
+        cuda=values.get("cuda", ""),
+        prefix=_short(Path(sys.prefix)),
+        torch_folder=_short(table.parent) if table else "",
+        packages=packages,
+        settings=tuple(_settings(root)),
+        pinned=_pinned(root),
+    )
+
+
+def matters(name: str) -> bool:
+    """Whether a variable of this name steers PyTorch, the driver or the libraries between them."""
+    return name in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
+
+
+def _torch_table() -> Path | None:
+    spec = util.find_spec("torch")  # finds the package without importing it
+    return Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+
+
+def assignments(text: str) -> dict[str, str]:
+    """The texts of torch/version.py, whose lines are `name: Optional[str] = 'value'`."""
+    return dict(re.findall(r"^(\w+)\s*(?::[^=]+)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
+
+
+def build_of(values: dict[str, str]) -> Build:
+    return "rocm" if values.get("hip") else "cuda" if values.get("cuda") else "cpu"
+
+
+def _short(path: Path) -> str:
+    """With the home folder as ~: a record that is attached to a bug report names no user."""
+    home = Path.home()
+    return "~/" + str(path.relative_to(home)) if home != Path("/") and path.is_relative_to(home) else str(path)
+
+
+def _nameless(text: str) -> str:
+    home = str(Path.home())
+    return text.replace(home + "/", "~/") if home != "/" else text
+
+
+def _packages() -> Iterator[Package]:
+    """Installed distributions that have to do with torch, the first of each name on the import path."""
+    seen = set()
+    for entry in dict.fromkeys(sys.path):
+        for folder in sorted(Path(entry or ".").glob("*.dist-info")):
+            name, version = _name_and_version(folder)
+            if name in seen:
+                continue
+            seen.add(name)
+            requirement = _requires_torch(folder)
+            if requirement or COMPANIONS.fullmatch(name):
+                yield Package(
+                    name=name,
+                    version=version,
+                    installed=_installed(folder),
+                    requested=(folder / "REQUESTED").exists(),
+                    requires_torch=requirement,
+                )
+
+
+def _name_and_version(folder: Path) -> tuple[str, str]:
+    """("flash-attn", "2.8.3") from flash_attn-2.8.3.dist-info."""
+    name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+    return re.sub(r"[-_.]+", "-", name).lower(), version
+
+
+def _requires_torch(folder: Path) -> str:
+    """Its unconditional requirement of torch, "torch>=2.8"; those of extras do not count."""
+    try:
+        text = (folder / "METADATA").read_bytes()
+    except OSError:
+        return ""
+    for requirement, marker in REQUIRES_TORCH.findall(text):
+        if b"extra" not in marker:
+            return re.sub(r"[()\s]", "", str(requirement, "utf-8", "replace"))
+    return ""
+
+
+def _installed(folder: Path) -> float:
+    """When: installers write RECORD anew, the other files may keep the time of a cache."""
+    record = folder / "RECORD"
+    return (record if record.exists() else folder).stat().st_mtime
+
+
+def _settings(root: Path) -> Iterator[Setting]:
+    """Lines of shell files and of the environment's activation scripts that set a variable that matters."""
+    for name, file in _shell_files(root):
+        try:
+            text = file.read_text(errors="replace") if file.stat().st_size <= LARGEST_SHELL_FILE else ""
+        except OSError:
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            code = "" if line.lstrip().startswith("#") else line
+            for variable, value in (found for pattern in SETS for found in pattern.findall(code)):
+                if matters(variable):
+                    yield Setting(name=variable, value=value.strip("\"'"), file=name, line=number)
+
+
+def _shell_files(root: Path) -> Iterator[tuple[str, Path]]:
+    """(as people write it, where it lies below `root`)."""
+    for name in SHELL_FILES:
+        yield name, _below(root, name)
+    for folder, pattern in SHELL_FOLDERS:
+        yield from ((f"{folder}/{file.name}", file) for file in sorted(_below(root, folder).glob(pattern)))
+    activation = Path(sys.prefix) / "bin/activate"
+    yield _short(activation), _below(root, str(activation))
+    conda = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
+    yield _short(conda / "conda-meta/state"), _below(root, str(conda / "conda-meta/state"))
+    scripts = conda / "etc/conda/activate.d"
+    yield from ((_short(scripts / file.name), file) for file in sorted(_below(root, str(scripts)).glob("*.sh")))
+
+
+def _below(root: Path, name: str) -> Path:
+    return root / str(Path(name).expanduser()).lstrip("/")
+
+
+def _pinned(root: Path) -> str:
+    """The line of pip's constraints that fixes torch; empty where the next `pip install` may replace it.
+
+    Of pip's settings the most specific counts alone: the variable, the environment's file, the user's, the system's.
+    """
+    own = (f"{sys.prefix}/pip.conf", "~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf")
+    values = (os.environ.get("PIP_CONSTRAINT"), *(_constraint(_below(root, name)) for name in own))
+    files = next((value for value in values if value), "").split()
+    lines = (line for name in files for line in _constraint_lines(root, name))
+    return next((line for line in lines if re.match(r"torch\s*(==|@)", line)), "")
+
+
+def _constraint(file: Path) -> str:
+    """The value of `constraint` in a pip.conf."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(file, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):  # pip says so itself, and much earlier
+        return ""
+    sections = (section for section in ("install", "global") if parser.has_option(section, "constraint"))
+    return next((parser.get(section, "constraint") for section in sections), "")
+
+
+def _constraint_lines(root: Path, name: str) -> list[str]:
+    path = unquote(urlparse(name).path) if name.startswith("file:") else name
+    try:
+        return [line.strip() for line in _below(root, path).read_text(errors="replace").splitlines()]
+    except OSError:
+        return []

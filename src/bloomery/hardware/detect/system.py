@@ -1,0 +1,188 @@
+"""The kernel's driver, what this process may open, and what stands around it: containers, WSL, clusters."""
+
+import errno
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from bloomery.core.child import ask
+from bloomery.hardware.detect.kfd import masked_gpus, text_of
+from bloomery.hardware.machine import Access, Driver, Opening, Surroundings
+from bloomery.hardware.specs.wheels import site_here
+
+OPEN_SECONDS = 5
+OPENING: dict[int, Opening] = {0: "open", errno.ENOENT: "absent", errno.ENXIO: "absent", errno.ENODEV: "absent"}
+# Really opened, because neither SELinux nor a control group of devices shows in the permission bits; in a child,
+# because a driver that has hung never returns from open().
+OPENER = """
+import os, sys
+for path in sys.argv[1:]:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        print(0)
+    except OSError as error:
+        print(error.errno)
+"""
+MODPROBE_FOLDERS = ("etc/modprobe.d", "run/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
+KEPT_OUT = re.compile(r"^\s*(?:blacklist\s+amdgpu\s*$|install\s+amdgpu\s+\S*/(?:true|false))", re.MULTILINE)
+BOOT_WORDS = re.compile(
+    r"(?:^|\s)((?:iommu|amd_iommu|intel_iommu|pcie_acs_override|modprobe\.blacklist|module_blacklist)=\S+|nomodeset"
+    r"|amdgpu\.\S+)"
+)
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")  # where distributions put their own ROCm
+SLURM = (
+    "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_JOB_END_TIME",
+)  # fmt: skip
+
+
+def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
+    """(what /dev/kfd and the groups say, what opening each render node answered)."""
+    if os.name == "nt":
+        return Access(), {}
+    kfd, renders = root / "dev/kfd", sorted((root / "dev/dri").glob("renderD*"))
+    answers = openings([path for path in (kfd, *renders) if path.exists()])
+    names, gid, render_gid = _group_names(root), _owner(kfd), _owner(renders[0]) if renders else None
+    access = Access(
+        kfd=answers.get(kfd, "absent"),
+        kfd_group="" if gid is None else names.get(gid, str(gid)),
+        kfd_gid=gid,
+        render_gid=render_gid,
+        groups=tuple(names.get(group, str(group)) for group in sorted({os.getegid(), *os.getgroups()})),
+        listed_groups=_listed_groups(root, names),
+    )
+    return access, {f"/dev/dri/{path.name}": answers[path] for path in renders}
+
+
+def openings(paths: list[Path]) -> dict[Path, Opening]:
+    """What opening each for reading and writing answers, asked in a child that may hang without harm."""
+    if not paths:
+        return {}
+    answer = ask([sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS)
+    if answer is None:
+        return dict.fromkeys(paths, "hung")
+    numbers = answer.split()
+    if len(numbers) != len(paths):  # no child could be started: the permission bits must do
+        return {path: "open" if os.access(path, os.R_OK | os.W_OK) else "denied" for path in paths}
+    return {path: OPENING.get(int(number), "denied") for path, number in zip(paths, numbers, strict=True)}
+
+
+def _owner(path: Path) -> int | None:
+    return path.stat().st_gid if path.exists() else None
+
+
+def _group_rows(root: Path) -> list[list[str]]:
+    """Rows of /etc/group: name, password, number, members. The name service is not asked: it can hang."""
+    lines = text_of(root / "etc/group").splitlines()
+    return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()]
+
+
+def _group_names(root: Path) -> dict[int, str]:
+    return {int(number): name for name, _, number, _ in _group_rows(root)}
+
+
+def _listed_groups(root: Path, names: dict[int, str]) -> tuple[str, ...]:
+    """The user's own group and those that list the user: what a fresh login would have."""
+    rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
+    mine = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
+    user = mine[0] if mine else os.environ.get("LOGNAME", os.environ.get("USER", ""))
+    own = [names.get(int(mine[3]), mine[3])] if mine and mine[3].isdecimal() else []
+    listing = [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
+    return tuple(dict.fromkeys((*own, *listing)))
+
+
+def read_driver(root: Path) -> Driver:
+    """The kernel's drivers and what decides whether they load."""
+    command_line = text_of(root / "proc/cmdline")
+    balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
+    return Driver(
+        kernel=text_of(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
+        amdgpu=(root / "sys/module/amdgpu").is_dir(),
+        amdgpu_version=text_of(root / "sys/module/amdgpu/version").strip(),
+        nvidia=_nvidia_driver(root),
+        blacklisted=_blacklisted(root, command_line),
+        boot=" ".join(BOOT_WORDS.findall(command_line)),
+        rocm=system_rocm(root),
+        numa_balancing=balancing != "0" if balancing else None,
+    )
+
+
+def _nvidia_driver(root: Path) -> str:
+    """580.82.07, from a line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release"."""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    return found[1] if found else text_of(root / "sys/module/nvidia/version").strip()
+
+
+def _blacklisted(root: Path, command_line: str) -> str:
+    """The file, or the boot parameter, that keeps amdgpu from loading."""
+    for folder in MODPROBE_FOLDERS:
+        for file in sorted((root / folder).glob("*.conf")):
+            if KEPT_OUT.search(text_of(file)):
+                return "/" + str(file.relative_to(root))
+    named = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
+    return f"{named[0]} in /proc/cmdline" if named else ""
+
+
+def system_rocm(root: Path) -> str:
+    """The newest ROCm that any source names: leftovers of older ones are common, and 10.1 is newer than 7.2."""
+    folders = [root / "opt/rocm", *(root / "opt").glob("rocm-*")]
+    folders += [_below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
+    texts = [text_of(folder / ".info/version") for folder in folders]
+    texts += [folder.name.removeprefix("rocm-") for folder in folders]
+    texts += [name.removeprefix("rocm/") for name in _modules() if name.startswith("rocm/")]
+    libraries = (file for folder in LIBRARY_FOLDERS for file in (root / folder).glob("libamdhip64.so.*"))
+    texts += [".".join(library.name.partition(".so.")[2].split(".")[:2]) for library in libraries]
+    return newest(texts)
+
+
+def newest(versions: Iterable[str]) -> str:
+    """The greatest of the texts that begin with a version of at least two numbers, without what follows it; else ""."""
+    found = (re.match(r"\s*v?(\d+(?:\.\d+)+)", text) for text in versions)
+    return max((match[1] for match in found if match), key=version_key, default="")
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Orders versions by their numbers: 7.2.4 < 7.14 < 10.1."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def _below(root: Path, path: str | Path) -> Path:
+    """An absolute path of the machine whose files lie below `root`."""
+    return root / str(path).lstrip("/")
+
+
+def _modules() -> tuple[str, ...]:
+    return tuple(filter(None, os.environ.get("LOADEDMODULES", "").split(":")))
+
+
+def read_surroundings(root: Path) -> Surroundings:
+    """Whatever stands between this process and the hardware."""
+    shared = root / "dev/shm"
+    space = os.statvfs(shared) if shared.is_dir() else None
+    return Surroundings(
+        wsl="microsoft" in text_of(root / "proc/version").lower(),
+        dxg=(root / "dev/dxg").exists(),
+        container=_container(root),
+        masked_gpus=masked_gpus(root / "sys"),
+        shared_memory_bytes=space.f_blocks * space.f_frsize if space else None,
+        slurm={name: os.environ[name] for name in SLURM if name in os.environ},
+        site=site_here(root),
+        modules=_modules(),
+    )
+
+
+def _container(root: Path) -> str:
+    """docker, podman, apptainer, kubernetes, lxc, or what systemd calls it; empty outside of any."""
+    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
+        return "apptainer"
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    marks = ((".dockerenv", "docker"), ("run/.containerenv", "podman"), (".singularity.d", "apptainer"))
+    found = next((kind for mark, kind in marks if (root / mark).exists()), "")
+    first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
+    names = {"libpod": "podman", "kubepods": "kubernetes"}
+    return found or text_of(root / "run/systemd/container").strip() or (names.get(first[1], first[1]) if first else "")

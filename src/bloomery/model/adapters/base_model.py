@@ -1,0 +1,127 @@
+"""The model that an adapter adapts, and whether its weights are those that the adapter was trained on. No torch."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.errors import UserError
+from bloomery.core.seals import digest_of, digests_of_file
+from bloomery.hub import fetch_model, is_hub_id
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_CONFIG = 16 * 2**20
+AGAIN = "download or save the adapter again"
+
+
+@dataclass(frozen=True)
+class Base:
+    folder: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """The id on the Hub where the folder lies in its cache, else the folder."""
+        cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
+        return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else self.folder
+
+    def refuse_change(self, digest: str, *, where: str, remedy: str | None = None) -> None:
+        """Raises UserError when the adapter in `where` was trained on other weights than these."""
+        if digest != self.digest:
+            raise UserError(
+                f"the adapter was trained on other weights than those in {self.folder}", where=where,
+                remedy=remedy or "put the base model back that it was trained on",
+            )  # fmt: skip
+
+
+def base_of(folder: Path) -> Base:
+    return Base(str(folder.resolve()), digest(folder))
+
+
+def digest(folder: Path) -> str:
+    """Of every byte of the weights and of config.json: as fast as the disk, or some GB/s where memory holds them."""
+    paths = [path for path in (folder / "config.json", folder / INDEX, *_weights(folder)) if path.is_file()]
+    return digest_of("".join(f"{path.name} {_content(path, *_moment(path))}\n" for path in paths).encode())
+
+
+def _moment(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=256)  # a run asks several times before it begins
+def _content(path: Path, size: int, mtime_ns: int) -> str:
+    del mtime_ns
+    return f"{size} {digest_of(''.join(digests_of_file(path)).encode())}"
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files that the model is read from, not what else lies beside them."""
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = "the index of the weights cannot be read"
+            raise UserError(problem, where=str(index), remedy="download or save the model again") from error
+    return [single] if single.is_file() else []
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises UserError when it is none."""
+    path = folder / CONFIG
+    if path.stat().st_size > LARGEST_CONFIG:
+        raise UserError(f"{CONFIG} is larger than 16 MiB", where=str(path), remedy=AGAIN)
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{CONFIG} is not JSON: {reason}", where=str(path), remedy=AGAIN) from error
+    if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
+        raise UserError(f"{CONFIG} names no peft_type", where=str(path), remedy=AGAIN)
+    return said
+
+
+def base_folder(folder: Path) -> Path:
+    """The model that the adapter in `folder` names: a local folder first, else one of the Hub. Raises UserError."""
+    name, where = read_settings(folder).get("base_model_name_or_path"), str(folder / CONFIG)
+    remedy = f"name the base yourself: BASE+{folder.name}"
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UserError("the adapter does not say which model it adapts", where=where, remedy=remedy)
+    beside = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # of a run that was moved
+    for place in (Path(name), folder / name, *beside):
+        if len(name) < 4000 and (place / "config.json").is_file():
+            return place
+    if not is_hub_id(name):
+        raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, remedy=remedy)
+    return fetch_model(name)
+
+
+def right_base(folder: Path) -> str:
+    """The remedy for an adapter on a base that is not its own: the words that name the one which it names itself."""
+    name = read_settings(folder).get("base_model_name_or_path")
+    known = isinstance(name, str) and bool(name) and name.isprintable() and len(name) < 4000
+    return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}') if known else 'BASE+ADAPTER'}"
+
+
+def refuse_other_base(folder: Path, base: Path) -> None:
+    """Raises UserError when a run's own checkpoint was trained on other weights than those in `base`."""
+    path = folder / "state.json"
+    if not path.is_file() or path.stat().st_size > LARGEST_CONFIG:
+        return
+    try:
+        match json.loads(path.read_text(encoding="utf-8")):
+            case {"base": {"digest": str(noted), **told}}:
+                given = base_of(base)
+                remedy = None if given.folder == told.get("folder", given.folder) else right_base(folder)
+                given.refuse_change(noted, where=str(folder), remedy=remedy)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"state.json is not JSON: {error}"[:200], where=str(path), remedy=AGAIN) from error

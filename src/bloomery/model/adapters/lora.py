@@ -1,0 +1,219 @@
+"""LoRA, rsLoRA, DoRA and PiSSA: a low-rank pair beside a frozen matrix, as bare parameters of the linear map itself.
+
+R rank of the pair, O outputs. LoRA: arXiv:2106.09685, DoRA: arXiv:2402.09353, PiSSA: arXiv:2404.02948.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bloomery.model.adapters.targets import Adaptation, Pair, adaptation
+from bloomery.model.decoder import Decoder
+from bloomery.model.norms import widened
+from bloomery.model.quantization.weight import QuantisedWeight
+from bloomery.model.randomness import stream
+from bloomery.recipe.schema import Lora
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ADAPTER_NAMES = ("lora_A", "lora_B", "lora_magnitude")
+EXACT_SVD = 512  # a matrix whose smaller side is longer gets a randomised decomposition: seconds instead of minutes
+ITERATIONS, OVERSAMPLED = 16, 16  # of it; PEFT's pissa_niter_16
+
+
+class LoraLinear(nn.Linear):
+    """y = W x + b + scale B A dropout(x); DoRA scales each row of W + scale B A to the norm `lora_magnitude`.
+
+    W and b are those of the linear map that it replaces, and frozen. PiSSA keeps W whole and subtracts the pair that
+    training began with (`first_A`, `first_B`), which is the same function as PiSSA's residual, but exact in any dtype.
+    """
+
+    base_squares: Tensor  # DoRA: of the norms of W's rows, float32
+    first_A: Tensor
+    first_B: Tensor
+
+    def __init__(self, base: nn.Linear, pair: Pair, settings: Adaptation) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.stored: QuantisedWeight | None = None  # W in 4 or 8 bits; then `weight` is None
+        self.rank, self.scale = pair.rank, pair.scale
+        self.dropout, self.dora, self.pissa = settings.dropout, settings.dora, settings.pissa
+        self.enabled = True
+        like = torch.empty(0, dtype=DTYPES[settings.dtype], device=base.weight.device)
+        self.lora_A = nn.Parameter(like.new_empty(pair.rank, base.in_features))
+        self.lora_B = nn.Parameter(like.new_empty(base.out_features, pair.rank))
+        if self.dora:
+            self.lora_magnitude = nn.Parameter(like.new_empty(base.out_features))
+            squares = like.new_empty(base.out_features, dtype=torch.float32)
+            self.register_buffer("base_squares", squares, persistent=False)
+        if self.pissa:
+            self.register_buffer("first_A", torch.empty_like(self.lora_A), persistent=False)
+            self.register_buffer("first_B", torch.empty_like(self.lora_B), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The products run in x's dtype, under autocast in its own, whatever the adapter's dtype is."""
+        if not self.enabled:
+            return self.base_product(x, self.bias)
+        A, B = self.pair(x.dtype)
+        inner = F.dropout(x, self.dropout) if self.dropout and self.training else x
+        update = F.linear(F.linear(inner, A) * self.scale, B)
+        if not self.dora:
+            return self.base_product(x, self.bias) + update
+        y = self.base_product(x, None) + update
+        y = y * (self.lora_magnitude / self.row_norms(A, B)).to(y.dtype)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias: the only place where the frozen matrix is multiplied."""
+        if self.stored is not None:
+            product: Tensor = self.stored(x, bias)
+            return product
+        return F.linear(x, self.weight, bias)
+
+    def base_weight(self) -> Tensor:
+        """W as a matrix of floating-point numbers, however it is stored."""
+        return self.weight if self.stored is None else self.stored.dequantised(torch.float32)
+
+    def pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [R, inputs] and B [outputs, R] of what is added to W, in that dtype."""
+        A, B = self.lora_A.to(dtype), self.lora_B.to(dtype)
+        if not self.pissa:
+            return A, B
+        return torch.cat((A, self.first_A.to(dtype))), torch.cat((B, -self.first_B.to(dtype)), 1)
+
+    def row_norms(self, A: Tensor, B: Tensor) -> Tensor:
+        """||W + scale B A|| of each row, float32, a constant to autograd (DoRA, section 4.3).
+
+        |w|^2 + 2 s w.(BA) + s^2 |BA|^2: the matrix W + scale B A never exists.
+        """
+        A, B = A.detach(), B.detach()
+        cross_RO = self.base_product(A, None)
+        with torch.autocast(A.device.type, enabled=False):
+            A, B = widened(A), widened(B)
+            squares = self.base_squares + 2 * self.scale * (B * widened(cross_RO).T).sum(1)
+            squares = squares + self.scale**2 * ((B @ (A @ A.T)) * B).sum(1)
+        norms: Tensor = squares.clamp(min=0).sqrt()
+        return norms
+
+    @torch.no_grad()
+    def note_base(self) -> None:
+        """Must run whenever W was read: what DoRA needs of it."""
+        if self.dora:
+            self.base_squares.copy_(_norms(self.base_weight()).square())
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """The matrix that does the same alone, computed in float32."""
+        A, B = self.pair(torch.float32)
+        whole: Tensor = self.base_weight().float() + self.scale * (B @ A)
+        if not self.dora:
+            return whole
+        gain = self.lora_magnitude.float() / _norms(whole)
+        return whole * gain[:, None]
+
+
+def adapt(model: Decoder, adapter: Lora) -> None:
+    """In place, on any device: pairs beside the targets, everything frozen but them and `train_also`.
+
+    Raises UserError when a name matches nothing.
+    """
+    adapt_as(model, adaptation(model.config, adapter))
+
+
+def adapt_as(model: Decoder, settings: Adaptation) -> None:
+    model.requires_grad_(False)
+    for name, pair in settings.pairs.items():
+        parent, _, leaf = name.rpartition(".")
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Linear) and not isinstance(base, LoraLinear)
+        adapted = LoraLinear(base, pair, settings)
+        setattr(model.get_submodule(parent), leaf, adapted)
+    for name in settings.whole:
+        model.get_submodule(name).requires_grad_()
+    model.train(model.training)
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """The adapted linear maps, by full name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """The base alone; modules that are trained in full beside the adapters stay as they are."""
+    modules = [module for _, module in adapted(model)]
+    for module in modules:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.enabled = True
+
+
+def _norms(W: Tensor) -> Tensor:
+    """Of the rows, in float32 at least."""
+    norms: Tensor = torch.linalg.vector_norm(W, dim=1, dtype=torch.promote_types(W.dtype, torch.float32))
+    return norms
+
+
+def note_base(model: Decoder) -> None:
+    """Must run whenever frozen weights were read and `init_adapters` was not."""
+    for _, module in adapted(model):
+        module.note_base()
+
+
+@torch.no_grad()
+def init_adapters(model: Decoder, seed: int) -> None:
+    """A uniform below 1 / sqrt(inputs) and B zero (LoRA's reference code), or PiSSA; after the base was read."""
+    for name, module in adapted(model):
+        generator = stream(seed, f"{name}.lora_A")
+        if module.pissa:
+            _principal(module, generator)
+        else:
+            bound = 1 / math.sqrt(module.in_features)
+            module.lora_A.copy_(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator))
+            module.lora_B.zero_()
+        module.note_base()
+        if module.dora:
+            module.lora_magnitude.copy_(module.base_squares.sqrt())
+
+
+def _principal(module: LoraLinear, generator: torch.Generator) -> None:
+    """B = U sqrt(S / scale), A = sqrt(S / scale) V^T of the largest singular values (PiSSA, equations 2 and 3)."""
+    U, S, V = _largest(module.base_weight().float(), module.rank, generator)
+    root = (S / module.scale).sqrt()
+    module.lora_A.copy_(root[:, None] * V.T)
+    module.lora_B.copy_(U * root)
+    module.first_A.copy_(module.lora_A)
+    module.first_B.copy_(module.lora_B)
+
+
+def _largest(W: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """U [outputs, rank], S [rank], V [inputs, rank]; of long matrices by subspace iteration (arXiv:0909.4061, 4.4)."""
+    if min(W.shape) <= max(EXACT_SVD, rank + OVERSAMPLED):
+        U, S, Vh = torch.linalg.svd(W, full_matrices=False)
+        return U[:, :rank], S[:rank], Vh[:rank].T
+    Q = torch.empty(W.shape[1], rank + OVERSAMPLED).normal_(generator=generator).to(W.device)
+    for _ in range(ITERATIONS):
+        Q = torch.linalg.qr(W.T @ torch.linalg.qr(W @ Q)[0])[0]
+    U, S, Vh = torch.linalg.svd(W @ Q, full_matrices=False)
+    return U[:, :rank], S[:rank], Q @ Vh[:rank].T
+
+
+def trained_state(model: Decoder) -> dict[str, Tensor]:
+    """What an adapter's file keeps, by our names: trained parameters, and what PiSSA began with. No copies."""
+    kept = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for name, module in adapted(model):
+        if module.pissa:
+            kept |= {f"{name}.first_A": module.first_A, f"{name}.first_B": module.first_B}
+    return kept
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter, not to the model that it adapts."""
+    return name.rpartition(".")[2] in ADAPTER_NAMES

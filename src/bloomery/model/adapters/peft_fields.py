@@ -1,0 +1,303 @@
+"""What PEFT says of a method's settings, without importing it, as it imports torch: the source of its config class runs
+with stand-ins for what it imports. Where that class cannot be had so, nothing is refused here.
+"""
+
+import ast
+import dataclasses
+import math
+import re
+import types
+import typing
+import warnings
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.targets import ALL_LINEAR, unknown_module
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import matrices, parameter_shapes
+from bloomery.model.families.weight_names import places
+from bloomery.recipe.schema import Peft
+
+# The tuners of PEFT 0.21 that change matrices of a model and that Bloomery has not of its own.
+METHODS = frozenset({
+    "ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA",
+    "HRA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA",
+    "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+})  # fmt: skip
+NATIVE = {
+    "LORA": "set adapter.kind=lora, which is Bloomery's own",
+    "TRAINABLE_TOKENS": "set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]",
+}
+# These change the input or the past of transformers' own forward, not the matrices of a model.
+PROMPTS = frozenset({
+    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING",
+    "P_TUNING", "SHADOW", "XLORA",
+})  # fmt: skip
+# What methods that are not about attention's matrices change; of the others PEFT's usual q_proj and v_proj.
+TARGETS: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
+
+
+def named(method: str) -> str:
+    """As PEFT writes it. Raises UserError for what is no method of PEFT's that trains here."""
+    name = method.upper().replace("-", "_")
+    if name in NATIVE:
+        raise UserError(f"{method} is not PEFT's here", where="adapter.method", remedy=NATIVE[name], code=2)
+    if name in PROMPTS:
+        problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
+        raise UserError(problem, where="adapter.method", remedy="set adapter.kind=lora", code=2)
+    if name not in METHODS:
+        near = get_close_matches(name, METHODS, n=1)
+        known = "PEFT has: " + ", ".join(sorted(METHODS)).lower()
+        remedy = f"did you mean adapter.method={near[0].lower()}?" if near else known
+        raise UserError(f"PEFT has no method {method!r}", where="adapter.method", remedy=remedy, code=2)
+    return name
+
+
+def unknown_key(method: str, name: str, known: Iterable[str]) -> UserError:
+    near = get_close_matches(name, sorted(known), n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"its keys are those of PEFT's {method}"
+    return UserError(f"{method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
+
+
+def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
+    """`target_modules` as PEFT takes them: names or their ends from a dot on, or a regular expression over full names.
+
+    Raises UserError for what matches no module.
+    """
+    where, said = "adapter.target_modules", (adapter.model_extra or {}).get("target_modules")
+    asked = said or TARGETS.get(named(adapter.method), ["q_proj", "v_proj"])
+    if asked in (ALL_LINEAR, [ALL_LINEAR]):  # which PEFT knows of transformers' own models alone
+        return sorted({name for name, *_ in matrices(config)})
+    known = list(dict.fromkeys(name.rpartition(".")[0] for name in _parameters(config)))
+    if not isinstance(asked, str | list):
+        problem = f"target_modules is {str(asked)[:40]}, no list of names"
+        raise UserError(problem, where=where, remedy="name modules: adapter.target_modules=[q_proj]", code=2)
+    if isinstance(asked, str):
+        if not _read(asked, where, known):
+            raise unknown_module(asked, known, where, f"{ALL_LINEAR}; a text alone is a pattern over full names")
+        return asked
+    for wanted in asked:
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
+            raise unknown_module(str(wanted), known, where, ALL_LINEAR)
+    return list(asked)
+
+
+def _parameters(config: ModelConfig) -> list[str]:
+    """By the names that files have; of a foreign architecture those in its layers, as the rest has two owners."""
+    if config.foreign is None:
+        return list(parameter_shapes(config))
+    return [theirs for ours, theirs, _ in config.foreign.parameters if ours.startswith("model.layers.")]
+
+
+def _read(pattern: str, where: str, names: list[str]) -> bool:
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error as error:
+        problem = f"{pattern[:80]!r} is no pattern: {error}"
+        raise UserError(problem, where=where, remedy="name modules: adapter.target_modules=[q_proj]", code=2) from error
+
+
+RANKS = ("r", "rank", "init_r", "target_r")  # as methods call it; some have 0 where another key decides
+_TORCH_FREE = frozenset({"__future__", "collections", "dataclasses", "enum", "typing", "warnings"})
+_KINDS: dict[Any, str] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", list: "a list",
+    tuple: "a list", set: "a list", dict: "keys with values",
+}  # fmt: skip
+# PeftConfig's own fields, and why a recipe does not set them.
+OURS = {
+    "peft_type": "adapter.method names the method",
+    "task_type": "the objective decides it",
+    "inference_mode": "a run trains its adapter, and what is saved is marked for inference",
+    "base_model_name_or_path": "model.from names the base",
+    "revision": "model.from names it: ORG/NAME@REVISION",
+    "auto_mapping": "PEFT writes it for classes of its own",
+    "peft_version": "PEFT writes it",
+}
+
+
+def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) -> dict[str, Any]:
+    """What PEFT's config class is called with: the recipe's keys, and where it says nothing what fits this decoder.
+
+    `steps`: of the run, None where nobody knows yet. Raises UserError for what PEFT or this decoder does not take.
+    """
+    kind = config_class(named(adapter.method))
+    said = dict(adapter.model_extra or {})
+    known = None if kind is None else {field.name for field in dataclasses.fields(kind)} | OURS.keys()
+    for name in said:
+        if name in OURS:
+            raise UserError(
+                f"{name} is not a recipe's to set: {OURS[name]}", where=f"adapter.{name}", remedy="take it out", code=2
+            )
+        if known is not None and name not in known:
+            raise unknown_key(adapter.method, name, known)
+    if kind is not None:
+        _refuse_values(said, kind)
+    if known is None or "target_modules" in known:
+        said["target_modules"] = targets_of(adapter, config)
+        refuse_stored_otherwise(config)
+    if known is not None and "feedforward_modules" in known:  # IA3 scales what these read; PEFT knows its own models
+        said.setdefault("feedforward_modules", [name for name in said["target_modules"] if name.endswith("down_proj")])
+    if known is not None and "total_step" in known:  # AdaLoRA: its schedule ends with the run
+        said.setdefault("total_step", steps)
+        if not said["total_step"]:
+            return said
+        said.setdefault("tinit", round(0.1 * said["total_step"]))
+        said.setdefault("tfinal", round(0.5 * said["total_step"]))
+        said.setdefault("deltaT", max(1, said["total_step"] // 100))
+    if kind is not None:
+        constructed(kind, said, adapter.method)
+    return said
+
+
+def constructed(kind: Any, said: Mapping[str, Any], method: str) -> Any:
+    """PEFT's config, or what stands for it. Raises UserError with PEFT's reason."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return kind(**said)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        problem = f"PEFT refuses these settings of {method}: {str(error).splitlines()[0][:200]}"
+        raise UserError(problem, where="adapter", remedy=f"mend them: they are {kind.__name__}'s", code=2) from error
+
+
+def refuse_stored_otherwise(config: ModelConfig) -> None:
+    """PEFT's file speaks of the modules of transformers: where those differ from ours, it would not fit."""
+    moved = any(place.name != name or place.transposed for name, place in places(config).items())
+    if moved and config.foreign is None:
+        raise UserError(
+            f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
+            where="adapter.kind=peft", remedy="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
+            code=2,
+        )  # fmt: skip
+
+
+def _refuse_values(said: Mapping[str, Any], kind: Any) -> None:
+    """By the types that PEFT's fields state, which its dataclasses do not check themselves."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name, value in said.items():
+        where, default = f"adapter.{name}", fields[name].default
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} must be a finite number", where=where, remedy="write a number", code=2)
+        stated = kind.stated[name]
+        if value != default and not _fits(stated, value):
+            problem = f"{name} must be {_described(stated)}, not {str(value)[:40]!r}"
+            raise UserError(problem, where=where, remedy=f"mend it: it is {kind.__name__}'s", code=2)
+        if name in RANKS and isinstance(value, int) and value <= 0 and value != default:
+            raise UserError(f"{name} must be above 0, not {value}", where=where, remedy="give a rank: 8", code=2)
+
+
+def _fits(stated: Any, value: object) -> bool:
+    """Whether a value of a recipe may stand in a field of that type. What is unknown may."""
+    origin, inner = typing.get_origin(stated), typing.get_args(stated)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(one, value) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if (origin or stated) in (list, tuple, set):
+        return isinstance(value, list) and all(any(_fits(one, item) for one in inner or (Any,)) for item in value)
+    if (origin or stated) is dict:
+        return isinstance(value, dict)
+    if stated in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if stated is int else (int, float))
+    return isinstance(value, stated) if stated in (bool, str, type(None)) else True
+
+
+def _described(stated: Any) -> str:
+    origin, inner = typing.get_origin(stated), typing.get_args(stated)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None)))
+    if origin is typing.Literal:
+        return " or ".join(map(str, inner))
+    return _KINDS.get(origin or stated, str(stated))
+
+
+# The source of PEFT's config classes
+
+
+@dataclasses.dataclass
+class _Base:
+    """For peft.config.PeftConfig, whose own fields are in OURS."""
+
+    stated: typing.ClassVar[dict[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@final
+class _Anything:
+    """For what a config class imports and its checks do not ask: any attribute of it is its own name."""
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+@cache
+def config_class(method: str) -> Any:
+    """The dataclass of a method in the installed PEFT, and in `stated` the type of each field; None without any."""
+    found = find_spec("peft")
+    if found is None or found.origin is None:
+        return None
+    home = Path(found.origin).parent
+    try:
+        defined = _defined(home, home / "tuners" / method.lower() / "config.py")
+        name = next(name for name in defined if name.lower() == f"{method.lower().replace('_', '')}config")
+        return defined[name]
+    except Exception:  # another PEFT, written otherwise: it judges for itself, where it is imported
+        return None
+
+
+def _type_of(stated: Any, defined: dict[str, Any]) -> Any:
+    try:
+        return eval(stated, dict(defined)) if isinstance(stated, str) else stated
+    except (NameError, TypeError, AttributeError):  # of what stands for a class
+        return Any
+
+
+def _defined(home: Path, path: Path) -> dict[str, Any]:
+    """What a file defines of dataclasses, enumerations, functions and constants."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    space: dict[str, Any] = {"__name__": __name__}  # a module that dataclasses finds
+    kept: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module not in _TORCH_FREE:
+            inner = _imported(home, path, node)
+            space |= {each.asname or each.name: inner.get(each.name, _Anything()) for each in node.names}
+        elif isinstance(node, ast.Import):
+            space |= {(each.asname or each.name).partition(".")[0]: _Anything() for each in node.names}
+            kept += [ast.Import([each]) for each in node.names if each.name in _TORCH_FREE]
+        elif isinstance(node, ast.ImportFrom | ast.FunctionDef | ast.Assign) or _is_plain(node):
+            kept.append(node)
+    exec(compile(ast.fix_missing_locations(ast.Module(kept, [])), str(path), "exec"), space)
+    for kind in list(space.values()):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and "stated" not in vars(kind):
+            own = {name: _type_of(stated, space) for name, stated in vars(kind).get("__annotations__", {}).items()}
+            kind.stated = getattr(kind, "stated", {}) | own  # type: ignore[attr-defined]
+    return space
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    """Whether a class is data: a dataclass or an enumeration, no layer."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    return any("dataclass" in ast.unparse(each) for each in node.decorator_list) or any(
+        "Enum" in ast.unparse(each) for each in node.bases
+    )
+
+
+def _imported(home: Path, path: Path, node: ast.ImportFrom) -> dict[str, Any]:
+    """Config classes that others derive from; everything else is anything."""
+    if node.module == "peft.config":
+        return {"PeftConfig": _Base}
+    if node.module is None or not node.module.startswith("peft.tuners.") or node.level:
+        return {}
+    below = home.joinpath(*node.module.split(".")[1:])
+    source = below / "config.py" if below.is_dir() else below.with_suffix(".py")
+    return _defined(home, source) if source != path else {}

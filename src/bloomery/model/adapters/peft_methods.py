@@ -1,0 +1,224 @@
+"""Every other adapter method of PEFT, injected into our decoder: AdaLoRA with its ranks driven by the loop, OFT, VeRA.
+
+PEFT computes them and its files keep them; what stands here is what training, saving and resuming ask of it.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.model.adapters.base_model import read_settings, right_base
+from bloomery.model.adapters.peft_fields import (
+    constructed,
+    method_settings,
+    named,
+    refuse_stored_otherwise,
+    unknown_key,
+)
+from bloomery.model.adapters.peft_write import adapter_tensors
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
+from bloomery.model.transformers_backend.backbone import ForeignBackbone
+from bloomery.recipe.schema import Peft
+
+NAME = "default"  # PEFT's own for the only adapter of a model
+INSTALL = 'pip install "bloomery[peft]"'
+IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # what AdaLoRA's allocator remembers of each parameter
+
+
+@final
+class PeftAdapter:
+    """One method inside of one decoder. Its base is frozen; what learns takes gradients as any parameter does."""
+
+    def __init__(self, model: Decoder, config: Any, *, seed: int) -> None:
+        """In place, after the base was read; the adapter's first values follow from `seed`."""
+        from peft import PeftModel
+
+        states = torch.get_rng_state()
+        torch.manual_seed(seed)
+        try:
+            self._wrapped = PeftModel(_named_as_files(model), config, adapter_name=NAME)
+        except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
+            raise UserError(
+                f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}", where="adapter",
+                remedy="bloomery recipes show everything names its keys; the method's own are PEFT's", code=2,
+            ) from error  # fmt: skip
+        finally:
+            torch.set_rng_state(states)
+        self._model, self._updates = model, 0
+        self._first_pattern = getattr(self.settings, "rank_pattern", None)
+        self._first = {name: tensor.detach().clone() for name, tensor in self._own()}
+
+    @property
+    def settings(self) -> Any:
+        """PEFT's config, whose ranks change while AdaLoRA trains."""
+        return self._wrapped.peft_config[NAME]
+
+    def _own(self) -> Iterator[tuple[str, Tensor]]:
+        """What learns, and buffers that came with the method, by our decoder's names."""
+        trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        seen = set[int]()  # VeRA's projections are one tensor under many names
+        for name, tensor in self._model.state_dict().items():
+            if (name in trained or f".{NAME}" in name) and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """What adapter_model.safetensors holds, in PEFT's names."""
+        from peft import get_peft_model_state_dict
+
+        found = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def file_settings(self, base: str) -> dict[str, object]:
+        """What adapter_config.json says, as plain values."""
+        said = {
+            name: sorted(value) if isinstance(value, set) else value for name, value in self.settings.to_dict().items()
+        }
+        plain = {"peft_type": said["peft_type"].value if hasattr(said["peft_type"], "value") else said["peft_type"]}
+        own = {"auto_mapping": None, "base_model_name_or_path": base, "inference_mode": True, "task_type": "CAUSAL_LM"}
+        return said | plain | own
+
+    def resume_tensors(self) -> dict[str, Tensor]:
+        """All that a resumed run needs, as it is: the file's tensors may be cut to the ranks that are left."""
+        kept = {f"own.{name}": tensor.detach() for name, tensor in self._own()}
+        for field in IMPORTANCE:
+            kept |= {f"{field}.{name}": tensor for name, tensor in getattr(self._allocator, field, {}).items()}
+        return kept
+
+    def resume_scalars(self) -> dict[str, Any]:
+        return {"rank_pattern": getattr(self.settings, "rank_pattern", None), "updates": self._updates}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Replaces all by what `resume_tensors` and `resume_scalars` gave."""
+        device = next(self._model.parameters()).device
+        for name, tensor in self._own():
+            tensor.copy_(tensors[f"own.{name}"])
+        if self._allocator is not None:
+            for field in IMPORTANCE:
+                held = getattr(self._allocator, field)
+                held.clear()
+                held |= {
+                    name.removeprefix(f"{field}."): value.to(device, copy=True)
+                    for name, value in tensors.items()
+                    if name.startswith(f"{field}.")
+                }
+        if hasattr(self.settings, "rank_pattern"):
+            self.settings.rank_pattern = scalars["rank_pattern"]
+        self._updates = scalars["updates"]
+
+    def begin_again(self) -> None:
+        """As before the first step."""
+        kept = {f"own.{name}": tensor for name, tensor in self._first.items()}
+        self.load(kept, {"rank_pattern": self._first_pattern, "updates": 0})
+
+    @property
+    def _allocator(self) -> Any:
+        return getattr(self._wrapped.base_model, "rankallocator", None)
+
+    def after_update(self) -> None:
+        """After the optimizer's update and while its gradients are there: AdaLoRA moves ranks where they matter."""
+        self._updates += 1
+        if self._allocator is not None:
+            tuner: Any = self._wrapped.base_model
+            tuner.update_and_allocate(self._updates)
+
+    def penalty(self) -> Tensor | None:
+        """AdaLoRA's distance of P and Q from orthogonal (arXiv:2303.10512, equation 4), weighted; else None."""
+        weight = getattr(self.settings, "orth_reg_weight", 0.0)
+        if self._allocator is None or not weight:
+            return None
+        parts = [
+            _distance(parameter, rows=f"lora_A.{NAME}" in name)
+            for name, parameter in self._model.named_parameters()
+            if f"lora_A.{NAME}" in name or f"lora_B.{NAME}" in name
+        ]
+        return weight * torch.stack(parts).mean()
+
+
+def _distance(matrix: Tensor, *, rows: bool) -> Tensor:
+    """The Frobenius norm of the Gram matrix less the identity, float32."""
+    exact = matrix.float()
+    gram = exact @ exact.T if rows else exact.T @ exact
+    distance: Tensor = torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device))
+    return distance
+
+
+def open_method(model: Decoder, folder: Path) -> None:
+    """Puts the adapter of a folder into the decoder. Raises UserError when PEFT cannot read it or it does not fit."""
+    said = read_settings(folder)
+    _kind(said["peft_type"])
+    refuse_stored_otherwise(model.config)
+    from peft import PeftConfig, PeftModel
+
+    adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.task_type = None  # what belongs to a task is transformers' own model around the matrices
+        with warnings.catch_warnings():  # of AdaLoRA's own ranks, whose keys PEFT's check of patterns does not know
+            warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+            PeftModel.from_pretrained(_named_as_files(model), str(folder), adapter_name=NAME, config=config)
+    except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
+        problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
+        raise UserError(problem, where=str(folder), remedy=right_base(folder)) from error
+    model.requires_grad_(False)
+
+
+def _named_as_files(model: Decoder) -> Any:
+    """The module that PEFT changes; of a foreign architecture transformers' own, which has the same layers in it."""
+    return model.model.whole if isinstance(model.model, ForeignBackbone) else model
+
+
+@torch.no_grad()
+def merge_methods(model: Decoder) -> None:
+    """In place: plain matrices that do the same alone. Raises UserError where the method cannot be merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        try:
+            module.merge(safe_merge=True)
+        except (NotImplementedError, AttributeError, ValueError) as error:
+            problem = f"this method cannot be merged ({type(module).__name__}: {error})"
+            raise UserError(problem, where=name, remedy="--to adapter keeps it beside its base") from error
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, module.get_base_layer())
+
+
+def has_method(model: Decoder) -> bool:
+    """Whether one of PEFT's methods is in it."""
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
+def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
+    """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not know."""
+    kind, said = _kind(adapter.method), method_settings(adapter, config, steps=steps)
+    known = {field.name for field in fields(kind)}
+    for name in said:
+        if name not in known:
+            raise unknown_key(adapter.method, name, known)
+    if "total_step" in known and not said["total_step"]:
+        problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
+        remedy = 'set it to steps: train.length="500 steps"'
+        raise UserError(problem, where="train.length", remedy=remedy, code=2)
+    return constructed(kind, said, adapter.method)
+
+
+def _kind(method: str) -> Any:
+    try:
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    except ImportError as error:
+        raise UserError("PEFT is not installed", where="adapter.kind=peft", remedy=INSTALL) from error
+    found = next((kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == named(method)), None)
+    if found is None:
+        problem = f"the PEFT that is installed has no {method}"
+        raise UserError(problem, where="adapter.method", remedy="pip install --upgrade peft", code=2)
+    return found

@@ -1,0 +1,242 @@
+"""Causal self-attention over packed rows, behind one function.
+
+Legend: B batch, T queries, S keys, H query heads, K key heads (H is a multiple of K), E head width.
+Rows may hold several documents; a token sees its own document alone. Padding (document -1) is a document of its own,
+so no row of the softmax is ever empty.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bloomery.model.attention.blockwise import blockwise, reach_of
+from bloomery.model.attention.operator import Options, Rows
+from bloomery.model.attention.per_document import per_document
+from bloomery.model.norms import working_dtype
+
+FLEX_BLOCK = 128
+
+
+def block_mask(first_BT: Tensor | None, length: int, window: int | None, device: torch.device) -> object:
+    """FlexAttention's BlockMask, made from block bounds: no [T, T] tensor exists, unlike in `create_block_mask`."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = torch.zeros(1, length, dtype=torch.int64, device=device) if first_BT is None else first_BT
+
+    def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        start = first[b, query] if len(first) > 1 else first[0][query]
+        seen = (key <= query) & (key >= start)
+        return seen if window is None else seen & (query - key < window)
+
+    query_N = torch.arange(0, length, FLEX_BLOCK, device=device)
+    last_N = (query_N + FLEX_BLOCK - 1).clamp(max=length - 1)
+    lowest_BN1, highest_BN1 = first[:, query_N, None], first[:, last_N, None]  # starts never fall along a row
+    if window is not None:
+        lowest_BN1 = torch.maximum(lowest_BN1, query_N[:, None] - window + 1)
+        highest_BN1 = torch.maximum(highest_BN1, last_N[:, None] - window + 1)
+    touched_BNN = (query_N <= query_N[:, None]) & (last_N >= lowest_BN1)
+    whole_N1 = query_N[:, None] + FLEX_BLOCK <= length  # of an incomplete last block the mask is always asked
+    full_BNN = whole_N1 & (query_N < query_N[:, None]) & (query_N >= highest_BN1)
+    return BlockMask.from_kv_blocks(
+        *_listed(touched_BNN & ~full_BNN), *_listed(touched_BNN & full_BNN), FLEX_BLOCK, sees, (length, length)
+    )
+
+
+def _listed(blocks_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and their numbers first in a row."""
+    order = torch.argsort(blocks_BNN.int(), dim=-1, descending=True, stable=True)
+    return blocks_BNN.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, first_BT: Tensor | None, options: Options) -> Tensor:
+    """[B, H, T, E]; compiled by torch on first use. No dropout; no backward on the CPU."""
+    assert options.dropout == 0, "FlexAttention has no dropout"
+    softcap = options.softcap
+    mask = block_mask(first_BT, q_BHTE.shape[2], options.window, q_BHTE.device)
+
+    def cap(score: Tensor, _b: Tensor, _h: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    return _compiled_flex()(
+        q_BHTE, k_BKTE, v_BKTE, score_mod=None if softcap is None else cap, block_mask=mask, scale=options.scale,
+        enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
+    )  # fmt: skip
+
+
+def document_offsets(first_BT: Tensor) -> Tensor:
+    """int32 [n + 1]: where each document starts in the rows laid end to end, then the total.
+
+    n is rounded up to a power of two with empty documents, so that compiled blocks see few shapes.
+    """
+    position_T = torch.arange(first_BT.shape[1], device=first_BT.device)
+    starts = (first_BT == position_T).flatten().nonzero().squeeze(1)
+    spare = (1 << (len(starts) - 1).bit_length()) - len(starts) + 1
+    return torch.nn.functional.pad(starts, (0, spare), value=first_BT.numel()).int()
+
+
+def varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, offsets: Tensor, options: Options) -> Tensor:
+    """[B, H, T, E]; half types on a GPU, from torch 2.12 on. `offsets`: `document_offsets`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert options.dropout == 0, "varlen_attn has no dropout"
+    assert options.softcap is None, "varlen_attn has no soft-cap"
+    assert options.window is None, "windows are FlexAttention's"
+    batch, heads, length, _ = q_BHTE.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
+    out = varlen_attn(
+        q, k, v, offsets, offsets, length, length,
+        scale=options.scale, window_size=(-1, 0), enable_gqa=heads != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return torch.unflatten(out, 0, (batch, length)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions see each other: computed once a forward, shared by the layers. All None: one document a row."""
+
+    first_BT: Tensor | None = None  # where the document of each token starts in its row, int64
+    mask_B1TS: Tensor | None = None  # sdpa, mask and math: True where the query may see the key
+    reach: Tensor | None = None  # blockwise: `reach_of`
+    offsets: Tensor | None = None  # varlen: `document_offsets`
+
+
+def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
+    """Document numbers are contiguous in a row, padding is -1; None: every row is one document. Runs uncompiled."""
+    if documents_BT is None:
+        return Layout()
+    assert backend != "sdpa", "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
+    first_BT = document_starts(documents_BT)
+    if backend in ("mask", "math"):
+        return Layout(first_BT, _document_mask(first_BT))
+    if backend == "varlen":
+        return Layout(first_BT, offsets=document_offsets(first_BT))
+    return Layout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
+
+
+def document_starts(documents_BT: Tensor) -> Tensor:
+    """The position in its row at which each token's document starts: int64 [B, T]."""
+    position_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    changed_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    changed_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return torch.where(changed_BT, position_T, 0).cummax(1).values
+
+
+def _document_mask(first_BT: Tensor) -> Tensor:
+    position_T = torch.arange(first_BT.shape[1], device=first_BT.device)
+    started_BTS = position_T >= first_BT[..., None]
+    return (started_BTS & (position_T <= position_T[:, None]))[:, None]
+
+
+def causal_mask(queries: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:
+    """[T, S], True where seen: the queries are the last T of the S positions; a window counts the query itself."""
+    distance_TS = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen_TS = distance_TS >= 0
+    return seen_TS if window is None else seen_TS & (distance_TS < window)
+
+
+def attend(
+    q_BHTE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    layout: Layout,
+    *,
+    backend: str,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """[B, H, T, E]. `window`: keys a query sees, itself included; `softcap`: c tanh(score / c) on the scaled scores.
+
+    `sdpa`, `mask` and `math` take more keys than queries (a cache): the queries are then the last positions of a row.
+    Randomness of dropout comes from torch's default generator. Raises AssertionError where `supports` names a reason.
+    """
+    dtype = working_dtype(q_BHTE)
+    q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
+    options = Options(None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout)
+    return _BACKENDS[backend](q_BHTE, k_BKSE, v_BKSE, layout, options)
+
+
+def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: Layout, window: int | None) -> Tensor:
+    """The mask of a layer, broadcastable to [B, H, T, S]."""
+    if layout.mask_B1TS is not None and window is None:
+        return layout.mask_B1TS
+    causal_TS = causal_mask(q_BHTE.shape[2], k_BKSE.shape[2], window=window, device=q_BHTE.device)
+    return causal_TS if layout.mask_B1TS is None else causal_TS & layout.mask_B1TS
+
+
+def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, options: Options) -> Tensor:
+    """torch's own kernel; a mask is made only where the causal flag does not say it all."""
+    assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
+    queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
+    whole = layout.mask_B1TS is None and options.window is None
+    seen = None if whole and queries in (1, keys) else _seen(q_BHTE, k_BKSE, layout, options.window)
+    return F.scaled_dot_product_attention(
+        q_BHTE, k_BKSE, v_BKSE, seen, options.dropout, whole and queries == keys and queries > 1,
+        scale=options.scale, enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
+    )  # fmt: skip
+
+
+def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, options: Options) -> Tensor:
+    """Every score at once, softmax in float32 (float64 stays): the plainest form, and the oracle of the others."""
+    batch, heads, queries, width = q_BHTE.shape
+    _, key_heads, keys, _ = k_BKSE.shape
+    grouped = q_BHTE.reshape(batch, key_heads, heads // key_heads * queries, width)  # heads that share keys
+    scores = (grouped @ k_BKSE.mT).view(batch, heads, queries, keys) * options.scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~_seen(q_BHTE, k_BKSE, layout, options.window), float("-inf"))
+    shares = F.dropout(torch.softmax(scores, -1), options.dropout).to(q_BHTE.dtype)
+    return (shares.view(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
+
+
+def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    rows = Rows(layout.first_BT, layout.reach, _seed(options.dropout))
+    return blockwise(q_BHTE, k_BKTE, v_BKTE, rows, options)
+
+
+def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    first_BT = layout.first_BT
+    if first_BT is None:
+        first_BT = torch.zeros(q_BHTE.shape[0], q_BHTE.shape[2], dtype=torch.int64)
+    return per_document(q_BHTE, k_BKTE, v_BKTE, Rows(first_BT, None, _seed(options.dropout)), options)
+
+
+def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    return flex(q_BHTE, k_BKTE, v_BKTE, layout.first_BT, options)
+
+
+def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+    batch, _, length, _ = q_BHTE.shape
+    rows = range(0, batch * length + 1, length)
+    offsets = torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device) if layout.offsets is None else layout.offsets
+    return varlen(q_BHTE, k_BKTE, v_BKTE, offsets, options)
+
+
+def _seed(dropout: float) -> Tensor | None:
+    """A draw of torch's default generator on the CPU: restoring its state repeats every mask."""
+    return torch.randint(2**62, ()) if dropout else None
+
+
+_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]] = {
+    "sdpa": _sdpa,
+    "mask": _sdpa,
+    "per_document": _per_document,
+    "varlen": _varlen,
+    "flex": _flex,
+    "blockwise": _blockwise,
+    "math": _math,
+}

@@ -1,0 +1,218 @@
+"""Exact attention in plain PyTorch whose memory grows with T, for devices without a fused kernel.
+
+A tile is a block of queries against a block of keys. Forward runs the online softmax over the tiles of a query block
+(Milakov and Gimelshein, arXiv:1805.02867) and keeps one log-sum-exp a query; backward recomputes each tile from it
+(Dao et al., arXiv:2205.14135, algorithm 4). Tiles that no query may see are never touched.
+
+Legend: B batch, T time, H query heads, K key heads, G = H / K heads that share keys, E head width, n queries and m keys
+of a tile. Sums run in float32 for half types (float64 stays); every step is deterministic.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bloomery.model.attention.operator import Options, Rows, attention_operator, like_projection, sums_like
+
+BLOCK = 256
+CPU_SCORES, GPU_SCORES = 2**20, 2**23  # that exist at once: a cache's worth, or enough to fill a GPU
+
+
+@dataclass(frozen=True)
+class Tile:
+    number: int  # names its dropout mask
+    keys: slice
+    masked: bool  # some query of the block does not see some key
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call: who sees whom, and what the scores go through."""
+
+    first_BT: Tensor | None
+    reach: Tensor | None  # [2, B, blocks] on the CPU: lowest and highest document start of each query block
+    seed: Tensor | None
+    window: int | None
+    softcap: float | None
+    scale: float
+    dropout: float
+
+    def query_blocks(self, length: int) -> Iterator[tuple[slice, list[Tile]]]:
+        """Each query block with its tiles from the diagonal down: the running maximum is finite at once."""
+        lowest_N, highest_N = [[0] * -(-length // BLOCK)] * 2
+        if self.reach is not None:
+            lowest_N, highest_N = self.reach[0].amin(0).tolist(), self.reach[1].amax(0).tolist()
+        for index, (lowest, highest) in enumerate(zip(lowest_N, highest_N, strict=True)):
+            start, stop = index * BLOCK, min(index * BLOCK + BLOCK, length)
+            hidden = 0 if self.window is None else stop - self.window  # keys below are hidden from some query
+            bottom = lowest if self.window is None else max(lowest, start - self.window + 1)
+            tiles = [
+                Tile(
+                    index * (index + 1) // 2 + block,
+                    slice(block * BLOCK, min(block * BLOCK + BLOCK, stop)),
+                    block == index or block * BLOCK < max(highest, hidden),
+                )
+                for block in range(index, bottom // BLOCK - 1, -1)
+            ]
+            yield slice(start, stop), tiles
+
+    def groups(self, q_BHTE: Tensor) -> Iterator[tuple[slice, "Task"]]:
+        """Rows of the batch that go together, each group with its own task."""
+        batch, heads, length, _ = q_BHTE.shape
+        together = CPU_SCORES if q_BHTE.device.type == "cpu" else GPU_SCORES
+        size = max(1, together // (heads * min(length, BLOCK) ** 2))
+        for number, start in enumerate(range(0, batch, size)):
+            rows = slice(start, start + size)
+            first = None if self.first_BT is None else self.first_BT[rows]
+            reach = None if self.reach is None else self.reach[:, rows]
+            seed = None if self.seed is None else self.seed + (number << 32)
+            yield rows, replace(self, first_BT=first, reach=reach, seed=seed)
+
+    def hidden(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """[B or 1, 1, 1, n, m], True where the query does not see the key."""
+        query_n1 = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key_m = torch.arange(keys.start, keys.stop, device=device)
+        hidden = key_m > query_n1
+        if self.window is not None:
+            hidden = hidden | (query_n1 - key_m >= self.window)
+        if self.first_BT is not None:
+            hidden = hidden | (key_m < self.first_BT[:, None, None, queries, None])
+        return hidden if hidden.ndim == 5 else hidden[None, None, None]
+
+    def capped(self, scores: Tensor) -> Tensor:
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def dropped(self, tile: Tile, shares: Tensor) -> Tensor:
+        """True where a share is dropped, from 16 random bits; forward and backward of one call get the same."""
+        assert self.seed is not None
+        generator = torch.Generator(shares.device)
+        generator.manual_seed(_mixed(int(self.seed) + tile.number))
+        words = torch.empty(-(-shares.numel() // 4), dtype=torch.int64, device=shares.device)
+        words.random_(-(2**63), None, generator=generator)
+        halves = words.view(torch.int16)[: shares.numel()].view(shares.shape)
+        return halves < self._dropped_of_65536 - 32768
+
+    @property
+    def _dropped_of_65536(self) -> int:
+        return min(round(self.dropout * 65536), 65535)
+
+    @property
+    def boost(self) -> float:
+        """What the kept shares are multiplied by, so that dropout changes no expectation."""
+        return 65536 / (65536 - self._dropped_of_65536)
+
+
+def _mixed(value: int) -> int:
+    """splitmix64's finaliser (Steele et al., OOPSLA 2014), so that neighbouring tiles have unrelated generators."""
+    value = (value * 0x9E3779B97F4A7C15) % 2**64
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) % 2**64
+    return (value ^ value >> 31) % 2**63
+
+
+def reach_of(first_BT: Tensor) -> Tensor:
+    """[2, B, blocks] on the CPU: the lowest and the highest document start among the queries of each block."""
+    lowest_BN = first_BT[:, ::BLOCK]
+    last_BN = torch.cat([first_BT[:, BLOCK - 1 :: BLOCK], first_BT[:, -1:]], 1)  # starts never fall along a row
+    return torch.stack([lowest_BN, last_BN[:, : lowest_BN.shape[1]]]).cpu()
+
+
+def _grouped(x_BHTE: Tensor, key_heads: int) -> Tensor:
+    """[B, K, G, T, E], contiguous: its tiles then multiply without a copy of the whole."""
+    return torch.unflatten(x_BHTE.contiguous(), 1, (key_heads, -1))
+
+
+def _scores(query: Tensor, key: Tensor, task: Task) -> Tensor:
+    """[B, K, G, n, m] from query [B, K, G, n, E] (scaled already) and key [B, K, m, E]; soft-capped, not masked."""
+    scores = (query.flatten(2, 3) @ key.mT).to(_exact(query))
+    return torch.unflatten(task.capped(scores), 2, query.shape[2:4])
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """The output, [B, T, H, E] in memory, and the log-sum-exp [B, H, T]."""
+    out_BHTE, sums_BHT = like_projection(q_BHTE), sums_like(q_BHTE)
+    q, k, v = _grouped(q_BHTE, k_BKTE.shape[1]), k_BKTE.contiguous(), v_BKTE.contiguous()
+    for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
+        query = q[..., queries, :] * task.scale
+        mixed = torch.zeros_like(query, dtype=sums_BHT.dtype)
+        total = torch.zeros_like(mixed[..., :1])
+        top = torch.full_like(total, float("-inf"))
+        for tile in tiles:
+            scores = _scores(query, k[:, :, tile.keys], task)
+            if tile.masked:
+                scores.masked_fill_(task.hidden(queries, tile.keys, scores.device), float("-inf"))
+            higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+            shares, shrink = scores.sub_(higher).exp_(), top.sub_(higher).exp_()
+            total.mul_(shrink).add_(shares.sum(-1, keepdim=True))
+            if task.dropout:
+                shares.masked_fill_(task.dropped(tile, shares), 0.0)
+            part = shares.to(v.dtype).flatten(2, 3) @ v[:, :, tile.keys]
+            mixed.mul_(shrink).add_(torch.unflatten(part, 2, query.shape[2:4]))
+            top = higher
+        out_BHTE[:, :, queries] = mixed.mul_(task.boost).div_(total).flatten(1, 2)
+        sums_BHT[:, :, queries] = (top + total.log_()).flatten(1, 2).squeeze(-1)
+    return out_BHTE, sums_BHT
+
+
+def backward(
+    grad_BHTE: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, out_BHTE: Tensor, sums_BHT: Tensor, task: Task
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: with p the shares, dS = p (dP - sum of dO O), through the soft-cap's slope."""
+    key_heads, exact = k_BKTE.shape[1], sums_BHT.dtype
+    dq_BHTE = like_projection(q_BHTE)
+    dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k_BKTE, v_BKTE))
+    q, grad = _grouped(q_BHTE, key_heads), _grouped(grad_BHTE, key_heads)
+    k, v = k_BKTE.contiguous(), v_BKTE.contiguous()
+    sums = _grouped(sums_BHT, key_heads)[..., None]
+    delta = _grouped((grad_BHTE.to(exact) * out_BHTE).sum(-1), key_heads)[..., None]
+    for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
+        query, d_out = q[..., queries, :] * task.scale, grad[..., queries, :].flatten(2, 3) * task.boost
+        d_query = torch.zeros(d_out.shape, dtype=exact, device=q.device)
+        for tile in tiles:
+            key, value = k[:, :, tile.keys], v[:, :, tile.keys]
+            scores = _scores(query, key, task)
+            slope = None if task.softcap is None else (scores / task.softcap).square_().neg_().add_(1)
+            shares = scores.sub_(sums[..., queries, :]).exp_()
+            if tile.masked:
+                shares.masked_fill_(task.hidden(queries, tile.keys, shares.device), 0.0)
+            d_shares = torch.unflatten((d_out @ value.mT).to(exact), 2, query.shape[2:4])
+            given = shares
+            if task.dropout:
+                dropped = task.dropped(tile, shares)
+                given = shares.masked_fill(dropped, 0.0)
+                d_shares.masked_fill_(dropped, 0.0)
+            dv[:, :, tile.keys] += given.to(v.dtype).flatten(2, 3).mT @ d_out
+            d_scores = d_shares.sub_(delta[..., queries, :]).mul_(shares)
+            if slope is not None:
+                d_scores.mul_(slope)
+            d_scores = d_scores.to(q.dtype).flatten(2, 3)
+            d_query += d_scores @ key
+            dk[:, :, tile.keys] += d_scores.mT @ query.flatten(2, 3)
+        dq_BHTE[:, :, queries] = torch.unflatten(d_query.mul_(task.scale), 2, query.shape[2:4]).flatten(1, 2)
+    return dq_BHTE, dk.to(k_BKTE.dtype), dv.to(v_BKTE.dtype)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+    out_BHTE, sums_BHT = like_projection(q), sums_like(q)
+    for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
+        out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
+    return out_BHTE, sums_BHT
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (like_projection(x) for x in (q, k, v))
+    for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
+        dq[part], dk[part], dv[part] = backward(grad[part], q[part], k[part], v[part], out[part], sums[part], task)
+    return dq, dk, dv
+
+
+# Document starts come with their `reach_of`.
+blockwise = attention_operator("blockwise", _forward, _backward, sums=sums_like)

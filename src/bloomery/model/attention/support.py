@@ -1,0 +1,124 @@
+"""Which attention backend can honour what, and which one to take. No torch here: the plan asks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bloomery.core.choice import Choice
+
+SHORT = 512  # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend can do; a reason where it cannot."""
+
+    devices: tuple[str, ...]
+    since: tuple[int, int] = (2, 9)  # torch
+    float32: str | None = None
+    packed: str | None = None
+    window: str | None = None
+    softcap: str | None = None
+    dropout: str | None = None
+
+
+BACKENDS = {
+    "sdpa": Backend(
+        ("cpu", "cuda"),
+        packed="a causal flag does not keep the documents of a row apart",
+        softcap="scaled_dot_product_attention has no soft-cap",
+    ),
+    "mask": Backend(("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"),
+    "per_document": Backend(("cpu",)),
+    "varlen": Backend(
+        ("cuda",),
+        since=(2, 12),  # a scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12
+        float32="varlen_attn takes 16-bit floats only",
+        window="not every build of varlen_attn has windows",
+        softcap="varlen_attn has no soft-cap",
+        dropout="varlen_attn has no dropout",
+    ),
+    "flex": Backend(("cuda",), dropout="FlexAttention has no dropout"),
+    "blockwise": Backend(("cpu", "cuda")),
+    "math": Backend(("cpu", "cuda")),
+}
+_ON_DEVICE = {
+    "per_document": "one call per document uses a kernel that only the CPU has",
+    "varlen": "varlen_attn has no kernel for the CPU",
+    "flex": "FlexAttention has no backward on the CPU",
+}
+
+
+def supports(
+    backend: str,
+    *,
+    device_type: str,
+    packed: bool,
+    window: bool,
+    softcap: bool,
+    dropout: bool,
+    float32: bool = False,
+    torch: str | None = None,
+) -> str | None:
+    """None when the backend computes exactly what is asked, in training, on this kind of device; else the reason.
+
+    `packed`: rows hold several documents that must not see each other. `torch`: its version, where known.
+    Raises KeyError for an unknown backend.
+    """
+    facts = BACKENDS[backend]
+    if device_type not in facts.devices:
+        return _ON_DEVICE[backend]
+    if torch is not None and _version(torch) < facts.since:
+        return f"it needs torch {facts.since[0]}.{facts.since[1]}, and this is {torch}"
+    asked = (
+        (float32, facts.float32), (packed, facts.packed), (window, facts.window), (softcap, facts.softcap),
+        (dropout, facts.dropout),
+    )  # fmt: skip
+    return next((reason for wanted, reason in asked if wanted and reason), None)
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def choose(
+    device_type: str,
+    *,
+    arch_has_fused: bool,
+    sequence_length: int,
+    packed: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+    float32: bool = False,
+    torch: str | None = None,
+) -> Choice[str]:
+    """The backend of a training run. `arch_has_fused`: torch brings fused attention kernels for this GPU."""
+    bites = window is not None and window < sequence_length
+    simple = not bites and (device_type != "cpu" or dropout == 0)  # what sdpa does without a [T, T] tensor
+    for backend, because in _candidates(device_type, arch_has_fused, sequence_length, simple):
+        unfit = supports(
+            backend, device_type=device_type, packed=packed, window=bites, softcap=softcap is not None,
+            dropout=dropout > 0, float32=float32, torch=torch,
+        )  # fmt: skip
+        if unfit is None:
+            return Choice(backend, because)
+    raise AssertionError("blockwise honours everything and closes every list")
+
+
+def _candidates(
+    device_type: str, arch_has_fused: bool, sequence_length: int, simple: bool
+) -> Iterator[tuple[str, str]]:
+    if device_type != "cpu" and not arch_has_fused:
+        yield "blockwise", "torch has no fused attention for this GPU and would take memory quadratic in the length"
+        return
+    if simple or (device_type == "cpu" and sequence_length <= SHORT):
+        yield "sdpa", "torch's own kernel does it: one document a row"
+    if device_type != "cpu":
+        yield "varlen", "torch's fused kernel takes documents of any length"
+        yield "flex", "FlexAttention makes one kernel of documents, windows and soft-caps"
+    elif sequence_length <= SHORT:
+        yield "mask", f"up to {SHORT} tokens a block mask is the quickest way to keep documents apart on a CPU"
+    else:
+        yield "per_document", f"above {SHORT} tokens a call per document skips foreign keys and needs no mask"
+    yield "blockwise", "no fused kernel does this; blockwise takes memory that grows with the length alone"

@@ -1,0 +1,551 @@
+"""The model families: what a Hugging Face config.json of each means as architectural facts, both ways.
+
+A family is one entry of `FAMILIES` here, one line of `names.FUSED` if its weights are stored differently, and one
+parameter of the parity test. Defaults of absent keys are those of transformers' config classes.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, cast, get_args
+
+from bloomery.core.errors import UserError
+from bloomery.model.config import Activation, ModelConfig, RopeKind, RopeScaling, checked
+
+MEND = "mend that value; a published model is best downloaded again"
+LARGEST = {"vocab_size": 2**24, "max_positions": 2**31, "num_layers": 2**12, "num_heads": 2**12, "num_kv_heads": 2**12,
+           "hidden_size": 2**18, "intermediate_size": 2**21, "head_dim": 2**14}  # fmt: skip
+
+
+class Fields:
+    """A JSON object read key by key. Whatever is never asked for is dropped: `auto_map` and the like do nothing."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, where: str) -> None:
+        self.values, self.defaults, self.where = values, defaults, where
+
+    def get(self, key: str) -> Any:
+        """The value, the family's default where the key is absent; None where neither exists, or null is written."""
+        return self.values[key] if key in self.values else self.defaults.get(key)
+
+    def refuse(self, key: str, expected: str) -> UserError:
+        shown = repr(self.get(key))
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, remedy=MEND)
+
+    def size(self, key: str, largest: int, *, default: int | None = None) -> int:
+        """A positive whole number of at most `largest`."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise UserError(f"{key} is missing", where=self.where, remedy=MEND)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
+            raise self.refuse(key, f"a whole number from 1 to {largest:,}")
+        return value
+
+    def number(self, key: str, *, low: float = 0.0, high: float = 1e12, default: float | None = None) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{key} is missing", where=self.where, remedy=MEND)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain or not math.isfinite(value) or not low <= value <= high:
+            raise self.refuse(key, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def optional_number(self, key: str, *, high: float = 1e12) -> float | None:
+        return None if self.get(key) is None else self.number(key, low=1e-12, high=high)
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool | None):
+            raise self.refuse(key, "true or false")
+        return bool(value)
+
+    def token(self, key: str, vocab_size: int) -> int | None:
+        """A token id; of several (some families list their end tokens) the first."""
+        value = self.get(key)
+        value = value[0] if isinstance(value, list) and value else value
+        plain = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not plain or value >= 2**31):
+            raise self.refuse(key, f"a token id below {vocab_size:,}")
+        return value if plain and 0 <= value < vocab_size else None
+
+    def choice(self, key: str, known: Mapping[str, str]) -> str:
+        value = self.get(key)
+        if not isinstance(value, str) or value not in known:
+            raise self.refuse(key, "one of " + ", ".join(sorted(known)))
+        return known[value]
+
+    def entries(self, key: str, length: int) -> list[Any] | None:
+        """A list with an entry per layer (more are dropped, as in transformers)."""
+        value = self.get(key)
+        if value is not None and (not isinstance(value, list) or len(value) < length):
+            raise self.refuse(key, f"a list of {length} entries, one per layer")
+        return None if value is None else value[:length]
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        value = self.get(key)
+        fits = isinstance(value, list) and len(value) == length
+        if not fits or not all(isinstance(x, int | float) and 0 < x < 1e12 for x in value):
+            raise self.refuse(key, f"a list of {length} positive numbers")
+        return tuple(float(x) for x in value)
+
+    def inside(self, key: str) -> "Fields | None":
+        """A nested object, or None where there is none."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(key, "an object")
+        return None if not value else Fields(value, {}, where=f"{self.where}, {key}")
+
+
+Facts = dict[str, Any]
+
+
+def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> Facts:
+    """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig."""
+    stated = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
+    local = stated.inside("sliding_attention")
+    stated = stated.inside("full_attention") or stated
+    scaling = fields.inside("rope_scaling") or stated
+    share = fields.number("partial_rotary_factor", high=1.0, default=1.0)
+    share = stated.number("partial_rotary_factor", high=1.0, default=share)
+    local_theta = fields.optional_number("rope_local_base_freq")
+    width = int(head_dim * share)
+    if width < 2 or width % 2:
+        problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
+        raise UserError(problem, where=fields.where, remedy="choose an even head_dim")
+    return {
+        "rope_theta": stated.number("rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)),
+        "rope_scaling": _scaling(scaling, fields, max_positions=max_positions, width=width),
+        "rotary_share": share,
+        "local_rope_theta": local.number("rope_theta", low=1e-6, default=local_theta) if local else local_theta,
+    }
+
+
+def _scaling(stated: Fields, outer: Fields, *, max_positions: int, width: int) -> RopeScaling | None:
+    kind: Any = stated.get("rope_type") or stated.get("type") or "default"
+    if kind == "default":
+        return None
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in stated.values) else kind
+    if kind not in get_args(RopeKind):
+        raise UserError(
+            f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
+            where=f"{outer.where}, rope_scaling",
+            remedy=MEND,
+        )
+    if kind == "linear" or kind == "dynamic":
+        return RopeScaling(kind=kind, factor=stated.number("factor", low=1e-6))
+    nearest = stated if stated.get("original_max_position_embeddings") is not None else outer
+    outermost = outer if outer.get("original_max_position_embeddings") is not None else nearest
+    original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
+    factor = stated.number("factor", low=1e-6, default=max_positions / original)
+    shared: Facts = {"kind": kind, "factor": factor, "original_max_positions": original}
+    if kind == "llama3":
+        low, high = stated.number("low_freq_factor", low=1e-6), stated.number("high_freq_factor", low=1e-6)
+        return RopeScaling(**shared, low_freq_factor=low, high_freq_factor=high)
+    shared["attention_factor"] = stated.optional_number("attention_factor")
+    if kind == "longrope":
+        short, long = stated.numbers("short_factor", width // 2), stated.numbers("long_factor", width // 2)
+        return RopeScaling(**shared, short_factor=short, long_factor=long)
+    if shared["attention_factor"] is None:
+        shared["attention_factor"] = _yarn_temperature(stated, factor)
+    fast, slow = stated.optional_number("beta_fast") or 32.0, stated.optional_number("beta_slow") or 1.0
+    return RopeScaling(**shared, beta_fast=fast, beta_slow=slow, truncate=stated.get("truncate") is not False)
+
+
+def _yarn_temperature(stated: Fields, factor: float) -> float | None:
+    """DeepSeek states the attention factor as a ratio of two `mscale`; None: YaRN's own formula."""
+    above, below = stated.optional_number("mscale"), stated.optional_number("mscale_all_dim")
+    if not above or not below or factor <= 1:
+        return None
+    return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
+
+
+def rope_keys(config: ModelConfig) -> Facts:
+    """The settings under their new and their old names, so that old and new versions of transformers agree."""
+    scaling, keys = config.rope_scaling, {"rope_theta": config.rope_theta}
+    share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
+    stretched: Facts = {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
+    flat = {"rope_theta": config.rope_theta, **share, **stretched}
+    facts: Facts = {**keys, **share, "rope_scaling": None if scaling is None else {**flat, **stretched}}
+    if config.local_rope_theta is None:
+        return facts | {"rope_parameters": flat}
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    nested = {"full_attention": flat, "sliding_attention": local}
+    return facts | {"rope_parameters": nested, "rope_local_base_freq": config.local_rope_theta}
+
+
+def _scaling_keys(scaling: RopeScaling) -> Facts:
+    facts: Facts = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.original_max_positions is not None:
+        facts["original_max_position_embeddings"] = scaling.original_max_positions
+    if scaling.attention_factor is not None:
+        facts["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "llama3":
+        facts |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    elif scaling.kind == "yarn":
+        facts |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+    elif scaling.kind == "longrope":
+        facts |= {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+    return facts
+
+
+LLAMA_KEYS = MappingProxyType({
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "max_positions": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act", "attention_dropout": "attention_dropout",
+})  # fmt: skip
+GPT2_KEYS = MappingProxyType({
+    "vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_layers": "n_layer",
+    "num_heads": "n_head", "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
+    "activation": "activation_function", "attention_dropout": "attn_pdrop",
+})  # fmt: skip
+GEMMA_FACTS: Facts = {"norm": "rms_unit_offset", "scale_embeddings": True}
+BIASES = {"attention_bias": "attention_bias", "output_bias": "attention_bias"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_pytorch": "gelu", "relu": "relu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """`facts` hold for each of its models; `keys` (ours -> theirs) and `flags` differ between models.
+
+    `windows` reads the window of each layer, `extra` the facts that take more than copying; `write` undoes both.
+    `refused` are keys that change the mathematics in a way that the decoder does not follow.
+    """
+
+    architecture: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    windows: Callable[[Fields, int], tuple[int | None, ...]] = lambda _fields, _layers: ()
+    extra: Callable[[Fields, Facts], Facts] = lambda _fields, _facts: {}
+    write: Callable[[ModelConfig], Facts] = lambda _config: {}
+    refused: tuple[str, ...] = ("use_bidirectional_attention",)
+
+
+def _layer_types(config: ModelConfig) -> Facts:
+    kinds = ["full_attention" if config.window(n) is None else "sliding_attention" for n in range(config.num_layers)]
+    return {"sliding_window": _window(config), "layer_types": kinds}
+
+
+def _window(config: ModelConfig) -> int | None:
+    return next((window for window in config.sliding_window if window is not None), None)
+
+
+def _windows_by_type(fields: Fields, layers: int, sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """From `layer_types`, or by the family's own rule in files that are older than that key."""
+    if fields.get("sliding_window") is None:
+        return ()
+    window = fields.size("sliding_window", 2**31)
+    types = fields.entries("layer_types", layers)
+    unknown = set(types or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise fields.refuse("layer_types", "made of full_attention and sliding_attention")
+    slides = [sliding(n) if types is None else types[n] == "sliding_attention" for n in range(layers)]
+    return tuple(window if slide else None for slide in slides) if any(slides) else ()
+
+
+def _windows_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if fields.get("sliding_window") is None:
+        return ()
+    return (fields.size("sliding_window", 2**31),) * layers
+
+
+def _windows_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if not fields.flag("use_sliding_window"):
+        return ()
+    full = int(fields.number("max_window_layers", default=layers))
+    return _windows_by_type(fields, layers, lambda n: n >= full)
+
+
+def _windows_gemma2(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    return _windows_by_type(fields, layers, lambda n: n % 2 == 0)
+
+
+def _windows_gemma3(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    pattern = fields.size("sliding_window_pattern", 2**12, default=6)
+    return _windows_by_type(fields, layers, lambda n: (n + 1) % pattern != 0)
+
+
+def _windows_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if not fields.flag("use_sliding_window"):
+        return ()
+    rotating = _rotating(fields, layers)
+    return _windows_by_type(fields, layers, lambda n: not rotating[n])
+
+
+def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
+    interval = fields.size("no_rope_layer_interval", 2**12, default=4)
+    stated = fields.entries("no_rope_layers", layers)  # the name misleads: 1 means that the layer rotates
+    return tuple(bool(stated[n]) if stated is not None else (n + 1) % interval != 0 for n in range(layers))
+
+
+def _gemma_scale(fields: Fields, facts: Facts) -> Facts:
+    scalar = fields.number("query_pre_attn_scalar", low=1e-6)
+    caps = {
+        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
+        "final_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+    return caps | {"attention_scale": None if scalar == facts["head_dim"] else scalar**-0.5}
+
+
+def _write_gemma(config: ModelConfig) -> Facts:
+    scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
+    caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.final_softcap}
+    return _layer_types(config) | caps | {"query_pre_attn_scalar": round(scalar)}
+
+
+def _write_qwen(config: ModelConfig) -> Facts:
+    kinds = _layer_types(config)
+    slides = config.sliding_window != ()
+    return kinds | {"use_sliding_window": slides, "max_window_layers": kinds["layer_types"].count("full_attention")}
+
+
+def _write_smollm3(config: ModelConfig) -> Facts:
+    rotating = config.rotary_layers or (True,) * config.num_layers
+    slides = {"use_sliding_window": config.sliding_window != (), "no_rope_layers": [int(turns) for turns in rotating]}
+    return _layer_types(config) | slides
+
+
+def _write_phi3(config: ModelConfig) -> Facts:
+    scaling = config.rope_scaling
+    original = None if scaling is None else scaling.original_max_positions
+    return {"sliding_window": _window(config), "original_max_position_embeddings": original or config.max_positions}
+
+
+def _gpt2_scale(fields: Fields, _facts: Facts) -> Facts:
+    return {"attention_scale": 1.0 if fields.get("scale_attn_weights") is False else None}
+
+
+def _write_gpt2(config: ModelConfig) -> Facts:
+    return {"scale_attn_weights": config.attention_scale is None}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({
+    "llama": Family(
+        "LlamaForCausalLM", flags=BIASES | {"mlp_bias": "mlp_bias"},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", windows=_windows_everywhere, write=lambda config: {"sliding_window": _window(config)},
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+                  "hidden_act": "silu", "rope_theta": 1e4, "sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", {"attention_bias": True}, windows=_windows_qwen, write=_write_qwen,
+        defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4,
+                  "max_window_layers": 28},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"qk_norm": "head"}, flags=BIASES, windows=_windows_qwen, write=_write_qwen,
+        defaults={"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+                  "rope_theta": 1e4, "max_window_layers": 28},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM", GEMMA_FACTS, flags=BIASES, activations=ACTIVATIONS | {"gelu": "gelu_tanh"},
+        defaults={"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+                  "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 16},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", {**GEMMA_FACTS, "norm_placement": "both"}, flags=BIASES,
+        keys=LLAMA_KEYS | {"activation": "hidden_activation"},
+        windows=_windows_gemma2, extra=_gemma_scale, write=_write_gemma,
+        defaults={"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+                  "rope_theta": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+                  "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+                  "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", {**GEMMA_FACTS, "norm_placement": "both", "qk_norm": "head"}, flags=BIASES,
+        keys=LLAMA_KEYS | {"activation": "hidden_activation"},
+        windows=_windows_gemma3, extra=_gemma_scale, write=_write_gemma,
+        defaults={"vocab_size": 262208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+                  "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+                  "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+                  "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", flags=BIASES | {"mlp_bias": "mlp_bias"}, windows=_windows_smollm3, write=_write_smollm3,
+        extra=lambda fields, facts: {"rotary_layers": _rotating(fields, facts["num_layers"])},
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+                  "hidden_act": "silu", "rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", {"norm_placement": "after", "qk_norm": "full"}, flags=BIASES,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4},
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM", windows=_windows_everywhere, write=_write_phi3,
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4},
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {"norm": "layer", "gated_mlp": False, "attention_bias": True, "output_bias": True, "mlp_bias": True,
+         "positions": "learned"},
+        keys=GPT2_KEYS, extra=_gpt2_scale, write=_write_gpt2,
+        defaults={"n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+                  "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True},
+        refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
+    ),
+})  # fmt: skip
+
+
+def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
+    """The key of FAMILIES, from `model_type` or `architectures`. Raises UserError for an unknown architecture."""
+    kind, architectures = hf.get("model_type"), hf.get("architectures")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return kind
+    stated = architectures[0] if isinstance(architectures, list) and architectures else kind
+    for name, family in FAMILIES.items():
+        if stated == family.architecture:
+            return name
+    raise UserError(
+        f"{str(stated)[:60]!r} is no architecture that Bloomery knows", where=where,
+        remedy=f"these are known: {', '.join(FAMILIES)}",
+    )  # fmt: skip
+
+
+def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """The facts in a config.json. Raises UserError naming the field that is missing or makes no sense."""
+    name = family_of(hf, where=where)
+    family = FAMILIES[name]
+    fields = Fields(hf, family.defaults, where=where)
+    for key in family.refused:
+        if fields.flag(key):
+            raise UserError(f"{key} is not supported", where=where, remedy="choose another model")
+    facts: Facts = {"family": name, **family.facts, **_sizes(fields, family), **_training(fields)}
+    facts |= {ours: fields.flag(theirs) for ours, theirs in family.flags.items()}
+    facts["norm_eps"] = fields.number(family.keys["norm_eps"], high=1.0)
+    facts["activation"] = fields.choice(family.keys["activation"], family.activations)
+    facts["attention_dropout"] = fields.number(family.keys["attention_dropout"], high=0.999, default=0.0)
+    facts["tie_embeddings"] = fields.flag("tie_word_embeddings")
+    facts["sliding_window"] = family.windows(fields, facts["num_layers"])
+    if facts.get("positions") != "learned":
+        facts |= rope_facts(fields, max_positions=facts["max_positions"], head_dim=facts["head_dim"])
+    facts |= family.extra(fields, facts)
+    if _gives_values(hf, where):
+        facts["head"] = "values"
+    facts |= {key: fields.token(key, facts["vocab_size"]) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return checked(ModelConfig(**facts), where=where)
+
+
+def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
+    """Whether it is a reward model: transformers' classifier of a text with a single label. UserError for several."""
+    architectures, labels = hf.get("architectures"), hf.get("id2label")
+    stated = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if not str(stated).endswith("ForSequenceClassification"):
+        return False
+    count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)  # transformers' default is 2
+    if count != 1:
+        problem = f"a classifier of {str(count)[:20]} labels gives no single value"
+        raise UserError(problem, where=where, remedy="choose a reward model, or the model that it was made from")
+    return True
+
+
+def _classifier(family: str) -> Facts:
+    """What transformers says of a model with one value a text."""
+    stem = FAMILIES[family].architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    name = f"{'Gemma3Text' if family == 'gemma3_text' else stem}ForSequenceClassification"
+    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def _sizes(fields: Fields, family: Family) -> dict[str, int]:
+    def size(ours: str, default: int | None = None) -> int:
+        theirs = family.keys.get(ours)
+        return default if theirs is None and default else fields.size(theirs or ours, LARGEST[ours], default=default)
+
+    width, heads = size("hidden_size"), size("num_heads")
+    per_head = width // heads
+    whole = width % heads == 0 or fields.get(family.keys.get("head_dim", "")) is not None
+    if not whole:
+        raise fields.refuse(family.keys["hidden_size"], f"a multiple of the {heads} heads")
+    return {
+        "vocab_size": size("vocab_size"), "hidden_size": width, "num_layers": size("num_layers"), "num_heads": heads,
+        "intermediate_size": size("intermediate_size", 4 * width if family.keys is GPT2_KEYS else None),
+        "num_kv_heads": size("num_kv_heads", heads), "head_dim": size("head_dim", per_head or None),
+        "max_positions": size("max_positions"),
+    }  # fmt: skip
+
+
+def _training(fields: Fields) -> dict[str, float]:
+    return {
+        "embedding_dropout": fields.number("embd_pdrop", high=0.999, default=0.0),
+        "residual_dropout": fields.number("resid_pdrop", high=0.999, default=0.0),
+        "initializer_range": fields.number("initializer_range", high=1e3, default=0.02),
+    }
+
+
+def config_to_hf(config: ModelConfig) -> Facts:
+    """A config.json for the config's family. Raises UserError when that family cannot hold these facts."""
+    if config.foreign is not None:
+        return cast(Facts, json.loads(config.foreign.stated))
+    stated = _stated(config)
+    again = config_from_hf(stated, where="model")
+    lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+    if lost:
+        raise UserError(
+            f"a {config.family} model cannot have {_listed(lost, config)}",
+            where="model.family", remedy=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
+        )  # fmt: skip
+    return stated
+
+
+def _listed(names: list[str], config: ModelConfig) -> str:
+    return ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
+
+
+def _stated(config: ModelConfig) -> Facts:
+    family = FAMILIES[config.family]
+    stated: Facts = {"architectures": [family.architecture], "model_type": config.family}
+    stated |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items() if ours != "activation"}
+    stated |= {theirs: getattr(config, ours) for ours, theirs in family.flags.items()}
+    written = "gelu_new" if config.family == "gpt2" else "gelu_pytorch_tanh"
+    stated[family.keys["activation"]] = written if config.activation == "gelu_tanh" else config.activation
+    stated |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.initializer_range}
+    stated |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    stated |= {"pad_token_id": config.pad_token_id, "use_cache": True}
+    if config.family in ("gpt2", "phi3") or config.residual_dropout or config.embedding_dropout:
+        stated |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
+    if config.positions == "rotary":
+        stated |= rope_keys(config)
+    if config.head == "values":
+        stated |= _classifier(config.family)
+    return stated | family.write(config)
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The name of its class in transformers."""
+    if config.foreign is not None:
+        return config.foreign.architecture or config.family
+    return FAMILIES[config.family].architecture
+
+
+def known_family(name: str) -> Family:
+    """Raises UserError for a name that is none."""
+    if name not in FAMILIES:
+        raise UserError(
+            f"{name!r} is no family that Bloomery knows", where="model.family", remedy=f"known: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
+    """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
+    keys = known_family(name).keys
+    stated: Facts = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
+    if window is not None:
+        stated |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    config = config_from_hf({"model_type": name, **stated}, where="model")
+    if window is not None and not config.sliding_window:
+        remedy = "leave it out, or choose mistral"
+        raise UserError(f"a {name} model has no sliding window", where="model.sliding_window", remedy=remedy)
+    return replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)

@@ -1,0 +1,216 @@
+"""Which files hold a model's weights, and which tensors they hold: whole safetensors files of its own folder, whose
+headers are read and nothing else. No torch.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bloomery.core.errors import UserError
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_shapes
+from bloomery.model.families.weight_names import places
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_INDEX = 256 * 2**20
+LONGEST_NAME = 200
+AGAIN = "download or save the model again"
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # what a weight may be stored as
+# Buffers that old checkpoints carry although they follow from the config.
+COMPUTED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+)  # fmt: skip
+VALUES = "score.weight"  # of a reward model
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape."""
+
+    path: Path
+    offset: int
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.kind])
+        return found
+
+
+def is_bare(folder: Path) -> bool:
+    """Whether nothing lies there that could be meant as weights: a shape, of which plans can be made."""
+    return not any((folder / name).is_file() for name in (SINGLE, INDEX)) and _pickled(folder) is None
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, as the index says; None of a model in one file. Raises UserError."""
+    index = folder / INDEX
+    if index.is_file():
+        return _stated(index)
+    if not (folder / SINGLE).is_file():
+        raise _nothing(folder)
+    return None
+
+
+def _nothing(folder: Path) -> UserError:
+    if (pickled := _pickled(folder)) is None:
+        return UserError("no model.safetensors is here", where=str(folder), remedy="give the folder of a saved model")
+    return UserError(
+        f"{pickled} is a pickle: opening it could run anything", where=str(folder),
+        remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
+    )  # fmt: skip
+
+
+def _pickled(folder: Path) -> str | None:
+    return next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
+
+
+def _stated(index: Path) -> dict[str, str]:
+    if index.stat().st_size > LARGEST_INDEX:
+        raise UserError("the index is larger than 256 MiB", where=str(index), remedy=AGAIN)
+    try:
+        stated = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError("the index holds no weight_map", where=str(index), remedy=AGAIN) from error
+    if not isinstance(stated, dict) or not all(isinstance(name, str) for name in stated.values()):
+        raise UserError("weight_map does not name a file for each tensor", where=str(index), remedy=AGAIN)
+    return stated
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A plain file name; a link may only lead to a file of the same folder or of the hub's cache beside it."""
+    path = folder / name
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
+        problem = f"the index names {name[:80]!r}, which is not a file of this folder"
+        raise UserError(problem, where=str(folder), remedy="use a copy from a source that you trust")
+    if not path.is_file():
+        raise UserError(f"{name} is missing", where=str(folder), remedy="download the model again")
+    target, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"  # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
+    if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
+        remedy = "put the file itself there, if you trust it"
+        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), remedy=remedy)
+    return path
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds. Raises UserError when it is damaged: the safetensors library checks its header,
+    and that the file ends where the header says.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        problem = f"the file cannot be read as safetensors: {error}"[:200]
+        raise UserError(problem, where=str(path), remedy=AGAIN) from error
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length), object_pairs_hook=partial(_each_once, path))
+    header.pop("__metadata__", None)
+    return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+
+
+def _each_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The library keeps one of two entries of a name; which one, each reader decides for itself."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
+    return entries
+
+
+def _stored(path: Path, name: str, entry: dict[str, object], start: int) -> Stored:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    assert isinstance(shape, list) and isinstance(offsets, list)
+    if dtype not in DTYPES:
+        remedy = f"save it as one of {', '.join(DTYPES)}"
+        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path), remedy=remedy)
+    return Stored(path, start + offsets[0], str(dtype), tuple(shape))
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model folder: `model.safetensors`, or the shards that its index names.
+
+    Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
+    """
+    stated = weight_map(folder)
+    if stated is None:
+        return stored_tensors(inside(folder, SINGLE))
+    found: dict[str, Stored] = {}
+    for name in sorted(set(stated.values())):
+        tensors = stored_tensors(inside(folder, name))
+        if twice := found.keys() & tensors.keys():
+            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), remedy=AGAIN)
+        found |= tensors
+    if missing := stated.keys() - found.keys():
+        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), remedy=AGAIN)
+    return found
+
+
+def stored_in(folder: Path, name: str) -> dict[str, Stored]:
+    """What one file of the folder holds. Raises UserError as `find_tensors` does."""
+    return stored_tensors(inside(folder, name))
+
+
+def refuse_whole_numbers(name: str, stored: Stored) -> None:
+    """Raises UserError for a weight of whole numbers or truth values: a cast would train something else."""
+    if stored.kind not in WEIGHTS:
+        problem = f"{name[:120]} is stored as {stored.kind}, and weights are floating-point numbers"
+        raise UserError(problem, where=str(stored.path), remedy=f"save it as one of {', '.join(WEIGHTS)}")
+
+
+def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = False) -> dict[str, Stored]:
+    """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
+
+    `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
+    another shape than the config says, or no floating-point numbers.
+    """
+    found = _named_as_saved(find_tensors(folder), config)
+    shapes, where = parameter_shapes(config), places(config)
+    for name, place in where.items():
+        stored, expected = found.get(place.name), place.stored_shape(shapes[name])
+        if stored is None and headless and name == VALUES:
+            continue
+        if stored is None:
+            raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
+        if stored.shape != expected:
+            raise UserError(
+                f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
+                where=str(stored.path),
+                remedy="put the config.json there that was saved with these weights",
+            )
+        refuse_whole_numbers(place.name, stored)
+    return {name: found[place.name] for name, place in where.items() if place.name in found}
+
+
+def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """The tensors that the config expects; a model saved without its head lacks the outermost prefix."""
+    expected = {place.name for place in places(config).values()}
+    prefix = "transformer." if config.family == "gpt2" else "model."
+    if not expected & found.keys():
+        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
+    surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
+    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
+    if surplus and expected <= found.keys():
+        raise UserError(
+            f"{min(surplus)} has no place in a {config.family} model",
+            where=str(next(iter(found.values())).path),
+            remedy="this is another architecture than config.json says",
+        )
+    return found

@@ -1,0 +1,296 @@
+"""Parameters: fresh, from a folder, into a folder. Files carry transformers' names and shapes, memory carries ours."""
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bloomery.model.adapters.base_model import base_folder, is_adapter_folder, read_settings, refuse_other_base
+from bloomery.model.adapters.lora import adapt_as, is_adapter, note_base
+from bloomery.model.adapters.peft_methods import open_method
+from bloomery.model.adapters.peft_read import read_adaptation
+from bloomery.model.adapters.peft_write import read_trained
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_shapes
+from bloomery.model.decoder import Decoder
+from bloomery.model.families.presets import grown, read_config
+from bloomery.model.families.registry import config_to_hf
+from bloomery.model.families.weight_names import Place, places
+from bloomery.model.io.renaming import to_hf_names
+from bloomery.model.io.safetensors import Reader, split_shards, write_tensors
+from bloomery.model.io.weight_files import Stored, stored_parameters
+from bloomery.model.quantization.apply import quantised_weights
+from bloomery.model.quantization.weight import QuantisedWeight
+from bloomery.model.randomness import stream
+from bloomery.model.transformers_backend.backbone import ForeignBackbone, loaded_safely
+from bloomery.model.transformers_backend.checks import TOLERANCE, check_head
+
+SHARD_BYTES = 4 * 2**30
+# Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
+LOGIT_DEVIATION = 0.3
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
+RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+def load_decoder(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    attention: str | None = None,
+    base: Path | None = None,
+    vocab_size: int = 0,
+    arrange: Callable[[Decoder], None] | None = None,
+) -> Decoder:
+    """The decoder in a folder of Hugging Face's layout, or an adapter's with its base, in evaluation mode.
+
+    `dtype`: of the parameters; None keeps the one of the file. `base`: of an adapter, where it is not the one that it
+    names. `vocab_size`: at least so many tokens. `arrange` is given the adapted decoder on the meta device, before any
+    memory is taken: it may quantize it, choose other dtypes, or refuse. Weights go from the file to the device piece by
+    piece, in the form that they are kept in. Raises UserError when the folder holds no such model.
+    """
+    settings = None
+    source = folder
+    if is_adapter_folder(folder):
+        source = base or base_folder(folder)
+        refuse_other_base(folder, source)
+    config = read_config(source)
+    stored = stored_parameters(source, config)  # before any memory is taken: a config may say anything
+    other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"  # a method of PEFT's own
+    if is_adapter_folder(folder) and not other:
+        settings, config = read_adaptation(folder, config)
+    config = grown(config, vocab_size)
+    with torch.device("meta"):
+        decoder = Decoder(config, attention=attention).to(dtype or stored["model.embed_tokens.weight"].dtype)
+        if settings is not None:
+            adapt_as(decoder, settings)
+    if arrange is not None:
+        arrange(decoder)
+    give_memory(decoder, device)
+    read_model(decoder, source, seed=0 if settings is not None else None)  # values come from the adapter
+    if settings is not None:
+        read_trained(decoder, settings, config, folder, shared=True)
+        note_base(decoder)
+    if other:
+        open_method(decoder, folder)
+    if config.foreign is not None:
+        check_head(decoder.eval(), TOLERANCE[next(decoder.parameters()).dtype])
+    return decoder.eval()
+
+
+def fresh_decoder(
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attention: str | None = None,
+) -> Decoder:
+    """A decoder with initialised parameters, in training mode."""
+    with torch.device("meta"):
+        decoder = Decoder(config, attention=attention)
+    materialize(decoder, dtype=dtype, device=device)
+    init_weights(decoder, seed)
+    return decoder
+
+
+def materialize(decoder: Decoder, *, dtype: torch.dtype, device: str | torch.device) -> None:
+    """Gives a decoder on the meta device memory; its content is undefined until it is initialised or read."""
+    give_memory(decoder.to(dtype), device)
+
+
+def give_memory(decoder: Decoder, device: str | torch.device) -> None:
+    """`materialize` in the dtypes that the parameters have."""
+    # As `to_empty`, which on a meta tensor imports all of sympy; torch has not annotated it.
+    decoder._apply(lambda old: torch.empty(old.shape, dtype=old.dtype, device=device))  # type: ignore[no-untyped-call]
+    decoder.tie()
+
+
+@torch.no_grad()
+def init_weights(decoder: Decoder, seed: int) -> None:
+    """Normal with `initializer_range`, the projections that end a residual branch divided by sqrt(2 layers) (GPT-2).
+
+    Each parameter has a random stream of its own, keyed by seed and name and drawn on the CPU in float32: the values
+    depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1; the last norm's
+    gain at what keeps the first logits below a deviation of LOGIT_DEVIATION.
+    """
+    config = decoder.config
+    offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
+    last = min(1.0, LOGIT_DEVIATION / (config.initializer_range * config.hidden_size**0.5 or 1.0))
+    for name, parameter in decoder.named_parameters():
+        if is_adapter(name):
+            continue
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_((last if name == "model.norm.weight" else 1.0) - offset)
+        else:
+            parameter.copy_(_drawn(name, parameter.shape, config, seed))
+    for name, weight in quantised_weights(decoder):
+        weight.fill([_drawn(name, (weight.outputs, weight.inputs), config, seed)], name=name)
+
+
+def _drawn(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
+    std = config.initializer_range
+    if name.endswith(RESIDUAL):
+        std /= (2 * config.num_layers) ** 0.5
+    return torch.empty(shape).normal_(0.0, std, generator=stream(seed, name))
+
+
+def model_state(decoder: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, without copies; a tied head appears once, as the embedding."""
+    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+
+
+def write_model(
+    state: Mapping[str, Tensor], config: ModelConfig, folder: Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes config.json and model.safetensors (in shards with an index above `shard_bytes`) into an existing folder.
+
+    `state`: parameters by our names, on any device. transformers opens the folder.
+    """
+    assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
+    stored = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
+    dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in stored.items()}
+
+    def write(file: Path, group: list[str]) -> None:
+        save_file({name: stored[name].cpu() for name in group}, file, metadata={"format": "pt"})
+
+    _write_shards(folder, sizes, shard_bytes, write)
+
+
+def write_model_piecewise(
+    produce: Callable[[str], Tensor], config: ModelConfig, dtype: torch.dtype, folder: Path,
+    *, shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
+    """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
+    kind, where, shapes = str(dtype).removeprefix("torch."), places(config), parameter_shapes(config)
+    _write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
+    parts: dict[str, list[str]] = {}
+    for name, place in where.items():
+        parts.setdefault(place.name, []).append(name)
+    stored = {name: where[ours[0]].stored_shape(shapes[ours[0]]) for name, ours in parts.items()}
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in stored.items()}
+
+    def whole(name: str) -> Tensor:
+        return to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[name]
+
+    _write_shards(
+        folder, sizes, shard_bytes,
+        lambda file, group: write_tensors(file, {name: stored[name] for name in group}, dtype, whole),
+    )  # fmt: skip
+
+
+def _write_shards(
+    folder: Path, sizes: dict[str, int], shard_bytes: int, write: Callable[[Path, list[str]], None]
+) -> None:
+    shards = list(split_shards(sizes, shard_bytes))
+    names = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+    ]  # fmt: skip
+    for file, group in zip(names, shards, strict=True):
+        write(folder / file, group)
+    if len(shards) > 1:
+        weight_map = {name: file for file, group in zip(names, shards, strict=True) for name in group}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: Collection[int] = ()) -> None:
+    """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
+
+    Rows of the vocabulary that the folder lacks, and those of `new` tokens, which a padded vocabulary has and nobody
+    trained, become the mean of the rows before them: a new token's logit is then the mean of theirs (Hewitt,
+    "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+    `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
+    `stored_parameters` does.
+    """
+    if isinstance(decoder.model, ForeignBackbone) and decoder.model.foreign.safe_because:
+        _copy_model(decoder, loaded_safely(decoder.model, folder), new)
+        return
+    with StoredModel(decoder.config, folder, seed=seed, new=new) as stored:
+        for name, parameter in decoder.named_parameters():
+            if not is_adapter(name):
+                stored.fill(name, parameter)
+        for name, weight in quantised_weights(decoder):
+            _read_quantised(weight, stored.tensors[name], stored.places[name], stored.reader, name)
+
+
+@final
+class StoredModel:
+    """A folder's tensors as parameters of a config, one at a time; used as a context. `seed` and `new` as `read_model`.
+
+    Raises UserError as `stored_parameters` does.
+    """
+
+    def __init__(
+        self, config: ModelConfig, folder: Path, *, seed: int | None = None, new: Collection[int] = ()
+    ) -> None:
+        of_folder = read_config(folder, "auto" if config.foreign is None else "foreign")
+        self.config, self.seed, self.new = config, seed, new
+        self.known = min(config.vocab_size, of_folder.vocab_size)
+        saved = replace(config, vocab_size=self.known) if config.foreign is None else of_folder
+        self.tensors = stored_parameters(folder, saved, headless=seed is not None)
+        self.places, self.reader = places(config), Reader()
+
+    def __enter__(self) -> Self:
+        self.reader.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.reader.__exit__(*raised)
+
+    @torch.no_grad()
+    def fill(self, name: str, parameter: Tensor) -> None:
+        """Cast to the dtype that the parameter has."""
+        if name not in self.tensors:
+            drawn = torch.empty(parameter.shape)
+            drawn.normal_(0.0, self.config.initializer_range, generator=stream(self.seed or 0, name))
+            parameter.copy_(drawn)
+            return
+        place = self.places[name]
+        held = parameter.data[: self.known] if name in VOCABULARY else parameter.data
+        self.reader.fill(held, self.tensors[name], first=place.first, transposed=place.transposed)
+        if name in VOCABULARY:
+            _fill_new_rows(parameter, self.known, self.new)
+
+
+def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
+    for name, parameter in decoder.named_parameters():
+        if is_adapter(name):
+            continue
+        parameter.data[: len(values[name])] = values[name].to(parameter.device)
+        if name in VOCABULARY:
+            _fill_new_rows(parameter, len(values[name]), new)
+    for name, weight in quantised_weights(decoder):
+        weight.fill([values[name].to(weight.codes.device)], name=name)
+
+
+def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
+    rows = sorted({*new, *range(known, len(parameter))})
+    if rows:
+        parameter.data[rows] = parameter.data[: rows[0]].mean(0, dtype=torch.float32).to(parameter.dtype)
+
+
+def _read_quantised(weight: QuantisedWeight, stored: Stored, place: Place, reader: Reader, name: str) -> None:
+    device = weight.codes.device
+    if place.transposed:  # its rows lie across the file: the one case where a whole tensor is held
+        whole = torch.empty(weight.outputs, weight.inputs, dtype=stored.dtype, device=device)
+        reader.fill(whole, stored, first=place.first, transposed=True)
+        weight.fill([whole], name=name)
+        return
+    pieces = reader.pieces(stored, place.first, weight.outputs, device=device, multiple=weight.rows_at_once)
+    weight.fill((piece for _, piece in pieces), name=name)

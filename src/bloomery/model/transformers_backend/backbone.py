@@ -1,0 +1,240 @@
+"""Architectures that our decoder lacks: transformers' own layers under our names and our head, without remote code.
+
+B batch, T time, D width. Blocks stand at `model.layers`, embeddings at `model.embed_tokens`, whatever else lies between
+them under its own name; so a plan, adapters, quantised weights and files treat them as they treat our own.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bloomery.core.errors import UserError
+from bloomery.model.cache import Cache
+from bloomery.model.config import ModelConfig
+
+IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
+
+
+class Unlike(Exception):
+    """Why an architecture does not fit between our embeddings and our head."""
+
+
+class _MatricesOnMeta(TorchFunctionMode):
+    """Matrices are made by torch.empty and then filled; what is computed, as tables of rotations are, is not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        said = dict(kwargs or {})
+        if func is torch.empty:
+            said["device"] = "meta"
+        return func(*args, **said)
+
+
+def blank_model(stated: str, attention: str | None = None) -> tuple[Any, str]:
+    """Transformers' model of a config.json without memory for its matrices, and its attention. Raises ValueError."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    said = json.loads(stated)
+    config = CONFIG_MAPPING[said["model_type"]].from_dict(said)
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _MatricesOnMeta():
+        for name in IMPLEMENTATIONS[:-1] if attention is None else ():
+            try:
+                return build(config, attn_implementation=name, dtype=torch.float32), name
+            except ValueError:  # this architecture has no such kernel
+                continue
+        last = attention or IMPLEMENTATIONS[-1]
+        return build(config, attn_implementation=last, dtype=torch.float32), last
+
+
+def parts(whole: Any, num_layers: int) -> dict[str, nn.Module]:
+    """What stands between tokens and the last hidden states, by our names. Raises Unlike where something else does."""
+    base, embedding = whole.base_model, whole.get_input_embeddings()
+    lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
+    blocks = next(lists, None)
+    if blocks is None or embedding is None or whole.get_output_embeddings() is None or base is whole:
+        raise Unlike(f"it has no list of {num_layers} layers between an embedding and an output matrix")
+    found = dict(_flat(base, {id(embedding): "embed_tokens", id(blocks): "layers"}))
+    found = {"embed_tokens": embedding, "layers": blocks} | found
+    held = {id(p) for module in (*found.values(), whole.get_output_embeddings()) for p in module.parameters()}
+    loose = next((name for name, parameter in whole.named_parameters() if id(parameter) not in held), None)
+    if loose is not None:
+        raise Unlike(f"{loose} stands in none of its modules")
+    return found
+
+
+def _flat(module: nn.Module, named: dict[int, str]) -> Iterator[tuple[str, nn.Module]]:
+    """Children, and in place of one around the layers or the embedding its own children."""
+    for name, child in module.named_children():
+        if id(child) in named:
+            yield named[id(child)], child
+        elif any(id(inner) in named for inner in child.modules()):
+            yield from _flat(child, named)
+        else:
+            yield name, child
+
+
+@lru_cache(maxsize=1)
+def computed_buffers(stated: str, attention: str) -> dict[str, Tensor]:
+    """What files do not hold, from the modules' own constructors. Built twice, from other random numbers.
+
+    Raises Unlike where the two differ or a buffer follows from weights.
+    """
+    found = []
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            found.append(dict(blank_model(stated, attention)[0].named_buffers()))
+    first, second = found
+    for name, value in first.items():
+        if value.is_meta or not torch.equal(value, second[name]):
+            raise Unlike(f"{name} does not follow from config.json")
+    return first
+
+
+@final
+class ForeignBackbone(nn.Module):
+    """Everything below the head. `backend`: "sdpa" where each row is one document, else documents are kept apart."""
+
+    embed_tokens: nn.Embedding
+    layers: nn.ModuleList
+
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        assert config.foreign is not None
+        self.config, self.backend, self.foreign = config, backend, config.foreign
+        whole, _ = blank_model(self.foreign.stated, self.foreign.attention)
+        self._whole = (whole.to("meta"),)  # in a tuple, as only its parts are ours
+        for name, module in parts(whole, config.num_layers).items():
+            self.add_module(name, module)
+        self._positions = "position_ids" in inspect.signature(whole.base_model.forward).parameters
+
+    @property
+    def whole(self) -> Any:
+        """Transformers' model, of the same modules."""
+        return self._whole[0]
+
+    def train(self, mode: bool = True) -> "ForeignBackbone":
+        """Reaches the modules around our parts, too."""
+        self.whole.train(mode)
+        return super().train(mode)
+
+    def restore(self) -> None:
+        """Computes what files do not hold; where transformers loads the model, it does."""
+        device = self.embed_tokens.weight.device
+        if device.type == "meta" or self.foreign.safe_because:
+            return
+        self.set_buffers(computed_buffers(self.foreign.stated, self.foreign.attention), device)
+
+    def set_buffers(self, values: dict[str, Tensor], device: torch.device) -> None:
+        for name, value in values.items():
+            owner, _, leaf = name.rpartition(".")
+            self.whole.get_submodule(owner).register_buffer(leaf, value.to(device, copy=True), persistent=False)
+
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        embedded_BTD = self.embed_tokens(tokens_BT)
+        said: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
+        if self._positions:
+            first = 0 if cache is None else cache.length
+            places = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
+            said["position_ids"] = places.expand(tokens_BT.shape) if positions_BT is None else positions_BT
+        if documents_BT is not None and (self.foreign.attention == "sdpa" or bool(documents_BT.amax() > 0)):
+            said["attention_mask"] = self._mask(documents_BT, embedded_BTD)
+        if cache is not None:
+            said["past_key_values"] = cache.past = cache.past or _empty_past()
+            cache.length += tokens_BT.shape[1]
+        hidden_BTD: Tensor = self.whole.base_model(**said).last_hidden_state
+        return hidden_BTD if self.foreign.factor == 1.0 else hidden_BTD * self.foreign.factor
+
+    def _mask(self, documents_BT: Tensor, like: Tensor) -> Tensor:
+        """[B, 1, T, T]: earlier positions of the same document; added to scores where softmax is written out."""
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        seen_BTT = same_BTT.tril()[:, None]
+        if self.foreign.attention == "sdpa":
+            return seen_BTT
+        return torch.zeros_like(seen_BTT, dtype=like.dtype).masked_fill(~seen_BTT, torch.finfo(like.dtype).min)
+
+
+def _empty_past() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+@torch.no_grad()
+def loaded_safely(backbone: ForeignBackbone, folder: Path) -> dict[str, Tensor]:
+    """Transformers reads the folder by itself, from safetensors alone: its parameters by our names, its buffers set."""
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        theirs = load(
+            str(folder), use_safetensors=True, trust_remote_code=False, local_files_only=True,
+            attn_implementation=backbone.foreign.attention,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        problem = f"transformers cannot load it: {str(error).splitlines()[0][:200]}"
+        raise UserError(problem, where=str(folder), remedy="save or download the model again") from error
+    backbone.set_buffers(dict(theirs.named_buffers()), backbone.embed_tokens.weight.device)
+    found = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
+    return {
+        f"{part}.{name}": parameter.data
+        for part, module in {**found, "lm_head": theirs.get_output_embeddings()}.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def foreign_facts(whole: Any, num_layers: int) -> dict[str, Any]:
+    """`parameters` and `matrices` of `config.Foreign`. Raises Unlike."""
+    found = parts(whole, num_layers)
+    saved, seen, parameters = _saved_names(whole), set[int](), []
+    for part, module in {**{f"model.{name}": m for name, m in found.items()}, "lm_head": output_of(whole)}.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if id(parameter) not in saved:
+                raise Unlike(f"files keep {part}.{name} in another shape than transformers computes with")
+            parameters.append((f"{part}.{name}", saved[id(parameter)], tuple(parameter.shape)))
+    kinds = {tuple(_linear_maps(block)) for block in found["layers"].children()}
+    if len(kinds) > 1:
+        raise Unlike("its layers differ from each other")
+    if deep := next((name for name, _, shape in parameters if ".layers." in name and len(shape) > 2), None):
+        raise Unlike(f"{deep} has three dimensions: experts and convolutions are not counted here")
+    return {"parameters": tuple(parameters), "matrices": kinds.pop()}
+
+
+def _linear_maps(block: nn.Module) -> Iterator[tuple[str, int, int, bool]]:
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module.out_features, module.in_features, module.bias is not None
+
+
+def output_of(whole: Any) -> nn.Linear:
+    """The matrix that makes logits. Raises Unlike where it is none."""
+    head = whole.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise Unlike("its output is not one matrix")
+    return head
+
+
+def _saved_names(whole: Any) -> dict[int, str]:
+    """By the identity of a parameter, the name that transformers saves it under."""
+    kept = dict(whole.named_parameters())
+    known = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+    persistent = [name for name in whole.state_dict() if name not in known]
+    if persistent:
+        raise Unlike(f"files keep {persistent[0]}, which is no parameter")
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 a model computes with the names of its files
+        return {id(parameter): name for name, parameter in kept.items()}
+    return {id(parameter): name for name, parameter in revert_weight_conversion(whole, kept).items()}

@@ -1,0 +1,100 @@
+"""Where a recipe says two things at once, or one that does nothing here. None of it stops a run; all of it is said."""
+
+from collections.abc import Iterator
+
+from bloomery.core.units import counted, format_count
+from bloomery.hardware.doctor.env_vars import idle_settings
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.model.adapters.targets import adaptation
+from bloomery.model.counting import parameter_shapes
+from bloomery.plan.advice.claims import roughly, span
+from bloomery.plan.lengths import too_many_epochs
+from bloomery.plan.rules.backend import unrun_programs
+from bloomery.plan.rules.optimizer import idle_lean_settings
+from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Expect, Lora, Recipe
+
+
+def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
+    """One sentence each."""
+    yield from unrun_programs(recipe, plan.model.config)
+    yield from _claims(recipe.expect, plan)
+    if recipe.train.min_steps is not None and plan.train.seconds is None:
+        yield f"train.min_steps does nothing: train.length is {recipe.train.length}, not a wall time"
+    if (repeated := too_many_epochs(plan)) is not None:
+        yield repeated
+    yield from _lengths(plan)
+    yield from _rows(plan)
+    yield from _rank(recipe, plan)
+    yield from _settings(recipe, profile)
+    yield from _variables(profile, machine)
+    device = profile.accelerator is not None
+    yield from idle_lean_settings(recipe, accelerator=device, precision=plan.train.precision)
+
+
+def _claims(expect: Expect, plan: Plan) -> Iterator[str]:
+    wrong = [verdict for verdict in plan.claims if verdict.verdict == "wrong"]
+    if expect.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
+        seen, claimed = format_count(plan.total_tokens), format_count(expect.tokens[0])
+        yield f"train.length makes {seen} tokens, expect.tokens says {claimed}"
+    if expect.tokens and expect.tokens_per_second and expect.duration:
+        fastest = expect.tokens[0] / max(expect.tokens_per_second[1], 1e-9)
+        slowest = expect.tokens[1] / max(expect.tokens_per_second[0], 1e-9)
+        if fastest > 2 * expect.duration[1] or 2 * slowest < expect.duration[0]:
+            tokens, rate = format_count(expect.tokens[0]), format_count(expect.tokens_per_second[1])
+            took = roughly(fastest)
+            yield f"expect denies itself: {tokens} tokens at {rate} tokens/s take {took}, not {span(expect.duration)}"
+
+
+def _lengths(plan: Plan) -> Iterator[str]:
+    steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
+    if steps is None:
+        return
+    if warmup >= steps:
+        lasts = f"{counted(warmup, 'steps')} and the run {steps:,}"
+        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its peak"
+    elif warmup + decay > steps:
+        yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
+    if plan.eval.every_steps > steps:
+        yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: only the end is evaluated"
+
+
+def _rows(plan: Plan) -> Iterator[str]:
+    """What of prepared conversations and pairs no row holds."""
+    corpus, length = plan.corpus, plan.data.sequence_length
+    if corpus is not None and corpus.left_out:
+        yield f"{corpus.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
+    if corpus is not None and corpus.cut_short:
+        yield f"{corpus.cut_short:,} rows of the data are longer than {length:,} tokens and lose their ends"
+
+
+def _rank(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """A product of two matrices has no higher rank than the matrix that it is added to can have."""
+    if not isinstance(recipe.adapter, Lora):
+        return
+    shapes, rank = parameter_shapes(plan.model.config), recipe.adapter.rank
+    sides = {name: min(shapes[f"{name}.weight"]) for name in adaptation(plan.model.config, recipe.adapter).pairs}
+    name = min(sides, key=lambda one: sides[one])
+    if rank > sides[name]:
+        yield f"adapter.rank is {rank:,}, and {name} can have no more than {sides[name]:,}: what is above only costs"
+
+
+def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
+    asked, arch = recipe.train.precision, profile.arch
+    if profile.accelerator is None:
+        if asked == "float16":
+            yield "train.precision is float16, and a CPU multiplies that five to nine times slower than float32"
+        if asked.startswith("bfloat16") and not (profile.cpu and profile.cpu.bf16):
+            yield f"train.precision is {asked}, and this CPU has no instructions for it: slower than float32"
+        if recipe.data.pin_memory is True:
+            yield "data.pin_memory does nothing on a CPU"
+    elif asked.startswith("bfloat16") and arch is not None and not arch.bf16_matmul:
+        yield f"train.precision is {asked}, and {profile.accelerator.arch} only emulates bf16: as slow as float32"
+    if recipe.train.compile is True and not profile.compile.value:
+        yield f"train.compile is asked for, but {profile.compile.because}"
+
+
+def _variables(profile: Profile, machine: Machine) -> Iterator[str]:
+    """Variables of this environment that do nothing on this device, slow it or harm."""
+    yield from (str(effect) for effect in idle_settings(machine, profile) if effect.does != "works")

@@ -1,0 +1,290 @@
+"""How long a step takes, by part: matrix products and attention by operations, the rest by the bytes that it moves."""
+
+import math
+from dataclasses import dataclass
+
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.hardware.specs.specs import cpu_efficiency
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import flops_per_token, matrices, parameter_count
+from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.plan.estimate.activations import keeps_scores, kept_layers
+from bloomery.plan.estimate.states import (
+    Way,
+    head_learns,
+    in_layers,
+    learning_bytes,
+    numbers,
+    optimizer_bytes,
+    parameters,
+    trained_count,
+)
+from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.types import Estimate
+
+EAGER_NORM = {
+    "layer": 38.0,
+    "rms": 100.0,
+    "rms_unit_offset": 110.0,
+}  # an RMS norm is eight small kernels, a layer norm is one
+COMPILED_NORM = 20.0
+RESIDUALS = (24.0, 8.0)  # (eager, compiled): both additions of a layer
+ROTARY = (80.0, 16.0)  # per number of q and k
+HEADS = (24.0, 8.0)  # splitting and joining heads, biases: per number of q, k, v and the output
+GATED = (28.0, 14.0)  # act(gate) * up: per number of the inner width
+PLAIN = (10.0, 8.0)
+DROPOUT = (20.0, 4.0)
+QUADRATIC = (64.0, 30.0)  # per score, where every score of attention is kept
+TILES = 60.0  # per score of a tile: blockwise attention in plain PyTorch; only the causal half exists
+LOSS = {"plain": (30.0, 16.0), "kept": (12.0, 8.0), "chunked": (16.0, 12.0)}  # per logit
+CLIPPING = 3  # passes over the gradient: its norm, and its scaling
+CASTS = 6.0  # bytes a parameter and micro-batch: autocast's half-precision copies
+
+
+def layer_traffic(load: Occupancy) -> float:
+    """Bytes per token of one layer, forward and backward, without attention's scores."""
+    config, way = load.config, int(load.compiled)
+    width, inner = config.hidden_size, config.intermediate_size
+    norm = COMPILED_NORM if load.compiled else EAGER_NORM[config.norm]
+    total = len(config.block_norms) * norm * width + RESIDUALS[way] * width
+    total += HEADS[way] * 2 * (config.query_width + config.key_width)
+    total += (GATED if config.gated_mlp else PLAIN)[way] * inner
+    if config.positions == "rotary":
+        total += ROTARY[way] * (config.query_width + config.key_width)
+    if config.residual_dropout:
+        total += DROPOUT[way] * width
+    return total * load.element / 2
+
+
+def score_traffic(load: Occupancy) -> float:
+    """Bytes per token of one layer for attention's scores: none where a fused kernel keeps them on the chip."""
+    config, length = load.config, load.sequence_length
+    if keeps_scores(load):
+        return QUADRATIC[int(load.compiled)] * config.num_heads * length * load.element / 2
+    if load.attention == "blockwise":
+        return TILES * config.num_heads * length / 2 * load.element / 2
+    return 0.0
+
+
+def dequantised_traffic(load: Occupancy) -> float:
+    """Bytes of making every quantised matrix readable once: it is read as it is kept, and written."""
+    if load.way.base == "none":
+        return 0.0
+    sizes = [(rows, columns) for _, rows, columns, _ in matrices(load.config)]
+    kept = sum(storage_bytes(size, load.way.base, load.way.double) for size in sizes)
+    return float(load.config.num_layers * (kept + load.element * sum(rows * columns for rows, columns in sizes)))
+
+
+def loss_traffic(outputs: int, loss: str, *, compiled: bool) -> float:
+    """Bytes per token from logits to their gradient. `loss`: plain, kept or chunked."""
+    return LOSS[loss][int(compiled)] * outputs
+
+
+def optimizer_traffic(parameters: float, *, weight: float, states: float, clips: bool) -> float:
+    """Bytes of an optimizer step: weights and states are read and written, gradients read, and scaled where they are
+    clipped. `states`: bytes of all states of a parameter.
+    """
+    return parameters * (3 * weight + 2 * states + (CLIPPING * weight if clips else 0))
+
+
+TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
+COMPILED_GAIN = 1.15  # on a processor; measured: 10 to 35%
+BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
+FUSED_ATTENTION_SHARE = (
+    0.6  # of the products' rate: flash kernels reach 50 to 70% of what plain products do (arXiv:2307.08691)
+)
+FLASH_BACKWARD = 2.5  # five products against two in forward: scores are computed again
+LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
+LAUNCH_SECONDS = 6e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """What a device reaches in training: FLOP/s as a share of its peak, and bytes/s (None: part of the share)."""
+
+    peak: float
+    share: tuple[float, float, float]  # low, typical, high
+    bandwidth: float | None = None
+
+    def at(self, index: int) -> float:
+        return self.peak * self.share[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What backward computes again, as shares of forward's work in the layers."""
+
+    products: float
+    attention: float
+    between: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one device does in an optimizer step: operations, bytes, kernel launches."""
+
+    products: float
+    attention: float
+    between: float  # bytes
+    update: float  # bytes of the optimizer
+    launches: float = 0.0
+
+
+def device_rate(profile: Profile, machine: Machine, *, precision: str, width: int, compiled: bool) -> Rate | None:
+    """None when the table does not know the device in this precision."""
+    dtype = "bfloat16" if precision.startswith("bfloat16") else precision
+    if profile.accelerator is not None:
+        return _gpu_rate(profile, dtype)
+    per_core = profile.cpu.gflops.get(dtype) if profile.cpu else None
+    if per_core is None:
+        return None
+    low, typical, high = cpu_efficiency(width, dtype)
+    gain = COMPILED_GAIN if compiled else 1.0
+    return Rate(
+        peak=per_core * 1e9 * machine.host.cpu_cores, share=(low, min(0.95, typical * gain), min(1.0, high * gain))
+    )
+
+
+def _gpu_rate(profile: Profile, dtype: str) -> Rate | None:
+    if profile.gpu is None or profile.arch is None or profile.arch.efficiency is None:
+        return None
+    peak = profile.gpu.peak_flops(dtype)
+    bandwidth = profile.gpu.bandwidth_gbs * 1e9
+    return None if peak is None else Rate(peak=peak, share=profile.arch.efficiency, bandwidth=bandwidth)
+
+
+def recompute(load: Occupancy) -> Recompute:
+    share = 1 - kept_layers(load.checkpointing, load.config.num_layers) / max(1, load.config.num_layers)
+    return Recompute(products=share, attention=share, between=share)
+
+
+def work_of(
+    load: Occupancy,
+    *,
+    tokens: int,
+    clips: bool = True,
+    again: Recompute | None = None,
+    loss: str = "",
+) -> Work:
+    """The step of one device over `tokens` tokens.
+
+    `again` and `loss` say how another program differs.
+    """
+    config, way, again = load.config, load.way, again or recompute(load)
+    count, trained = parameter_count(config), trained_count(config, way)
+    loss = loss or ("kept" if load.score_chunk >= load.rows else "chunked")
+    products = product_flops(load, again, chunked=loss == "chunked")
+    quadratic = 4.0 * _keys(load) * config.query_width * config.num_layers
+    attention = quadratic * (1 + load.looks + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
+    between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
+    passes = tokens / load.rows
+    states = optimizer_bytes(config, way, load.optimizer, load.precision) / max(1, trained)
+    weight = learning_bytes(config, way, load.precision) / max(1, trained)
+    casts = CASTS * (trained if way.frozen else count) * passes if weight > load.element else 0.0
+    casts += dequantised_traffic(load) * (2 + again.products) * passes
+    between += loss_traffic(load.outputs, loss, compiled=load.compiled) * load.learned
+    between = between * (1 + load.looks / 3) * tokens + casts
+    return Work(
+        products=products * tokens,
+        attention=attention * tokens,
+        between=between if load.on_gpu else 0.0,
+        update=optimizer_traffic(trained, weight=weight, states=states, clips=clips) if load.on_gpu else 0.0,
+        launches=LAUNCHES[int(load.compiled)] * config.num_layers * passes if load.on_gpu else 0.0,
+    )
+
+
+def product_flops(load: Occupancy, again: Recompute, *, chunked: bool) -> float:
+    """Of a token: forward, gradients of inputs, gradients of weights where they learn, and what is computed again."""
+    config, found = load.config, parameters(load.config, load.way)
+    layers = 2.0 * config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
+    learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
+    beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
+    head = 2.0 * load.outputs * config.hidden_size * load.learned
+    scored = head * (2 + head_learns(config, load.way) + chunked)
+    looked = load.looks * (layers + head)  # without the adapters
+    if load.teacher is not None:
+        looked += flops_per_token(load.teacher, load.sequence_length, backward=False)
+    return layers * (2 + again.products) + learning + beside * (3 + again.products) + scored + looked
+
+
+def useful_flops(config: ModelConfig, way: Way, sequence_length: int) -> float:
+    """Of a token, as `model.counting` has it, but for gradients of weights that do not learn; with those that do."""
+    found = parameters(config, way)
+    kept = {name: s for name, s in found.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
+    if config.tie_embeddings and not head_learns(config, way):
+        kept["head"] = (config.vocab_size, config.hidden_size)
+    beside = sum(math.prod(shape) for shape in found.adapter.values() if len(shape) == 2)
+    return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * beside
+
+
+def _keys(load: Occupancy) -> float:
+    """Keys that a query meets, averaged over queries and layers: all where scores are kept, else those it may see.
+
+    In a window of w of T tokens the first w queries see w/2 on average and all later ones w: w - w^2 / 2T.
+    """
+    length, windows = load.sequence_length, load.config.sliding_window or (None,)
+    if keeps_scores(load):
+        return float(length)
+    seen = [min(length, window or length) for window in windows]
+    return sum(window - window**2 / (2 * length) for window in seen) / len(seen)
+
+
+def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
+    """Seconds of a step by what takes them. On a processor the bytes are part of the products' share."""
+    products = _by_share(work.products, rate)
+    parts = {"matrix products": products}
+    attention = _by_share(work.attention, rate)
+    if rate.bandwidth is None:
+        return parts | {"attention": attention}
+    parts["attention"] = attention.scaled(1 / FUSED_ATTENTION_SHARE)
+    parts["memory-bound"] = _by_bytes(work.between, rate.bandwidth)
+    parts["optimizer"] = _by_bytes(work.update, rate.bandwidth)
+    busy = sum(parts[name].value for name in ("matrix products", "attention", "memory-bound"))
+    waiting = max(0.0, work.launches * LAUNCH_SECONDS - busy)
+    if waiting > 0:
+        parts["kernel launches"] = Estimate(value=waiting, low=0.0, high=2 * waiting, origin="table")
+    return parts
+
+
+def total(parts: dict[str, Estimate]) -> Estimate:
+    """Parts end one after the other; all of them may be slow together."""
+    ends = list(parts.values())
+    measured = next((part for part in ends if part.origin == "measured"), None)
+    return Estimate(
+        value=sum(part.value for part in ends),
+        low=sum(part.low for part in ends),
+        high=sum(part.high for part in ends),
+        origin="table" if measured is None else "measured",
+        by="" if measured is None else measured.by,
+    )
+
+
+def step_seconds(load: Occupancy, rate: Rate | None, *, tokens: int) -> Estimate | None:
+    """Seconds of an optimizer step on one device; None where nothing is known of it."""
+    return None if rate is None else total(step_parts(work_of(load, tokens=tokens), rate))
+
+
+def _by_share(flops: float, rate: Rate) -> Estimate:
+    low, typical, high = (flops / rate.at(index) for index in (2, 1, 0))
+    return Estimate(value=typical, low=low, high=high, origin="table")
+
+
+def _by_bytes(amount: float, bandwidth: float) -> Estimate:
+    low, typical, high = (amount / (bandwidth * share) for share in reversed(BANDWIDTH_SHARE))
+    return Estimate(value=typical, low=low, high=high, origin="table")
+
+
+def energy_kwh(board_watts: float | None, seconds: Estimate | None) -> float | None:
+    """At the board's rated power all the time; None when either is unknown."""
+    return None if board_watts is None or seconds is None else board_watts * seconds.value / 3.6e6
+
+
+def disk_bytes(
+    config: ModelConfig, *, tokens: int | None, trained_bytes: float, optimizer_bytes: float, keep: int
+) -> dict[str, float]:
+    """Shards of the text, and checkpoints of all that learns: those kept, the best one and the one being written."""
+    each = trained_bytes + optimizer_bytes
+    wide = 1 if config.vocab_size <= 65536 else 2
+    disk = {"checkpoint": each, "checkpoints": each * (keep + 2)}
+    return disk if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)} | disk

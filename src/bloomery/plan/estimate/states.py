@@ -1,0 +1,278 @@
+"""What is trained and what is frozen, and the bytes of weights, gradients and optimizer states that follow from it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+from bloomery.model.adapters.targets import adaptation
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import Shape, parameter_shapes
+from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.plan.rules.peft import counted_as
+from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Lora, Peft, Recipe
+
+BLOCK = 256  # numbers of an 8-bit state that share a float32 scale
+SMALLEST = 4096  # numbers of a parameter whose states are kept in 8 bits: smaller ones stay float32
+STACK = 2**24  # numbers of the matrices that Muon orthogonalises at once: train.optimizers
+GPU_PIECE, CPU_PIECE = 2**24, 2**17  # numbers that our own optimizers work on at once: train.optim_pieces
+INT8_STATE = 1.0 + 4 / BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How parameters are held and trained. The default: all of them, with the optimizer's states beside them."""
+
+    states: str = "float32"
+    away: bool = False  # states are kept in the processor's memory, paged or offloaded
+    rounds: bool = False  # stochastic rounding
+    in_backward: bool = False  # a gradient is used and freed as soon as it is there
+    pairs: tuple[tuple[str, int], ...] = ()  # adapted modules and their ranks; none: every parameter is trained
+    whole: tuple[str, ...] = ()  # modules that are trained in full beside them
+    dora: bool = False
+    pissa: bool = False
+    dropout: bool = False
+    theirs: bool = False  # PEFT computes the adapter
+    adapter_bytes: int = 4  # of a trained weight beside a frozen base
+    base: str = "none"
+    double: bool = True
+
+    @property
+    def lean(self) -> bool:
+        """Whether AdamW is our own."""
+        return self.states != "float32" or self.away or self.rounds or self.in_backward
+
+    @property
+    def frozen(self) -> bool:
+        """Whether there is a base that does not learn."""
+        return self.pairs != ()
+
+
+FULL = Way()
+
+
+def way_of(recipe: Recipe | Plan, config: ModelConfig) -> Way:
+    """Raises UserError where an adapter's names match nothing."""
+    optimizer, quantize = recipe.optimizer, recipe.quantize
+    way = Way(
+        states=optimizer.states,
+        away=optimizer.paged or optimizer.offload,
+        rounds=optimizer.stochastic_rounding,
+        in_backward=optimizer.in_backward,
+        base=quantize.base,
+        double=quantize.double,
+    )
+    adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
+    if not isinstance(adapter, Lora):
+        return way
+    return replace(way, theirs=isinstance(recipe.adapter, Peft), **_adapted(config, adapter.model_dump_json()))
+
+
+@lru_cache(maxsize=64)  # a plan asks for the same adapter many times
+def _adapted(config: ModelConfig, adapter: str) -> dict[str, Any]:
+    found = adaptation(config, Lora.model_validate_json(adapter))
+    return {
+        "pairs": tuple((name, pair.rank) for name, pair in found.pairs.items()),
+        "whole": found.whole,
+        "dora": found.dora,
+        "pissa": found.pissa,
+        "dropout": found.dropout > 0,
+        "adapter_bytes": 2 if found.dtype == "bfloat16" else 4,
+    }
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Shapes by name: `adapter` is what stands beside a frozen base, `trained` of the model itself what learns."""
+
+    adapter: Mapping[str, Shape]
+    trained: Mapping[str, Shape]
+    frozen: Mapping[str, Shape]
+
+    @property
+    def learning(self) -> Mapping[str, Shape]:
+        return {**self.trained, **self.adapter}
+
+
+@cache
+def parameters(config: ModelConfig, way: Way) -> Parameters:
+    """Every parameter of the model and of the adapter."""
+    shapes = parameter_shapes(config)
+    if not way.frozen:
+        return Parameters({}, shapes, {})
+    adapter: dict[str, Shape] = {}
+    for module, rank in way.pairs:
+        if (shape := shapes.get(f"{module}.weight")) is None:
+            continue  # of a layer that stands on another stage
+        adapter |= {f"{module}.lora_A": (rank, shape[1]), f"{module}.lora_B": (shape[0], rank)}
+        if way.dora:
+            adapter[f"{module}.lora_magnitude"] = (shape[0],)
+    trained = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in way.whole}
+    frozen = {name: shape for name, shape in shapes.items() if name not in trained}
+    return Parameters(adapter, trained, frozen)
+
+
+def numbers(shapes: Mapping[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def in_layers(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if ".layers." in name}
+
+
+@cache
+def trained_count(config: ModelConfig, way: Way) -> int:
+    return numbers(parameters(config, way).learning)
+
+
+@cache
+def trained_in_layer(config: ModelConfig, way: Way) -> int:
+    """Of the first layer."""
+    learning = parameters(config, way).learning
+    return sum(math.prod(shape) for name, shape in learning.items() if ".layers.0." in name)
+
+
+@cache
+def reading_modules(config: ModelConfig, way: Way) -> frozenset[str]:
+    """Modules inside layers, by their last name ("q_proj"), whose input a gradient of weights reads as it is."""
+    found = parameters(config, way)
+    return frozenset(name.split(".")[-2] for name in in_layers(found.trained if way.dropout else found.learning))
+
+
+@cache
+def learns(config: ModelConfig, way: Way, name: str) -> bool:
+    """Whether a parameter of the model itself is trained."""
+    return name in parameters(config, way).trained
+
+
+def head_learns(config: ModelConfig, way: Way) -> bool:
+    return learns(config, way, head_name(config))
+
+
+def head_name(config: ModelConfig) -> str:
+    """The parameter of the output layer."""
+    if config.head == "values":
+        return "score.weight"
+    return "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+
+
+def element_of(precision: str) -> int:
+    """Bytes of what products read and write."""
+    return 4 if precision == "float32" else 2
+
+
+def weight_of(precision: str) -> int:
+    """Bytes of a weight of the model that learns, and of its gradient."""
+    return 2 if precision == "bfloat16-pure" else 4
+
+
+def each(name: str, way: Way, precision: str) -> int:
+    """Bytes of a number that learns, and of its gradient: an adapter has a type of its own."""
+    return way.adapter_bytes if name.rpartition(".")[2].startswith("lora_") else weight_of(precision)
+
+
+def gradient_bytes(shapes: Mapping[str, Shape], way: Way, precision: str) -> float:
+    return float(sum(math.prod(shape) * each(name, way, precision) for name, shape in shapes.items()))
+
+
+@cache
+def learning_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+    """Of everything that learns, or of its gradients."""
+    return gradient_bytes(parameters(config, way).learning, way, precision)
+
+
+@cache
+def layer_learning_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+    """Of the first layer."""
+    learning = parameters(config, way).learning
+    return gradient_bytes({n: shape for n, shape in learning.items() if ".layers.0." in n}, way, precision)
+
+
+@cache
+def held_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+    """Weights of the model itself: trained ones, and frozen ones as products read them or quantised.
+
+    Beside float16 products frozen embeddings and norms are float32, as the sums between the layers are: train.state.
+    """
+    found = parameters(config, way)
+    total = gradient_bytes(found.trained, way, precision)
+    for name, shape in found.frozen.items():
+        matrix = ".layers." in name and len(shape) == 2
+        if matrix and way.base != "none":
+            total += storage_bytes(shape, way.base, way.double)
+        else:
+            total += math.prod(shape) * frozen_element(name, precision)
+    return total
+
+
+def frozen_element(name: str, precision: str) -> int:
+    """Bytes of a frozen number that is not quantised."""
+    outside = "norm" in name or ".embed_" in name
+    return 4 if precision == "float16" and outside else element_of(precision)
+
+
+def adapter_bytes(config: ModelConfig, way: Way) -> float:
+    """PiSSA keeps what its pairs began with; DoRA a number for each row of the matrix."""
+    found = parameters(config, way).adapter
+    rows = numbers({name: shape for name, shape in found.items() if len(shape) == 1})
+    return float(numbers(found) * way.adapter_bytes * (2 if way.pissa else 1) + 4 * rows)
+
+
+@cache
+def largest(config: ModelConfig, way: Way, precision: str) -> float:
+    """Bytes of the largest gradient."""
+    learning = parameters(config, way).learning
+    return max((math.prod(shape) * each(name, way, precision) for name, shape in learning.items()), default=0.0)
+
+
+@cache
+def optimizer_bytes(config: ModelConfig, way: Way, kind: str, precision: str) -> float:
+    """What the optimizer keeps from step to step, wherever it keeps it."""
+    return state_bytes(parameters(config, way).learning, kind, way, precision)
+
+
+def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str) -> float:
+    """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices.
+
+    Those of bfloat16 weights are bfloat16; Adafactor's are float32 always, and so are small parameters' beside int8.
+    """
+    total = 0.0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if kind == "adafactor":
+            total += 4 * (sum(shape) if len(shape) == 2 else size)
+            continue
+        half = way.states == "bfloat16" or (way.states == "float32" and each(name, way, precision) == 2)
+        one = INT8_STATE if way.states == "int8" and size >= SMALLEST else 2 if half else 4
+        total += (1 if kind == "muon" and len(shape) == 2 and ".layers." in name else 2) * size * one
+    return total
+
+
+@cache
+def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on_gpu: bool) -> float:
+    """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
+
+    Adafactor takes three of them and AdamW five, half a one more where a CPU rounds at random, and four more for states
+    that come from the processor's memory (measured: tests/train/test_lean_scratch.py). In backward parameters come one
+    by one.
+    """
+    shapes = parameters(config, way).learning
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    together = max(sizes, default=0) if way.in_backward else sum(sizes)
+    piece = 4.0 * min(together, GPU_PIECE if on_gpu else CPU_PIECE)
+    if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
+        inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
+        kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
+        return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
+    if kind == "adafactor":  # without a gate, which backward alone has, the random bits fit into the three
+        return (3 + 0.5 * (way.rounds and way.in_backward and not on_gpu)) * piece
+    drawn = (way.rounds or way.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
+    return (5 + 0.5 * drawn + 4 * (way.away and on_gpu)) * piece if way.lean else 0.0
+
+
+def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
+    """Numbers of all matrices of a shape, lying or standing, as far as one stack takes them."""
+    size, alike = math.prod(shape), sum(sorted(other) == sorted(shape) for other in inside)
+    return size * min(alike, max(1, STACK // size))

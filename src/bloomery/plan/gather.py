@@ -1,0 +1,334 @@
+"""What a plan knows of the text: counted when it is prepared; before, guessed from the size of its files, whose first
+rows are read as `prepare` reads them, so that a plan refuses what it would refuse.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from bloomery import hub
+from bloomery.core.errors import UserError
+from bloomery.data.chat.detect import wants_of
+from bloomery.data.chat.examples import Example
+from bloomery.data.chat.render import Renderer
+from bloomery.data.chat.templates import find_template
+from bloomery.data.loading.packing import count_rows
+from bloomery.data.prepare.examples import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on, verbatim
+from bloomery.data.prepare.pipeline import no_text, streams, untokenised
+from bloomery.data.prepare.prepare import finished, refuse_layout
+from bloomery.data.prepare.split import validation_corpora
+from bloomery.data.shards.format import Manifest, Texts
+from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents
+from bloomery.data.sources.files import unread
+from bloomery.data.sources.streams import Flaw
+from bloomery.data.tokenizer.resolve import TOKENIZER_FILES, tokenizer_spec
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer.training import refuse_few_tokens
+from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
+from bloomery.model.families.presets import known_config, published_config, read_config
+from bloomery.model.io.weight_files import find_tensors, is_bare, stored_parameters
+from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
+from bloomery.plan.types import CorpusFacts
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Data, Distil, Model, Recipe, Source
+
+
+def fetch(recipe: Recipe, *, weights: bool) -> None:
+    """Model, tokenizer, teacher and text of a recipe lie on this disk afterwards. Raises UserError.
+
+    Without `weights`, as a plan needs it, models come as config and tokenizer; those of our table, tokenizers of their
+    own and text not at all. Weights that lie here are judged by the headers of their files before any text is read; a
+    plan takes a local folder that holds a config alone.
+    """
+    if recipe.model.from_ is not None:
+        _fetch_model(recipe.model.from_, weights=weights)
+        _refuse_bad_weights(recipe.model, weights=weights, reward=recipe.objective.kind == "reward")
+    if weights and recipe.tokenizer.from_ not in (None, "same"):
+        hub.fetch_tokenizer(str(recipe.tokenizer.from_))
+    if isinstance(recipe.objective, Distil):
+        _fetch_model(recipe.objective.teacher, weights=weights)
+        _refuse_bad_weights(Model(**{"from": recipe.objective.teacher}), weights=weights, reward=False)
+    if weights:
+        fetch_text(recipe)
+
+
+def _fetch_model(name: str, *, weights: bool) -> None:
+    if weights or published_config(name) is None:
+        hub.fetch_model(name, weights=weights)
+
+
+def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
+    """Raises UserError for what `model.weights.read_model` would refuse: files that are missing, damaged or pickles,
+    tensors of another shape than config.json says, weights of whole numbers.
+    """
+    name = str(model.from_)
+    of_hub = hub.is_hub_id(name)
+    folder = hub.cached_model(name, weights=of_hub)
+    if folder is None or (not weights and not of_hub and is_bare(folder)):
+        return
+    if (folder / "config.json").is_file():
+        find_tensors(folder)  # what is wrong with the files themselves comes first
+    config = read_config(folder, model.implementation)
+    if config.foreign is not None and (model.safe_load or config.foreign.safe_because):
+        return  # transformers itself says what it makes of the tensors
+    stored_parameters(folder, replace(config, head="values") if reward else config, headless=reward)
+
+
+def models_of(recipe: Recipe) -> list[str]:
+    """Those that the recipe takes weights from."""
+    start = [] if recipe.model.from_ is None else [recipe.model.from_]
+    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distil) else start
+
+
+def unfetched(recipe: Recipe) -> list[str]:
+    """Models that only our table knows so far."""
+    return [name for name in models_of(recipe) if hub.cached_model(name) is None]
+
+
+def weightless(recipe: Recipe) -> list[str]:
+    """Local folders of a shape alone, from which a run cannot begin."""
+    return [name for name in models_of(recipe) if not hub.is_hub_id(name) and is_bare(hub.local_model(name))]
+
+
+def place_of(name: str) -> Path:
+    """The folder of a model, or its name where it is not here and our table was asked instead. Raises UserError."""
+    if hub.cached_model(name) is None and published_config(name) is not None:
+        return Path(name)
+    return hub.local_model(name)
+
+
+def fetch_text(recipe: Recipe) -> None:
+    """The data sets of `hub:ORG/NAME`, of which a glob names a part. Raises UserError."""
+    data = recipe.data
+    places = [(data.path, data.glob), *((source.path, source.glob) for source in data.sources)]
+    held_out = data.validation if isinstance(data.validation, str) else None
+    for path, glob in (*places, (held_out, data.glob)):
+        if path is not None and path.startswith(hub.PREFIX):
+            hub.fetch_dataset(path, glob=glob)
+
+
+BYTES_PER_TOKEN = 3.4  # byte-level BPE of 4k to 50k tokens on source code and English: 2.6 to 4.4
+SPREAD = 0.3
+ROWS = 16  # of each source that a plan reads
+SKIPPED = 1000  # with data.on_error=skip it passes over so many bad ones on the way to them
+FILES = 20  # of built-in text, which is mined from whole files
+
+
+def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
+    """The facts of prepared text in the recipe's layout."""
+    laid = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
+    rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
+    return CorpusFacts(
+        rows_per_epoch=sum(map(round, rows)),
+        left_out=sum(fitted.dropped + fitted.unlearned for fitted in laid.fitted),
+        cut_short=sum(fitted.truncated for fitted in laid.fitted),
+        template=manifest.template,
+        texts=manifest.texts,
+        tokens=manifest.train.tokens,
+        learned=_learned(manifest),
+        vocab_size=manifest.vocab_size,
+        bos_id=manifest.bos_id,
+        eos_id=manifest.eos_id,
+        pad_id=manifest.pad_id,
+        digest=manifest.tokens_digest,
+    )
+
+
+def _learned(manifest: Manifest) -> float:
+    learned, tokens = manifest.train.learned_tokens, manifest.train.tokens
+    return 1.0 if learned is None or not tokens else learned / tokens
+
+
+def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
+    """Counted facts when `prepared` holds the recipe's text, a guess when its files are here, else None.
+
+    Raises UserError for a folder that holds another recipe's text.
+    """
+    manifest = finished(loaded, prepared)
+    return counted(manifest, loaded.recipe.data, prepared) if manifest is not None else guessed(loaded.recipe)
+
+
+def absent(recipe: Recipe) -> list[str]:
+    """The places of the recipe's text at which nothing lies here."""
+    held_out = recipe.data.validation
+    fetched = [held_out] if isinstance(held_out, str) and held_out.startswith(PREFIX) else []
+    places = [recipe.data.path, *(source.path for source in recipe.data.sources), *fetched]
+    return [place for place in places if place is not None and not data_place(place).exists()]
+
+
+def left_aside(recipe: Recipe) -> list[str]:
+    """What of the recipe's folders may be data and is not read, each with what reads it."""
+    data, rows = recipe.data, wants_of(recipe) in ("sft", "pairs", "kto")
+    told = [unread(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
+    if data.path is not None:
+        told.append(unread(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
+    return [line for line in told if line is not None]
+
+
+def guessed(recipe: Recipe) -> CorpusFacts | None:
+    """From the bytes of the files, 30% to each side; None where they are not here. Raises UserError, also for what
+    `prepare` would refuse of the first rows.
+    """
+    data = recipe.data
+    refuse_layout(recipe)
+    if absent(recipe):
+        return None
+    template, texts = _checked_rows(recipe)
+    size = sum(corpus.text_bytes * corpus.weight for corpus in open_corpora(data, wants_of(recipe)))
+    tokens = round(size / BYTES_PER_TOKEN)
+    return CorpusFacts(
+        rows_per_epoch=max(1, tokens // data.sequence_length),
+        tokens=tokens,
+        vocab_size=planned_vocabulary(recipe),
+        spread=SPREAD,
+        template=template,
+        texts=texts,
+    )
+
+
+class _Enough(Exception):
+    """So many rows are bad that a plan does not look for good ones."""
+
+
+@dataclass
+class _Patience(Tally):
+    def skip(self, flaw: Flaw) -> None:
+        super().skip(flaw)
+        if self.skipped >= SKIPPED:
+            raise _Enough
+
+
+def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
+    """Which chat template formats the rows, in words, and what texts they hold, by the first rows of each source.
+
+    Raises the UserError that `prepare` would raise for them.
+    """
+    data, corpora = recipe.data, streams(recipe)
+    try:
+        firsts = [_first_rows(corpus, data.on_error, 1) for corpus in corpora]
+        kinds = kinds_among([rows[0] if rows else None for rows in firsts])
+        found = [_first_rows(corpus, data.on_error, ROWS) for corpus in corpora]
+    except _Enough:
+        return "", "none"
+    for kind, rows in zip(kinds.sources, found, strict=True):
+        for document in rows:
+            refuse_mixture(document, kind)
+    trained = found[: len(corpora) - len(validation_corpora(data, wants_of(recipe)))]
+    if all(len(rows) < ROWS and not any(row.text or row.tokens for row in rows) for rows in trained):
+        raise no_text(corpora, 0, "")
+    documents = [document for rows in found for document in rows]
+    spec = recipe.tokenizer.train
+    if spec is not None:
+        refuse_few_tokens(spec)
+    tokenizer = tokenizer_here(recipe) or _expected(recipe)
+    if tokenizer is None and "train" in tokenizer_spec(recipe) and all(row.tokens is not None for row in documents):
+        raise untokenised()
+    for document in documents:
+        if document.tokens and tokenizer is not None:
+            checked_tokens(document, tokenizer)
+    if tokenizer is not None and (teacher := _teacher_here(recipe)) is not None:
+        refuse_other_words(load_tokenizer(teacher), tokenizer, where=str(teacher))
+    examples = [row.example for row in documents if row.example is not None]
+    return _template(recipe, kinds, examples, tokenizer), kinds.texts
+
+
+def _first_rows(corpus: Corpus, on_error: str, count: int) -> list[Document]:
+    some = replace(corpus, files=corpus.files[:FILES]) if corpus.builtin else corpus
+    return list(islice(read_documents(some, on_error=on_error, tally=_Patience()), count))
+
+
+def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> str:
+    """The template that formats the rows, in words; "" without one, and for a tokenizer that is not on this disk yet.
+
+    Raises UserError for rows of turns without a template, for a template that cannot be used, and for rows that it
+    refuses. With a tokenizer that will be trained nothing is rendered.
+    """
+    asked, stays = recipe.data.chat.template, verbatim(recipe)
+    config = {} if tokenizer is None else tokenizer.config
+    unknown = tokenizer is None and "train" not in tokenizer_spec(recipe)
+    if unknown or not kinds.formatted(asked, config, verbatim=stays):
+        return ""
+    found = find_template(asked, config)
+    if tokenizer is not None:
+        with Renderer(tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays) as renderer:
+            for encoded in renderer.encode_batch(examples):
+                if isinstance(encoded, Flaw) and recipe.data.on_error == "stop":
+                    raise encoded.error()
+    return found.origin
+
+
+def tokenizer_here(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer that the recipe names, where it is on this disk. Raises UserError for one that cannot be read."""
+    spec = tokenizer_spec(recipe)
+    folder = _folder_of(spec)
+    if folder is None:
+        return None
+    files = sorted(folder.glob("*")) if folder.is_dir() else [folder]
+    if folder.is_dir() and not any(path.name in TOKENIZER_FILES or path.suffix == ".model" for path in files):
+        return None
+    stamps = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    return _loaded(folder, stamps, tuple(spec.get("add_tokens", ())))
+
+
+def _teacher_here(recipe: Recipe) -> Path | None:
+    """The folder of the teacher, whose tokenizer is the data's own; None where it is on the Hub alone."""
+    objective = recipe.objective
+    folder = cached_model(objective.teacher) if isinstance(objective, Distil) else None
+    if folder is None or (is_bare(folder) and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
+        return None
+    refuse_few_positions(read_config(folder), recipe.data.sequence_length, where=str(folder))
+    return folder
+
+
+def _folder_of(spec: dict[str, Any]) -> Path | None:
+    name = spec.get("from")
+    return cached_model(name) if name is not None and (is_hub_id(name) or Path(name).exists()) else None
+
+
+def _expected(recipe: Recipe) -> Tokenizer | None:
+    """Raises UserError for a folder that should hold a tokenizer; that of a model's shape alone need not."""
+    spec = tokenizer_spec(recipe)
+    folder = _folder_of(spec)
+    if folder is None and "from" in spec and recipe.model.vocab_size is None:
+        cached_model(spec["from"])  # its error
+    if folder is None or (spec["from"] == recipe.model.from_ and is_bare(folder)):
+        return None
+    return load_tokenizer(folder)
+
+
+@lru_cache(maxsize=2)  # a plan and its remedies ask many times
+def _loaded(folder: Path, stamps: tuple[tuple[str, int, int], ...], added: tuple[str, ...]) -> Tokenizer:
+    del stamps
+    return load_tokenizer(folder).with_tokens(added)
+
+
+def planned_vocabulary(recipe: Recipe) -> int | None:
+    """Of the tokenizer that will be trained, that tokens are added to or that a new model takes; None where only the
+    Hub knows.
+    """
+    spec = tokenizer_spec(recipe)
+    if "train" in spec:
+        return int(spec["train"]["vocab_size"])
+    if recipe.model.from_ is not None and cached_model(recipe.model.from_) is None:  # planned from our table
+        added = len(recipe.tokenizer.add_tokens)
+        return known_config(recipe.model.from_).vocab_size + added if added else None
+    if recipe.model.from_ is None and recipe.model.vocab_size is None:
+        refuse_absent(spec["from"])
+    tokenizer = tokenizer_here(recipe)
+    return None if tokenizer is None else tokenizer.vocab_size
+
+
+def refuse_absent(name: str) -> None:
+    """Raises UserError for a tokenizer that a new model takes its vocabulary from and that is not on this disk."""
+    path = Path(name)
+    if path.exists():
+        return
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(
+            "there is no such file or folder, and the model takes its vocabulary from it",
+            where=f"tokenizer.from: {name}",
+            remedy="mend the path, or set model.vocab_size to plan without the tokenizer",
+            code=2,
+        )

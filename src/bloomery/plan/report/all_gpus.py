@@ -1,0 +1,156 @@
+"""A recipe planned for several cards, or for every card of the table: what several `--gpu`, or `--gpu all`, show."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import labelled
+from bloomery.core.units import GIB, format_seconds, two_digits
+from bloomery.hardware.fitting import with_gpu
+from bloomery.hardware.machine import Accelerator, Machine
+from bloomery.hardware.specs.specs import LENT_SHARE, GpuSpec, arch_spec, gpu_spec, table
+from bloomery.plan.report.figures import LABEL, SHORT_NAMES, WIDTH
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import LoadedRecipe
+
+HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card, and the plan for so many of it; `refused` says why there is none."""
+
+    spec: GpuSpec
+    memory_gib: float
+    plan: Plan | None
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def rate(self) -> tuple[float, float, float] | None:
+        """Tokens/s: typical, low, high."""
+        if self.plan is None or self.plan.step_seconds is None:
+            return None
+        rate = self.plan.step_seconds.inverse(self.plan.train.tokens_per_step)
+        return rate.value, rate.low, rate.high
+
+    def document(self) -> dict[str, Any]:
+        """Of `--json`."""
+        plan, rate = self.plan, self.rate
+        seconds = plan.seconds if plan else None
+        origin = plan.step_seconds.origin if plan and plan.step_seconds else None
+        return {
+            "gpu": self.name,
+            "arch": self.spec.arch,
+            "memory_gib": self.memory_gib,
+            "peak_tflops": self.spec.peak_tflops,
+            "peaks": "estimated" if self.spec.peaks_estimated else "published",
+            "fits": self.fits,
+            "needs_gib": plan.memory.total / GIB if plan else None,
+            "precision": plan.train.precision if plan else None,
+            "micro_batch": plan.train.micro_batch if plan else None,
+            "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
+            "days": seconds.value / 86400 if seconds else None,
+            "energy_kwh": plan.energy_kwh if plan else None,
+            "refused": self.refused,
+        }
+
+
+def cards(
+    loaded: LoadedRecipe, machine: Machine, *, chosen: Sequence[Accelerator] = (), gpus: int = 1, nodes: int = 1
+) -> list[Card]:
+    """The chosen cards, or every card of the table with its own memory: the fastest that fits first, then what does
+    not fit.
+
+    Raises UserError when the recipe itself is wrong: no card could be planned then.
+    """
+    compared = chosen or list(devices())
+    found = [_planned(loaded, machine, device, gpus, nodes) for device in compared]
+    if all(card.plan is None for card in found):
+        resolve(loaded, with_gpu(machine, compared[0]), gpus=gpus, nodes=nodes)
+    return sorted(found, key=_order)
+
+
+def devices() -> Iterator[Accelerator]:
+    """Every card of the table, once for each size of memory that it exists with."""
+    for spec in table().gpu:
+        facts = arch_spec(spec.arch)
+        assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
+        for size in spec.memory_gib:
+            memory = size * GIB if len(spec.memory_gib) > 1 else spec.memory_bytes()
+            yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
+
+
+def _planned(loaded: LoadedRecipe, machine: Machine, device: Accelerator, gpus: int, nodes: int) -> Card:
+    memory, spec = device.usable_bytes / GIB, gpu_spec(device)
+    assert spec is not None, f"gpus.toml has no {device.name}"
+    try:
+        plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes, brief=True)
+    except UserError as refused:
+        return Card(spec, memory, None, refused.problem)
+    return Card(spec, memory, plan)
+
+
+def _order(card: Card) -> tuple[int, float]:
+    if card.plan is None:
+        return 3, 0.0
+    if not card.fits:
+        return 2, card.plan.memory.total
+    return (0, -card.rate[0]) if card.rate else (1, 0.0)
+
+
+def _origin(found: list[Card]) -> str:
+    speeds = [card.plan.step_seconds for card in found if card.plan and card.plan.step_seconds]
+    measured = sum(speed.origin == "measured" for speed in speeds)
+    return f"From the table, {measured} from measurements" if measured else "From the table"
+
+
+def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
+    """The table that people compare cards with."""
+    count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
+    many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
+    fitting = [card for card in found if card.fits]
+    lines = [
+        f"{loaded.name}{count}: {len(fitting)} of {len(found)} cards hold it. {_origin(found)}, fastest first;"
+        " nothing was run.",
+        "",
+        HEAD,
+        *(_line(card) for card in found),
+        "",
+    ]
+    if gpus * nodes > 1:
+        lines.append("Planned only: this version trains on one device.")
+    best = (fitting or found)[0]
+    size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
+    name = best.name + size
+    if not best.spec.memory_gib:  # processor graphics: the machine's memory is what was named
+        name = f"{best.spec.short_name} {best.memory_gib / LENT_SHARE:.0f}GB"
+    command = f'bloomery plan {source} --gpu "{name}"{many}'
+    return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
+
+
+def _line(card: Card) -> str:
+    head = f"{card.spec.short_name:<26}{card.memory_gib:>5.0f}  "
+    if card.plan is None:
+        return f"{head}{card.refused}"[:100]
+    needs = f"{card.plan.memory.total / GIB:>6.1f}  "
+    if not card.fits:
+        return f"{head}{needs}does not fit"
+    dtype = SHORT_NAMES[card.plan.train.precision]
+    if card.rate is None:
+        return f"{head}{needs}{dtype:<5}speed unknown"
+    value, low, high = (two_digits(rate) for rate in card.rate)
+    seconds, energy = card.plan.seconds, card.plan.energy_kwh
+    takes = format_seconds(seconds.value) if seconds else "?"
+    kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else two_digits(energy)
+    ends = f"{low} to {high}"
+    return f"{head}{needs}{dtype:<5}{value:>11}  {ends}{takes:>{32 - len(ends)}}{kwh:>8}"

@@ -1,0 +1,367 @@
+"""A plan as text: what a person reads before a run. Every line is made of the plan's own figures."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from bloomery.core.text import broken
+from bloomery.core.units import GIB, format_bytes, format_seconds, two_digits
+from bloomery.hardware.fitting import fitting_builds
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile, build_profile
+from bloomery.model.counting import parameter_count
+from bloomery.model.families.registry import architecture_of
+from bloomery.plan.lengths import in_epochs
+from bloomery.plan.report.figures import (
+    LABEL,
+    SHORT_NAMES,
+    WIDTH,
+    disk_lines,
+    joined,
+    longest_line,
+    memory_lines,
+    part_lines,
+    time_lines,
+    unit_of,
+)
+from bloomery.plan.types import Decision, LayoutPlan, MeshPlan, Plan, Verdict
+
+
+def mesh_lines(mesh: MeshPlan, plan: Plan) -> Iterator[str]:
+    """One line a layout: what it splits, memory of a device, speed of all, what waits; then the choice's reason."""
+    yield f"{'':<41}{'micro-batch':>11}{'GiB each':>9}{'tokens/s':>12}{'exposed':>9}{'bubble':>7}"
+    for index, layout in enumerate(mesh.layouts):
+        yield ("> " if index == mesh.chosen else "  ") + _row(layout, plan)
+    yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.because}"
+    rows, length = plan.train.tokens_per_step // plan.data.sequence_length, plan.data.sequence_length
+    if rows < mesh.devices:
+        yield f"{rows} rows a step are too few for {mesh.devices:,} devices to read their own:"
+        yield f"replicate and shard begin at train.tokens_per_step={mesh.devices * length}"
+
+
+def _row(layout: LayoutPlan, plan: Plan) -> str:
+    split = " x ".join(
+        f"{count} {word}"
+        for count, word in ((layout.replicate, "copies"), (layout.shard, "shards"), (layout.pipeline, "stages"))
+        if count > 1
+    )
+    head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch} x {layout.accumulation}':>11}"
+    head += f"{layout.memory.total / GIB:>9.1f}"
+    step = layout.step_seconds
+    if not layout.memory.fits:
+        return f"{head}   does not fit"
+    if step is None:
+        return f"{head}   speed unknown"
+    rate = float(f"{plan.train.tokens_per_step / step.value:.2g}")
+    return f"{head}{rate:>12,.0f}{layout.exposed_seconds / step.value:>9.0%}{layout.bubble_seconds / step.value:>7.0%}"
+
+
+LEAN = (
+    "model.implementation",
+    "objective.reference",
+    "objective.teacher",
+    "data.chat.train_on",
+    "adapter.kind",
+    "model.from",
+    "model.safe_load",
+    "model.vocab_size",
+    "quantize.base",
+    "optimizer.states",
+    "optimizer.in_backward",
+    "optimizer.stochastic_rounding",
+    "optimizer.offload",
+    "train.offload_activations",
+)
+REASON = 24  # where reasons begin
+FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
+
+
+def page(
+    plan: Plan, machine: Machine, *, source: str, verbs: list[str], devices: str = "", simulated: Sequence[str] = ()
+) -> list[str]:
+    """The lines of `bloomery plan`.
+
+    `source`: the recipe and its overrides as they were typed; `devices`: the words that chose devices; `verbs`: those
+    that may be suggested; `simulated`: lines below memory's.
+    """
+    profile = build_profile(machine)
+    lines = _first_lines(headline(plan))
+    lines += ["Planned only: this version trains on one device.", ""] if plan.mesh else [""]
+    lines += _block("gpu" if profile.accelerator else "cpu", device_lines(plan, profile, machine))
+    lines += _block("model", [model_line(plan)])
+    lines += [*_block("step", step_lines(plan)), ""]
+    lines += _block("memory", list(memory_lines(plan, profile)))
+    lines += _block("simulated", list(simulated))
+    if plan.longest is not None:
+        lines += _block("longest", joined([longest_line(plan)]))
+    lines += _block("time", [*time_lines(plan, profile), *part_lines(plan, profile)])
+    lines += [*_block("disk", list(disk_lines(plan))), ""]
+    if plan.mesh is not None:
+        lines += [*_block("layouts", list(mesh_lines(plan.mesh, plan))), ""]
+    if plan.claims:
+        lines += [*_claims(plan), ""]
+    if plan.contradictions:
+        lines += [*_block("beware", _all_wrapped(plan.contradictions)), ""]
+    if plan.remedies:
+        lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(plan))), ""]
+    lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
+    commands = [part for line in next_lines(plan, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
+    lines += [*_wrapped(confidence(plan, profile)), *_block("next", commands)]
+    return [line.rstrip() for line in lines]
+
+
+def _first_lines(sentence: str) -> list[str]:
+    """The headline with what it is about; its second sentence on a line of its own where both are too long for one."""
+    remark = "nothing was run"
+    if len(sentence) + len(remark) >= WIDTH:
+        first, _, second = sentence.partition(". ")
+        return [f"{first + '.':<{WIDTH - len(remark)}}{remark}", second]
+    return [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
+
+
+def headline(plan: Plan) -> str:
+    """What decides: whether it fits, how long it takes, and the claim that matters most when it is wrong."""
+    unit, size = unit_of(plan.memory.total)
+    fits = (
+        "It fits"
+        if plan.fits
+        else f"It does not fit: {plan.memory.total / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
+    )
+    seconds = plan.seconds
+    verb = " and takes" if plan.fits else "; it would take"
+    takes = "" if seconds is None else f"{verb} about {about(seconds.value)}"
+    sentence = f"{fits}{takes}."
+    if plan.total_tokens is not None and any(v.verdict == "wrong" and v.claim.endswith(" tokens") for v in plan.claims):
+        claimed = next(v.claim for v in plan.claims if v.claim.endswith(" tokens")).removesuffix(" tokens")
+        sentence += (
+            f" It trains on {in_words(plan.total_tokens)} tokens, not {in_words_like(claimed, plan.total_tokens)}."
+        )
+    return sentence
+
+
+def about(seconds: float) -> str:
+    """ "5.9 days" -> "6 days": a headline has no decimals that mean nothing."""
+    number, _, unit = format_seconds(seconds).partition(" ")
+    if unit == "years":
+        return f"{number} {unit}".replace(".0 ", " ")
+    return f"{float(number):.0f} {unit}" if float(number) >= 3 else f"{number} {unit}".replace(".0 ", " ")
+
+
+def in_words(count: float) -> str:
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {word}"
+    return f"{count:,.0f}"
+
+
+def in_words_like(claimed: str, count: float) -> str:
+    """ "10 B" beside 3.19 billion is "10"; beside 3.19 million it is "10 billion"."""
+    number, _, suffix = claimed.partition(" ")
+    own = {"T": "trillion", "B": "billion", "M": "million", "": ""}.get(suffix, suffix)
+    return number if own and in_words(count).endswith(own) else f"{number} {own}".rstrip()
+
+
+def device_lines(plan: Plan, profile: Profile, machine: Machine) -> list[str]:
+    """The device, how many of it, and with several what joins them."""
+    line = device_line(profile, machine)
+    if profile.accelerator is None:
+        return [line]
+    if plan.mesh is None:
+        return joined(f"1 x {line}".split(" · "))
+    count = f"{plan.mesh.nodes} nodes of " if plan.mesh.nodes > 1 else ""
+    links = [f"joined by {plan.mesh.link}", *([f"nodes by {plan.mesh.network}"] if plan.mesh.network else [])]
+    facts = joined(f"{count}{plan.mesh.gpus} x {line}".split(" · "))
+    return [*facts, *(wrapped for link in links for wrapped in joined([link]))]
+
+
+def device_line(profile: Profile, machine: Machine) -> str:
+    device, gpu, arch = profile.accelerator, profile.gpu, profile.arch
+    if device is None:
+        kind = profile.cpu.name if profile.cpu else "no vector instructions that the table knows"
+        memory = f"{format_bytes(machine.host.memory_free_bytes)} of {format_bytes(machine.host.memory_bytes)} free"
+        return f"{machine.host.cpu_cores} cores · {machine.host.cpu_name} · {kind} · {memory}"
+    facts = [device.name, device.arch, f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")]
+    if gpu is not None:
+        dtype = profile.dtype.value
+        peak = gpu.peak_flops(dtype)
+        facts.append(f"{gpu.bandwidth_gbs:,.0f} GB/s")
+        facts.append(f"{(peak or 0) / 1e12:,.1f} TFLOP/s {SHORT_NAMES[dtype]}")
+    units = "" if arch is None else f", {arch.matrix_units}" if arch.matrix_units else ", no matrix units"
+    return " · ".join(facts) + units
+
+
+def model_line(plan: Plan) -> str:
+    config = plan.model.config
+    family = FAMILY_NAMES.get(config.family, config.family.capitalize())
+    if config.foreign is not None:
+        family = architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    count = parameter_count(config)
+    size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+    origin = f" from {plan.model.source}" if plan.model.source else ""
+    return f"{family} shape, {size} parameters, context {plan.data.sequence_length:,}{origin}"
+
+
+def step_lines(plan: Plan) -> list[str]:
+    train, length = plan.train, plan.data.sequence_length
+    rows = train.tokens_per_step // length
+    parts = "no accumulation" if train.accumulation == 1 else f"{train.accumulation} of them added up"
+    step = f"{rows:,} x {length:,} = {train.tokens_per_step:,} tokens: micro-batch {train.micro_batch}, {parts}"
+    return joined([step, *filter(None, (_total(plan), in_epochs(plan)))])
+
+
+def _total(plan: Plan) -> str:
+    if plan.train.seconds is not None:
+        least = "" if plan.train.min_steps is None else f", at least {plan.train.min_steps:,} steps"
+        return f"as many as fit into {about(plan.train.seconds)}{least}"
+    if plan.train.steps is None:
+        return "no text here to count steps"
+    in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
+    if in_epochs and plan.corpus is not None and plan.corpus.spread > 0:
+        return f"about {two_digits(plan.train.steps)} steps"
+    length = next((choice for choice in plan.decisions if choice.key == "train.length"), None)
+    return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.because}"
+
+
+def _claims(plan: Plan) -> list[str]:
+    rows: list[str] = []
+    verdicts = _merged(plan.claims)
+    claim = max(16, *(len(verdict.claim) + 2 for verdict in verdicts))
+    for verdict in verdicts:
+        head = f"{verdict.claim:<{claim}}{verdict.verdict:<8}"
+        room = WIDTH - LABEL - len(head)
+        first, *rest = textwrap.wrap(verdict.because, room) or [""]
+        rows += [head + first, *(" " * len(head) + line for line in rest)]
+    labels = ["claims", "of the", "recipe"]
+    return [f"{labels[i] if i < len(labels) else '':<{LABEL}}{row}" for i, row in enumerate(rows)]
+
+
+def _merged(claims: tuple[Verdict, ...]) -> list[Verdict]:
+    """Perplexities with one verdict and one reason share a line."""
+    kept: list[Verdict] = []
+    counts: dict[tuple[str, str], int] = {}
+    for claim in claims:
+        key = (claim.verdict, claim.because)
+        if claim.claim.startswith("perplexity") and claim.verdict == "open":
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] > 1:
+                continue
+        kept.append(claim)
+    return [_counted(claim, counts.get((claim.verdict, claim.because), 0)) for claim in kept]
+
+
+def _counted(claim: Verdict, times: int) -> Verdict:
+    if not claim.claim.startswith("perplexity") or claim.verdict != "open":
+        return claim
+    name = "perplexity" if times == 1 else f"{times} perplexities"
+    return claim.model_copy(update={"claim": name})
+
+
+def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
+    """What was decided by the machine, with the reason: the value, and the reason beside it."""
+    decided = {decision.key: decision for decision in plan.decisions}
+    attention = decided["train.attention"]
+    rows = [
+        *_where(profile, machine, plan),
+        (decided["train.precision"].value, decided["train.precision"].because),
+        (f"{attention.value.replace('_', ' ')} attention", attention.because),
+        (decided["train.compile"].value, decided["train.compile"].because),
+    ]
+    if plan.train.activation_checkpointing != "none":
+        checkpointing = decided["train.activation_checkpointing"]
+        rows.append((f"{checkpointing.value} checkpointing", checkpointing.because))
+    rows += [(decided[key].value, decided[key].because) for key in LEAN if key in decided]
+    if profile.accelerator is not None:
+        build = fitting_builds(machine, profile.accelerator)[0]
+        rows.append((build.requirement.split("==")[0], "; ".join((build.because, *_unset(build.never)))))
+        rows += _quiet(decided)
+    for value, because in rows:
+        first, *rest = textwrap.wrap(because, WIDTH - LABEL - REASON) or [""]
+        yield f"{value:<{REASON - 1}} {first}"
+        yield from (" " * REASON + line for line in rest)
+
+
+def _where(profile: Profile, machine: Machine, plan: Plan) -> list[tuple[str, str]]:
+    """Which of several devices trains, and why a GPU that is here does not."""
+    used, here = profile.accelerator, machine.accelerators
+    if plan.mesh is not None or len(here) <= (used is not None):
+        return []
+    return [(f"GPU {used.index}" if used else "on the processor", profile.device.because)]
+
+
+def _quiet(decided: Mapping[str, Decision]) -> list[tuple[str, str]]:
+    """What is set without being asked about: the environment of the run, and how batches reach the device."""
+    pinned, fused = decided["data.pin_memory"], decided["optimizer.fused"]
+    loader = f"{'pinned' if pinned.value == 'yes' else 'not pinned'}: {pinned.because}"
+    rows = [("batches", loader), ("fused optimizer" if fused.value == "yes" else "own optimizer", fused.because)]
+    environment = decided.get("environment")
+    if environment is None:
+        return rows
+    names = ", ".join(word.partition("=")[0] for word in environment.value.split())
+    return [*rows, ("set for the run", f"{names}: {environment.because}")]
+
+
+def _unset(never: tuple[str, ...]) -> list[str]:
+    return ["leave HSA_OVERRIDE_GFX_VERSION unset"] if any("HSA_OVERRIDE_GFX_VERSION" in text for text in never) else []
+
+
+def remedy_lines(plan: Plan) -> Iterator[str]:
+    """Edits, each planned again."""
+    for remedy in plan.remedies:
+        rest = textwrap.wrap(f"saves {remedy.saves}", WIDTH - LABEL - 40)
+        if len(remedy.edit) < 40:
+            yield f"{remedy.edit:<40}{rest.pop(0)}"
+        else:
+            yield from broken(remedy.edit, WIDTH - LABEL)
+        yield from (" " * 40 + line for line in rest)
+
+
+def _measured(plan: Plan) -> bool:
+    return plan.step_seconds is not None and plan.step_seconds.origin == "measured"
+
+
+def confidence(plan: Plan, profile: Profile) -> str:
+    """Where the figures come from, said plainly."""
+    if plan.step_seconds is not None and _measured(plan):
+        if plan.memory.origin == "measured":
+            return f"Speed and memory: {plan.step_seconds.by}."
+        return f"Speed: {plan.step_seconds.by}. Memory: from the table."
+    if profile.accelerator is None:
+        return "From the table: nobody has measured such a processor with Bloomery yet; `bloomery bench` does."
+    if profile.gpu is None:
+        return f"{profile.accelerator.name} ({profile.accelerator.arch}) is not in the table: its speed stays unknown."
+    return "From the table: nobody has measured this card with Bloomery yet."
+
+
+def next_lines(plan: Plan, source: str, verbs: list[str], devices: str) -> Iterator[str]:
+    """Commands that exist and make sense after this plan."""
+    if not plan.fits:
+        enough = [remedy for remedy in plan.remedies if ", fits; " in remedy.saves]
+        if enough:
+            yield f"bloomery plan {source} {enough[0].edit}{devices}"
+        yield _remarked(f"bloomery plan {source} --gpu all", "which cards of the table hold it")
+        return
+    if plan.mesh is None and "train" in verbs:
+        yield f"bloomery train {source}"
+    if plan.mesh is None and "bench" in verbs and not _measured(plan):
+        yield _remarked(f"bloomery bench {source}", "on the machine itself, minutes: ranges become figures")
+    wrong = [v for v in plan.claims if v.verdict == "wrong" and v.claim.endswith(" tokens")]
+    if wrong:
+        amount = wrong[0].claim.removesuffix(" tokens").replace(" ", "")
+        yield f'bloomery plan {source} train.length="{amount} tokens"{devices}'
+
+
+def _remarked(command: str, remark: str) -> str:
+    """The remark where the line has room for it."""
+    line = f"{command}      {remark}"
+    return line if len(line) <= WIDTH - LABEL else command
+
+
+def _block(label: str, lines: list[str]) -> list[str]:
+    return [f"{label if i == 0 else '':<{LABEL}}{line}" for i, line in enumerate(lines)]
+
+
+def _all_wrapped(texts: tuple[str, ...]) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH)

@@ -1,0 +1,91 @@
+"""What an objective asks of a plan beside the step itself: a teacher, a reference, the share that is learned."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from bloomery.core.choice import Choice
+from bloomery.core.units import format_count
+from bloomery.data.chat.templates import NONE
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_count
+from bloomery.model.families.presets import known_config
+from bloomery.plan.estimate.states import way_of
+from bloomery.plan.estimate.step_shape import setting_of
+from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.recipe.schema import Adapter, Distil, Kto, Lora, Objective, Peft, Preference, Recipe
+
+Reference = Literal["none", "precomputed", "adapters"]
+
+
+def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
+    """`precomputed`: once, before the first step. `adapters`: beside each step, from the base without its adapters."""
+    if not isinstance(objective, Preference | Kto):
+        return Choice("none", f"{objective.kind} compares with no other model")
+    if isinstance(adapter, Peft):
+        return Choice("precomputed", f"what the base is without {adapter.method} is not known here")
+    if not isinstance(adapter, Lora):
+        return Choice("precomputed", "training changes the weights that the reference is computed with")
+    if adapter.train_also:
+        return Choice("precomputed", f"{', '.join(adapter.train_also)} learn beside the adapters")
+    return Choice("adapters", "the base without its adapters is the model of the start, at no memory of its own")
+
+
+REFERENCE_BYTES = 4  # of a token: data.reference
+
+
+def teacher_of(recipe: Recipe | Plan) -> ModelConfig | None:
+    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distil) else None
+
+
+def looks(recipe: Recipe | Plan) -> int:
+    """Forwards of a step beside its own."""
+    return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
+
+
+def setting(plan: Plan) -> str:
+    """As `Occupancy.setting`, of a step that was planned."""
+    way, away = way_of(plan, plan.model.config), plan.train.offload_activations
+    return setting_of(way, looks=looks(plan), teacher=teacher_of(plan), offloading=away)
+
+
+def reference_bytes(recipe: Recipe, corpus: CorpusFacts | None) -> dict[str, float]:
+    """On disk: what the model of the start says of each token, where that is computed once."""
+    if corpus is None or reference_of(recipe.objective, recipe.adapter).value != "precomputed":
+        return {}
+    return {"reference": float(REFERENCE_BYTES * corpus.tokens)}
+
+
+def objective_choices(recipe: Recipe, corpus: CorpusFacts | None) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, what the objective means for this run."""
+    reference = reference_of(recipe.objective, recipe.adapter)
+    if reference.value == "adapters":
+        yield "objective.reference", Choice("reference each step", f"{reference.because}; a forward more a step")
+    elif reference.value == "precomputed":
+        yield "objective.reference", Choice("reference first", f"{reference.because}; one forward over all of the data")
+    teacher = teacher_of(recipe)
+    if teacher is not None and isinstance(recipe.objective, Distil):
+        because = f"{recipe.objective.teacher} stays in memory beside the model"
+        yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", because)
+    if corpus is not None:
+        yield from _chat_choice(recipe, corpus)
+    if corpus is not None and corpus.learned < 1:
+        because = "of the tokens are learned; the output layer runs on these alone"
+        yield "data.chat.train_on", Choice(f"{corpus.learned:.0%} learned", f"{corpus.learned:.1%} {because}")
+
+
+def _chat_choice(recipe: Recipe, corpus: CorpusFacts) -> Iterator[tuple[str, Choice[str]]]:
+    """Whether a chat template formats rows of a prompt and an answer; nothing of plain text."""
+    key = "data.chat.template"
+    if corpus.template:
+        kept = f"; {key}={NONE} trains on texts as they are" if corpus.texts == "prompts" else ""
+        because = f"prompts are formatted as the user's turn and answers as the assistant's, in every data format{kept}"
+        yield key, Choice(corpus.template, because)
+    elif corpus.texts == "whole":
+        yield key, Choice(NONE, "pairs of whole texts without a prompt column are trained on as they are")
+    elif corpus.texts == "prompts":
+        because = "the tokenizer has no chat template"
+        if recipe.data.chat.template == NONE:
+            because = "the recipe sets none"
+        elif recipe.objective.kind == "pretrain":
+            because = "pretraining reads text"
+        yield key, Choice(NONE, f"{because}: prompt and answer are trained on as one text, without turns")

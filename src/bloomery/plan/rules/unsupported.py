@@ -1,0 +1,102 @@
+"""What a recipe may say but this version cannot do yet, and what cannot be right: refused before anything is built."""
+
+from collections.abc import Iterator
+
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.hardware.profile import Profile
+from bloomery.model.config import ModelConfig
+from bloomery.plan.rules.peft import refuse_new_rows
+from bloomery.plan.types import CorpusFacts
+from bloomery.recipe.schema import Recipe
+
+
+def refuse_unbuilt(recipe: Recipe) -> None:
+    """Raises one UserError that names every key whose feature is not in this version."""
+    keys = list(_unbuilt(recipe))
+    if keys:
+        plural = "are" if len(keys) > 1 else "is"
+        raise UserError(
+            f"{', '.join(keys)} {plural} not in this version of Bloomery",
+            where="recipe",
+            remedy=f"take {'them' if len(keys) > 1 else 'it'} out of the recipe",
+            code=2,
+        )
+
+
+def _unbuilt(recipe: Recipe) -> Iterator[str]:
+    parallel = recipe.parallel
+    if recipe.objective.kind in ("ppo", "grpo"):
+        yield f"objective.kind={recipe.objective.kind}"
+    for key in ("replicate", "shard", "tensor", "context", "pipeline", "microbatches"):
+        if getattr(parallel, key) not in (1, "auto"):
+            yield f"parallel.{key}={getattr(parallel, key)}"
+
+
+def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
+    """Raises UserError where several devices were asked for and there is none of which several make sense."""
+    asked = [f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1]
+    if not asked:
+        return
+    where = " ".join(asked)
+    if profile.accelerator is None:
+        remedy = f'name a GPU: --gpu "MI300X" {where}'
+        raise UserError("a processor is one device", where=where, remedy=remedy, code=2)
+    if profile.gpu is None or profile.accelerator.integrated or profile.gpu.link == "APU":
+        problem = f"nothing is known of several {profile.accelerator.name} joined together"
+        raise UserError(problem, where=where, remedy=f"leave out {where}", code=2)
+
+
+def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:
+    """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions."""
+    length = recipe.data.sequence_length
+    if config.head == "values" and recipe.objective.kind != "reward":
+        raise UserError(
+            "model.from is a reward model: it gives values and no text",
+            where="objective.kind",
+            remedy="set objective.kind=reward, or name the language model that it was made from",
+            code=2,
+        )
+    if recipe.objective.kind == "reward" and recipe.eval.prompts:
+        problem = "a reward model writes no text that eval.prompts could show"
+        raise UserError(problem, where="eval.prompts", remedy="set eval.prompts=[]", code=2)
+    if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
+            where="model.vocab_size",
+            remedy=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
+        )
+    refuse_new_rows(recipe, config)
+    if config.positions == "learned" and length > config.max_positions:
+        raise UserError(
+            f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",
+            where="data.sequence_length",
+            remedy=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
+            code=2,
+        )
+
+
+def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> None:
+    """Raises UserError when sequences are longer than the positions that a teacher has learned."""
+    if teacher.positions == "learned" and length > teacher.max_positions:
+        problem = f"the teacher has learned {teacher.max_positions:,} positions and rows have {length:,}"
+        remedy = f"set data.sequence_length={teacher.max_positions}, or choose another teacher"
+        raise UserError(problem, where=where, remedy=remedy)
+
+
+def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> None:
+    """Raises UserError when an id means something else to the teacher."""
+    if teacher.hash == ours.hash:
+        return
+    shared = min(teacher.vocab_size, ours.vocab_size)
+    other = next((i for i in range(shared) if teacher.decode([i]) != ours.decode([i])), None)
+    if other is None and teacher.vocab_size == ours.vocab_size:
+        return
+    told = f"{teacher.vocab_size:,} ids and the data's tokenizer {ours.vocab_size:,}"
+    if other is not None:
+        told = f"other words: id {other} is {teacher.decode([other])!r} there and {ours.decode([other])!r} here"
+    raise UserError(
+        f"the teacher has {told}",
+        where=where,
+        remedy="choose a teacher of the same family, as it has the same tokenizer",
+    )

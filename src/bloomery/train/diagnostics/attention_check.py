@@ -1,0 +1,80 @@
+"""Whether the attention kernel that a run will use computes attention here: asked once, before the first step.
+
+A build for another chip, or an override that makes a chip claim to be another, need not crash: it may compute wrong
+numbers or none, and a day later the loss tells.
+"""
+
+import torch
+from torch import Tensor
+
+from bloomery.model.attention.attend import attend, layout_of
+from bloomery.model.decoder import Attention, Decoder
+from bloomery.model.transformers_backend.checks import check_head, check_rows
+from bloomery.plan.types import Plan
+from bloomery.train.forward import looking, precision_context
+from bloomery.train.run import Unsound
+
+TOKENS = 128
+# Greatest difference that rounding explains, as a share of the largest value; float32 may be TF32 on a GPU.
+TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 4e-2, "bfloat16-pure": 4e-2}
+
+
+def check_attention(model: Decoder, plan: Plan) -> None:
+    """Compares output and gradients with plain math in float32, on a row of two documents; no random number is drawn.
+
+    Raises Unsound when they differ by more than rounding explains, or are not finite.
+    """
+    if plan.model.config.foreign is not None:
+        check_foreign(model, plan)
+        return
+    if plan.model.attention == "math":
+        return
+    limit = TOLERANCE[plan.train.precision]
+    parts = [part for part in model.modules() if isinstance(part, Attention)]
+    kinds = {(part.window, part.scale) for part in parts}
+    for window, scale in sorted(kinds, key=str):
+        error = difference(plan, window=window, scale=scale)
+        if not error <= limit:
+            what = f"differs from plain math by {error:.2g} of the largest value" if error == error else "is not finite"
+            raise Unsound(
+                f"{plan.model.attention} attention in {plan.train.precision} computes wrong numbers on this device: its"
+                f" result {what}, where rounding explains {limit:.2g}",
+                where=f"the self-test before the first step, PyTorch {torch.__version__}",
+                remedy="`bloomery doctor --probe` checks this device; train.attention=blockwise needs no such kernel",
+            )
+
+
+def check_foreign(model: Decoder, plan: Plan) -> None:
+    """Compares transformers' layers under our head with transformers' own forward. Raises UserError."""
+    limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
+    with looking(model), precision_context(plan.train.precision, plan.train.device):
+        check_head(model, limit)
+        check_rows(model, limit, packed=packed)
+
+
+def difference(plan: Plan, *, window: int | None, scale: float) -> float:
+    """The greatest over output and gradients, as a share of each one's largest value; NaN when a value is none."""
+    config, device = plan.model.config, torch.device(plan.train.device)
+    length = min(TOKENS, plan.data.sequence_length)
+    draw = torch.Generator().manual_seed(0)
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads
+    q, k, v, upstream = (torch.randn(2, length, n, config.head_dim, generator=draw).transpose(1, 2) for n in heads)
+    documents = torch.arange(length).ge(length // 3).long().expand(2, length)
+    alone = plan.model.attention == "sdpa"  # one document a row
+
+    def results(backend: str, where: torch.device, precision: str) -> list[Tensor]:
+        kind = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
+        inputs = [x.to(where, kind).requires_grad_() for x in (q, k, v)]
+        to_q, to_k, to_v = inputs
+        layout = layout_of(None if alone else documents.to(where), backend=backend)
+        with precision_context(precision, where.type):
+            out = attend(
+                to_q, to_k, to_v, layout, backend=backend, window=window, softcap=config.attention_softcap, scale=scale,
+                dropout=0.0,
+            )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(where, out.dtype))]
+
+    found = results(plan.model.attention, device, plan.train.precision)
+    exact = results("math", torch.device("cpu"), "float32")
+    shares = [(a.float().cpu() - b).abs().max() / b.abs().max() for a, b in zip(found, exact, strict=True)]
+    return float(torch.stack(shares).max())  # NaN wins

@@ -1,0 +1,289 @@
+"""Steps recorded in detail: when each operator ran, and what filled memory; by the plan, or when somebody asks."""
+
+import gc
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from bloomery.core.units import GIB, format_bytes
+from bloomery.data.loading.loader import Batch
+from bloomery.monitor.events import Emit, Phase, Warned
+from bloomery.plan.types import Plan
+from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.losses import LossParts
+from bloomery.train.process import resident_gib
+from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, asked_steps
+from bloomery.train.step import Trainee
+
+KEPT, OTHERS = "kept for backward", "everything else"
+GROUPS = 40  # of equal tensors that are listed
+TELLS_KEPT = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
+NAME = 56  # columns
+
+
+@final
+@dataclass(frozen=True)
+class Live:
+    """One piece of memory: what it is for, and the tensor that stands in it."""
+
+    purpose: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    bytes: int
+
+
+def live_tensors(trainee: Trainee) -> list[Live]:
+    """Each storage once. Activations are found through the graphs that reachable tensors hang on."""
+    seen: set[int] = set()
+    found = list(_new(_named(trainee), seen))
+    reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
+    found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen) if TELLS_KEPT else ()
+    found += _new(((OTHERS, tensor) for tensor in reachable), seen)
+    return found
+
+
+def _is_tensor(thing: object) -> bool:
+    """Of torch's own two types: a compiler's fake tensors hold no memory, and a half-dead proxy may not be asked."""
+    return type(thing) in (Tensor, nn.Parameter)
+
+
+def _named(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
+    parameters = list(trainee.model.parameters())
+    yield from (("weights", parameter) for parameter in parameters)
+    yield from (("weights", buffer) for buffer in trainee.model.buffers())  # quantised ones
+    yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
+    yield from (("optimizer", tensor) for tensor in trainee.optimizer.named_tensors().values())
+
+
+def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
+    for purpose, tensor in named:
+        if not _is_tensor(tensor) or tensor.device.type == "meta" or tensor.layout != torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        try:
+            place = storage.data_ptr()
+        except RuntimeError:  # what a compiler left of a fake tensor: it has no memory
+            continue
+        if place and place not in seen:
+            seen.add(place)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield Live(purpose, tuple(tensor.shape), dtype, str(tensor.device), storage.nbytes())
+
+
+def _kept(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What autograd saved in every node above these tensors; of a graph half gone backward, what is left."""
+    waiting = [node for tensor in reachable if (node := tensor.grad_fn) is not None]
+    visited = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield from _saved(node)
+        above = [other for other, _ in node.next_functions if other is not None and other not in visited]
+        visited.update(above)
+        waiting += above
+
+
+def _saved(node: Any) -> Iterator[Tensor]:
+    """Never through the hooks that may hang on it: asking those would compute a checkpointed block again."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+            raw = [one.data for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None]
+        except RuntimeError:  # freed by the backward that went through it
+            continue
+        yield from (one for one in raw if isinstance(one, Tensor))
+
+
+def page(found: list[Live], title: str, device: str) -> str:
+    """For people: what the memory is for, then the largest groups of equal tensors."""
+    untold = f"unknown     what is {KEPT}: this PyTorch ({torch.__version__}) does not tell"
+    lines = [
+        title,
+        *_totals(device),
+        *([] if TELLS_KEPT else [untold]),
+        "",
+        f"{'what':<{NAME}}{'tensors':>9}{'memory':>13}",
+    ]
+    purposes = list(dict.fromkeys(live.purpose for live in found))
+    for purpose in sorted(purposes, key=lambda purpose: -_bytes(found, purpose)):
+        count = sum(live.purpose == purpose for live in found)
+        lines.append(f"{purpose:<{NAME}}{count:>9,}{format_bytes(_bytes(found, purpose)):>13}")
+    lines.append(f"{'together':<{NAME}}{len(found):>9,}{format_bytes(sum(live.bytes for live in found)):>13}")
+    ordered = sorted(Counter(found).items(), key=lambda pair: -pair[0].bytes * pair[1])
+    lines += ["", f"{'largest groups of equal tensors':<{NAME}}{'tensors':>9}{'each':>13}{'memory':>13}"]
+    for live, count in ordered[:GROUPS]:
+        name = f"{live.purpose}: {' x '.join(map(str, live.shape)) or 'scalar'} {live.dtype}"
+        name += "" if live.device.startswith(device) else f", {live.device}"
+        lines.append(f"{name:<{NAME}}{count:>9,}{format_bytes(live.bytes):>13}{format_bytes(live.bytes * count):>13}")
+    if len(ordered) > GROUPS:
+        lines.append(f"and {len(ordered) - GROUPS:,} smaller groups")
+    return "\n".join(lines) + "\n"
+
+
+def _bytes(found: list[Live], purpose: str) -> int:
+    return sum(live.bytes for live in found if live.purpose == purpose)
+
+
+def _totals(device: str) -> Iterator[str]:
+    if device == "cuda":
+        yield f"allocated   {torch.cuda.memory_allocated() / GIB:.3f} GiB by tensors, kernels' work space among them"
+        yield f"reserved    {torch.cuda.memory_reserved() / GIB:.3f} GiB by PyTorch's allocator"
+        yield f"peak        {torch.cuda.max_memory_allocated() / GIB:.3f} GiB were allocated at most so far"
+    else:
+        yield f"resident    {resident_gib():.3f} GiB of the whole process, libraries and prepared text among them"
+
+
+def write_memory(trainee: Trainee, path: Path, title: str, *, device: str) -> None:
+    """`path`.memory.txt, and on a GPU `path`.memory.json with every block of the allocator. Raises OSError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at every object wakes deprecations of modules that nobody uses
+        found = live_tensors(trainee)
+    path.parent.mkdir(exist_ok=True)
+    path.with_name(path.name + ".memory.txt").write_text(page(found, title, device), encoding="utf-8")
+    if device == "cuda":  # torch's own way of writing it down is a pickle
+        blocks = torch.cuda.memory._snapshot()
+        path.with_name(path.name + ".memory.json").write_text(json.dumps(blocks, default=str), encoding="utf-8")
+
+
+MOST_LISTS = 4  # of full memory, in one process
+OPERATORS = 40  # that the table of times holds
+
+
+@final
+class Recorder:
+    """Looks at a run without changing it. What cannot be written is warned of, and never ends the run."""
+
+    def __init__(self, run_dir: Path, trainee: Trainee, emit: Emit) -> None:
+        self._folder, self._request = run_dir / PROFILE, run_dir / PROFILE_ASKED
+        self._trainee, self._emit = trainee, emit
+        self._open: _Recording | None = None
+        self._lists = 0
+        self._request.unlink(missing_ok=True)  # of a process that ended before it heard
+
+    @contextmanager
+    def around(self, plan: Plan, step: int) -> Iterator[None]:
+        """Around the work of this step: recorded when the plan or somebody's request names it."""
+        self._begin(plan, step)
+        yield
+        if self._open is not None and step >= self._open.last:
+            self.close()
+
+    def _begin(self, plan: Plan, step: int) -> None:
+        if self._open is not None:
+            return
+        planned = plan.monitor.trace_steps
+        steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
+        if steps <= 0:
+            return
+        self._request.unlink(missing_ok=True)
+        self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
+        self._open = _Recording(plan, step, step + steps - 1)
+
+    def objective(self, objective: Objective) -> Objective:
+        """Of this step; while steps are recorded, one that lists memory when the first forward is through."""
+        recording = self._open
+        if recording is None or recording.listed:
+            return objective
+
+        def loss(output: Tensor, batch: Batch) -> LossParts:
+            parts = objective.loss(output, batch)
+            if not recording.listed:
+                recording.listed = True
+                moment = f"step {recording.first}, between forward and backward of its first micro-batch"
+                self._list(f"{self._name(recording.first)}", moment, recording.device)
+            return parts
+
+        return replace(objective, loss=loss)
+
+    def memory_full(self, plan: Plan, step: int, where: str) -> str:
+        """Called while all that filled memory is still there; the file's name in the run's folder, "" without one."""
+        self._lists += 1
+        if self._lists > MOST_LISTS:
+            return ""
+        name = f"{self._name(step)}-full-{self._lists}"
+        told = self._list(name, f"memory ran out in {where}; what was there then", plan.train.device)
+        return f"{PROFILE}/{name}.memory.txt" if told else ""
+
+    def close(self) -> None:
+        """Ends a recording, if there is one, and writes what it has."""
+        recording, self._open = self._open, None
+        if recording is None:
+            return
+        name = self._name(recording.first)
+        try:
+            recording.write(self._folder, name)
+        except (OSError, RuntimeError) as error:
+            self._warn(recording.last, error)
+            return
+        steps = recording.last - recording.first + 1
+        self._emit(Phase(step=recording.last, name="profile", done=steps, total=steps))
+
+    def _list(self, name: str, moment: str, device: str) -> bool:
+        try:
+            write_memory(self._trainee, self._folder / name, moment, device=device)
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._warn(0, error)
+            return False
+        return True
+
+    def _warn(self, step: int, error: BaseException) -> None:
+        why = error.strerror if isinstance(error, OSError) else None
+        self._emit(Warned(step=step, because=f"{NOT_RECORDED}: {why or str(error).strip() or type(error).__name__}"))
+
+    @staticmethod
+    def _name(step: int) -> str:
+        return f"step-{step:08d}"
+
+
+@final
+class _Recording:
+    """torch.profiler from the first step to the last."""
+
+    def __init__(self, plan: Plan, first: int, last: int) -> None:
+        self.first, self.last, self.device, self.listed = first, last, plan.train.device, False
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
+        if self.device == "cuda":
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
+        self._profile = profile(activities=kinds, profile_memory=True)
+        self._began = time.perf_counter()
+        self._profile.start()
+
+    def write(self, folder: Path, name: str) -> None:
+        """The trace as Chrome's and Perfetto's JSON, and a table of the operators. Raises OSError."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._began
+        self._profile.stop()
+        if self.device == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+        folder.mkdir(exist_ok=True)
+        self._profile.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
+        steps = f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
+        text = table(list(self._profile.key_averages()), f"{steps}, {seconds:.2f} s with the recording", self.device)
+        (folder / f"{name}.operators.txt").write_text(text, encoding="utf-8")
+
+
+def table(operators: list[Any], title: str, device: str) -> str:
+    """The operators by the time spent in themselves; `operators` are torch's FunctionEventAvg."""
+
+    def own(operator: Any) -> float:
+        return float(operator.self_device_time_total if device == "cuda" else operator.self_cpu_time_total) / 1e6
+
+    whole = sum(map(own, operators)) or 1.0
+    lines = [title, "", f"{'operator':<56}{'calls':>8}{'seconds':>10}{'share':>7}"]
+    for operator in sorted(operators, key=own, reverse=True)[:OPERATORS]:
+        name = operator.key if len(operator.key) < 56 else operator.key[:52] + "..."
+        lines.append(f"{name:<56}{operator.count:>8,}{own(operator):>10.3f}{own(operator) / whole:>7.0%}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,175 @@
+"""What a step tells of a run's health: how far weights move, what stands still, whether labels follow their tokens."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bloomery.data.loading.loader import Batch
+from bloomery.model.divergence import Divergence
+from bloomery.model.heads import LabelScores
+from bloomery.monitor.events import Vitals
+from bloomery.train.objectives.build import Objective
+
+SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%
+POSITIONS = 8192  # of a step, whose labels and pairs are looked at
+EARLY = frozenset((1, 2, 3, 5, 10, 15, 20, 30, 40, 50, 100))
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+SCHEDULER = Path("/proc/thread-self/schedstat")
+
+
+@final
+class Checkup:
+    """Looks at a step from both sides of its update. Draws no random number and writes to no tensor of the run.
+
+    `parameters`: those that are trained. `beside_frozen`: they are an adapter's, which begins at zero, so that the size
+    of its updates beside its own tells nothing.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, beside_frozen: bool = False) -> None:
+        self._parameters, self._beside_frozen = dict(parameters), beside_frozen
+        self._sizes = {name: p.numel() for name, p in self._parameters.items()}
+        self._all = max(1, sum(self._sizes.values()))
+        self._moved: list[tuple[float, float]] = []  # by tensor: the norm of the change, the norm before it
+        self._without: float | None = None  # share of parameters without a gradient
+        self._since, self._waited = time.monotonic(), core_wait_seconds()
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether the step with this number is looked at."""
+        return step in EARLY or step % every == 0
+
+    @contextmanager
+    def watching(self, *, gradients: bool = True) -> Iterator[None]:
+        """Around the update of the weights, while the gradients stand; without them they are not spoken of."""
+        self._without = self._share_without_gradient() if gradients else None
+        before = [_sampled(p).clone() for p in self._parameters.values()]
+        yield
+        changes = torch._foreach_sub([_sampled(p) for p in self._parameters.values()], before)
+        norms = [torch.stack(list(torch._foreach_norm(x, 2, dtype=torch.float32))) for x in (changes, before)]
+        self._moved = list(zip(*torch.stack(norms).tolist(), strict=True))
+
+    def report(self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool) -> Vitals:
+        """What was seen of a step that has learned from `batches`; without an update, of its labels alone."""
+        ratios = [
+            change / size
+            for parameter, (change, size) in zip(self._parameters.values(), self._moved, strict=False)
+            if parameter.ndim > 1 and size > 0 and math.isfinite(change)
+        ]
+        still = [name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0]
+        now, waited = time.monotonic(), core_wait_seconds()
+        labels = label_facts(batches, objective)
+        vitals = Vitals(
+            step=step,
+            update_ratio=median(ratios) if ratios and not self._beside_frozen else None,
+            still_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
+            still=max(still, key=lambda name: self._sizes[name], default=""),
+            no_gradient_share=self._without if self._moved else None,
+            labels_next=labels.next,
+            labels_own=labels.own,
+            labels_after=labels.after,
+            pair_excess=labels.pair_excess,
+            seconds=now - self._since,
+            core_wait_seconds=None if waited is None or self._waited is None else waited - self._waited,
+            graphs=_graphs() if compiled else None,
+        )
+        self._moved, self._without, self._since, self._waited = [], None, now, waited
+        return vitals
+
+    def _share_without_gradient(self) -> float:
+        """Counts tensors whose gradient is None or exactly zero."""
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        norms = list(torch._foreach_norm(list(gradients.values()), math.inf)) if gradients else []
+        zero = dict(zip(gradients, (torch.stack(norms) == 0).tolist(), strict=True)) if norms else {}
+        return sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
+
+
+def _sampled(parameter: nn.Parameter) -> Tensor:
+    """Evenly spread elements. The odd stride visits every column of a matrix whose width is a power of two."""
+    flat = parameter.detach().view(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE) | 1]
+
+
+@dataclass(frozen=True)
+class LabelFacts:
+    """Shares of the learned labels; None where no token stands at that place."""
+
+    own: float | None = None  # the very token that they are asked at
+    next: float | None = None
+    after: float | None = None  # the token after the next
+    pair_excess: float | None = None
+
+
+def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
+    """Where the labels that the loss sees stand in the text, and whether the order of the text means anything."""
+    rows = _rows(batches, objective)
+    if rows is None:
+        return LabelFacts()
+    tokens, labels, _, learned = rows
+    own, following, after = (_share_at(ahead, *rows) for ahead in range(3))
+    return LabelFacts(own, following, after, pair_excess(tokens[learned], labels[learned]))
+
+
+def _share_at(ahead: int, tokens: Ints, labels: Ints, documents: Ints, learned: Bools) -> float | None:
+    """Of labels that are the token `ahead` positions on in their document."""
+    end = tokens.shape[1] - ahead
+    inside = learned[:, :end] & (documents[:, :end] == documents[:, ahead:])
+    same = labels[:, :end] == tokens[:, ahead:]
+    return float(same[inside].mean()) if inside.any() else None
+
+
+def _rows(batches: Sequence[Batch], objective: Objective) -> tuple[Ints, Ints, Ints, Bools] | None:
+    """tokens, labels, documents, learned [rows, T] of up to POSITIONS; None for an objective without labels."""
+    width = batches[0].tokens.shape[1]
+    taken = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
+    heads = [head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)]
+    if len(heads) < len(taken):
+        return None
+    rows = slice(max(1, POSITIONS // width))
+    tokens = torch.cat([batch.tokens for batch in taken]).numpy()[rows]
+    labels = torch.cat([head.labels_BT for head in heads]).numpy()[rows]
+    documents = torch.cat([batch.documents for batch in taken]).numpy()[rows]
+    learned = torch.cat([head.weights_BT != 0 for head in heads]).numpy()[rows]
+    return tokens, labels, documents, learned
+
+
+def pair_excess(first: Ints, second: Ints) -> float | None:
+    """How many times as often two (first, second) pairs are the same as when second were drawn at random.
+
+    The rate of coincidences among pairs over the product of the rates on both sides: 1 for shuffled text, and more
+    for every text whose order means something. None while chance alone would hardly bring one.
+    """
+    count = len(first)
+    pairs = first.astype(np.int64) * 2**32 + second
+    both, left, right = (_coincidences(values) for values in (pairs, first, second))
+    expected = left * right / max(1.0, count * (count - 1.0))
+    return both / expected if expected >= 1 else None
+
+
+def _coincidences(values: Ints) -> float:
+    """Ordered pairs of positions that hold the same value."""
+    counts = np.unique(values, return_counts=True)[1].astype(np.float64)
+    return float((counts * (counts - 1)).sum())
+
+
+def core_wait_seconds() -> float | None:
+    """How long this thread has been ready to run while other threads had the cores; None where Linux does not tell."""
+    try:
+        return int(SCHEDULER.read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _graphs() -> int | None:
+    """Graphs that torch.compile has made so far in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return None if utils is None else int(utils.counters["stats"]["unique_graphs"])

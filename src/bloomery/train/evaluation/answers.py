@@ -1,0 +1,135 @@
+"""What a model writes and answers: to the prompts of a recipe, and to held-out questions of prepared conversations"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Message
+from bloomery.data.chat.prompting import chat_form, continuation
+from bloomery.data.shards.format import ANSWERS, Split, open_split, read_manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.model.decoder import Decoder
+from bloomery.model.sampling import Sampling, known_ids, sample_tokens
+from bloomery.plan.types import Plan
+from bloomery.train.forward import looking, precision_context
+
+CHARACTERS_SHOWN = 2000
+DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)  # the likeliest tokens go round in circles in small models
+
+
+@dataclass(frozen=True)
+class Question:
+    """Ids up to the first answer, and that answer with the token that ends it."""
+
+    prompt: list[int]
+    reference: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said, and whether it ended by itself."""
+
+    ids: list[int]
+    ended: bool
+
+
+def held_out_questions(prepared: Path, most: int) -> list[Question]:
+    """Of the validation split, spread over all of it; of pairs with the chosen answer, of marked answers with the
+    desirable ones. Empty for plain text. Raises UserError.
+    """
+    split = open_split(prepared, "validation")
+    if split.learned is None:
+        return []
+    numbers = range(0, len(split), ANSWERS[split.kind])
+    found = [n for n in numbers if (split.marks is None or split.marks[n]) and not split.is_plain(n)]
+    chosen = [found[place * len(found) // most] for place in range(most)] if len(found) > most else found
+    made = [_question(split, number) for number in chosen]
+    return [question for question in made if question.prompt and question.reference]
+
+
+def _question(split: Split, number: int) -> Question:
+    ids = split.document(number)
+    assert split.learned is not None
+    learned = split.learned[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(bool)
+    starts = np.flatnonzero(learned)
+    if not len(starts):
+        return Question([], [])
+    ends = np.flatnonzero(~learned[starts[0] :])
+    end = int(starts[0] + ends[0]) if len(ends) else len(ids)
+    return Question(ids[: starts[0]].tolist(), ids[starts[0] : end].tolist())
+
+
+def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, *, max_tokens: int) -> Answer:
+    """Until the token that ends the reference, the text, or `max_tokens`. Drawn as DRAWN says, always alike."""
+    last = question.reference[-1]
+    ends = [last] if tokenizer.token_bytes()[last] == 0 else []
+    return drawn(decoder, tokenizer, question.prompt, max_tokens=max_tokens, ends=ends)
+
+
+def drawn(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, max_tokens: int, ends: Iterable[int] = ()
+) -> Answer:
+    """What follows the prompt, up to one of the `ends` or what ends every text. Drawn as DRAWN says, always alike."""
+    room = min(max_tokens, decoder.config.max_positions - len(prompt))
+    stops = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
+    ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_tokens=room, stop_ids=stops)))
+    return Answer(ids, len(ids) < room)
+
+
+def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Ids as text without the tokens that stand for none, and without those of a padded vocabulary."""
+    sizes = tokenizer.token_bytes()
+    return tokenizer.decode([token for token in ids if token < len(sizes) and sizes[token]]).strip()[:CHARACTERS_SHOWN]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """`eval.prompts` with their ids, what ends the text after each, and whether that text answers them."""
+
+    asked: tuple[tuple[str, list[int]], ...]
+    ends: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    answers: bool = False
+
+
+def open_prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
+    """Of a run that learns answers to turns they are questions, put as its own chat template puts them; of others the
+    beginning of a text. Raises UserError for one that the template refuses.
+    """
+    prompts = plan.eval.prompts
+    if not prompts or plan.objective.kind == "pretrain" or not read_manifest(plan.data.prepared).turns:
+        put = continuation(tokenizer)
+        return Prompts(tuple((prompt, put([Message("user", prompt)])) for prompt in prompts))
+    try:
+        with chat_form(tokenizer, None) as form:
+            asked = tuple((prompt, form.put([Message("user", prompt)])) for prompt in prompts)
+            return Prompts(asked, form.ends, form.stops, answers=True)
+    except UserError as error:
+        remedy = "set eval.prompts to questions that the template takes, or to []"
+        raise UserError(error.problem, where=f"eval.prompts, {error.where}", remedy=remedy) from error
+
+
+def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(prompt, text) for each prompt, drawn from a generator of its own, the same at every step."""
+    sampling = Sampling(
+        max_tokens=plan.eval.max_tokens,
+        temperature=plan.eval.temperature,
+        top_p=plan.eval.top_p,
+        seed=plan.train.seed,
+        stop_ids=known_ids(tokenizer.eos_id, model.config.eos_token_id, *prompts.ends),
+    )
+    # Every length of a growing text would be compiled anew.
+    eager = torch.compiler.set_stance("force_eager")
+    with looking(model), precision_context(plan.train.precision, plan.train.device), eager:
+        for prompt, ids in prompts.asked:
+            text = tokenizer.decode(list(sample_tokens(model, ids, sampling)))
+            yield prompt, cut(text, prompts.stops)
+
+
+def cut(text: str, stops: Iterable[str]) -> str:
+    """Up to the first of the texts that end it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -1,0 +1,162 @@
+"""How many nats each token of a text costs: the primitive below `eval`, the exam and the report's coloured text."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import LabelScores, Values
+from bloomery.train.forward import looking
+from bloomery.train.objectives.losses import reward_loss
+
+_TOKENS_A_FORWARD = 8192
+_TOKENS_A_GROUP = 65_536  # looked at together, so that windows of one length share a forward
+_LOGITS_AT_ONCE = 2**24  # elements: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens [start, end) of a document; the labels from `scored` on are the window's own, the rest is context."""
+
+    document: int
+    start: int
+    end: int
+    scored: int
+
+
+def windows(length: int, context: int, document: int = 0) -> Iterator[Window]:
+    """Half-overlapping windows over `length` tokens that score each token but the first once.
+
+    Each window has at most `context` tokens and starts half a context after the one before, so that every token of a
+    long text is seen with at least half a context before it (the sliding window of transformers' guide to perplexity).
+    """
+    assert context >= 2, "a window of one token scores nothing"
+    stride, scored = max(context // 2, 1), 1
+    for start in range(0, length, stride):
+        end = min(start + context, length)
+        if end > scored:
+            yield Window(document, start, end, max(scored, start + 1))
+        scored = end
+        if end == length:
+            return
+
+
+def score_documents(
+    decoder: Decoder, documents: Iterable[Sequence[int]], *, context: int | None = None
+) -> Iterator[np.ndarray]:
+    """For each document, float32 [len - 1]: the nats of each of its tokens but the first, given those before it.
+
+    `context` (default: the model's `max_positions`) bounds what a token sees. In order, in memory bounded by the
+    longest document.
+    """
+    context = min(context or decoder.config.max_positions, decoder.config.max_positions)
+    for group in _groups(documents):
+        nats = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
+        pieces = [piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)]
+        for batch in _batches(sorted(pieces, key=lambda piece: piece.start - piece.end)):
+            for piece, scores in zip(batch, _score(decoder, group, batch), strict=True):
+                nats[piece.document][piece.scored - 1 : piece.end - 1] = scores
+        yield from nats
+
+
+def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    group: list[Sequence[int]] = []
+    size = 0
+    for tokens in documents:
+        group.append(tokens)
+        size += len(tokens)
+        if size >= _TOKENS_A_GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _batches(pieces: list[Window]) -> Iterator[list[Window]]:
+    """`pieces` come longest first; a batch is padded to its first."""
+    edges = [0]
+    while edges[-1] < len(pieces):
+        longest = pieces[edges[-1]]
+        rows = max(_TOKENS_A_FORWARD // (longest.end - longest.start), 1)
+        edges.append(min(edges[-1] + rows, len(pieces)))
+    return (pieces[a:b] for a, b in pairwise(edges))
+
+
+def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]) -> list[np.ndarray]:
+    """The nats of each window's own labels. Padding stands behind the text, where causal attention never looks."""
+    device = next(decoder.parameters()).device
+    width = batch[0].end - batch[0].start - 1
+    tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
+    labels_BT, weights_BT = torch.zeros_like(tokens_BT), torch.zeros(len(batch), width)
+    for row, piece in enumerate(batch):
+        ids = torch.tensor(documents[piece.document][piece.start : piece.end], dtype=torch.int64)
+        tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        weights_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
+    scores_BT = _forward(decoder, tokens_BT.to(device), labels_BT.to(device), weights_BT.to(device)).cpu().numpy()
+    return [
+        -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start] for row, piece in enumerate(batch)
+    ]
+
+
+@torch.no_grad()
+def _forward(decoder: Decoder, tokens_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    training = decoder.training
+    decoder.eval()
+    chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+    scores: Tensor = decoder(tokens_BT, head=LabelScores(labels_BT, weights_BT, chunk))
+    decoder.train(training)
+    return scores.float()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Means over pairs. `margin` is how much more the chosen answer is worth than the rejected one, `accuracy` the
+    share of pairs in which that is above 0, `loss` its -log sigmoid.
+    """
+
+    loss: float
+    accuracy: float
+    margin: float
+    chosen_reward: float
+    rejected_reward: float
+    pairs: int
+
+
+def judge_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Judgement:
+    """Of at least one pair; texts 2i and 2i + 1 are the chosen and the rejected answer, each after its prompt."""
+    values_1S = values_of(decoder, texts).double()[None]
+    parts = reward_loss(values_1S, torch.arange(len(texts))[None])
+    means = {name: float(some[0] / some[1]) for name, some in parts.metrics.items()}
+    return Judgement(loss=float(parts.total / parts.count), **means, pairs=int(parts.count))
+
+
+def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
+    """float32 [texts], on the host: the value at the last token of each, which sees all the others."""
+    found = torch.zeros(len(texts))
+    with looking(decoder):
+        for numbers in _numbered_batches([len(text) for text in texts]):
+            found[numbers] = _values(decoder, [texts[number] for number in numbers])
+    return found
+
+
+def _numbered_batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Numbers of texts, longest first, as many as are padded to some tokens."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    edges = [0]
+    while edges[-1] < len(order):
+        edges.append(edges[-1] + max(_TOKENS_A_FORWARD // lengths[order[edges[-1]]], 1))
+    return (order[begin:end] for begin, end in pairwise(edges))
+
+
+def _values(decoder: Decoder, texts: list[Sequence[int]]) -> Tensor:
+    """Padding stands behind a text, where causal attention never looks."""
+    tokens_BT = torch.zeros(len(texts), len(texts[0]), dtype=torch.int64)
+    for row, text in enumerate(texts):
+        tokens_BT[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+    values_BT: Tensor = decoder(tokens_BT.to(next(decoder.parameters()).device), head=Values())
+    ends = torch.tensor([len(text) - 1 for text in texts])
+    return values_BT.float().cpu()[torch.arange(len(texts)), ends]

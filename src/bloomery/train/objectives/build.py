@@ -1,0 +1,196 @@
+"""What training minimises: a head for the decoder to run, and how its output becomes sums."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from bloomery.data.loading.loader import Batch
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import Head, LabelScores, Values
+from bloomery.plan.rules.objective import reference_of
+from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Distil, Kto, OrPo, Preference, SimPo
+from bloomery.train.forward import drops, forward, looking, to_device
+from bloomery.train.objectives.distill import distil_loss, divergence_of, load_teacher
+from bloomery.train.objectives.losses import (
+    LossParts,
+    Pairs,
+    dpo_loss,
+    ipo_loss,
+    kto_drift,
+    kto_loss,
+    next_token_loss,
+    orpo_loss,
+    pairs_of,
+    reward_loss,
+    sequence_sums,
+    simpo_loss,
+    there_pairs,
+)
+from bloomery.train.objectives.reference import without_adapters
+
+Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
+
+
+def learned_labels(batch: Batch) -> float:
+    """How many labels of a batch on the host are learned."""
+    return float(batch.weights.sum())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`head` says what the decoder computes for a micro-batch, `loss` what that is worth.
+
+    `count` is what a step divides by, of a batch on the host, so that it is known before the first backward; it equals
+    the count of `loss`. `before` completes the micro-batches of a whole step before that, on the host, too; where not
+    all of them must be known `together` any part of them may be completed by itself. `per` names what is counted; of a
+    token the loss is nats.
+    """
+
+    head: Callable[[Batch], Head]
+    loss: Callable[[Tensor, Batch], LossParts]
+    count: Callable[[Batch], float] = learned_labels
+    before: Before | None = None
+    together: bool = False
+    per: Literal["token", "label", "pair", "answer"] = "token"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How labels are scored: the logits of at most `chunk` rows exist at once.
+
+    The output layer's gradient is added to its `.grad` by the head itself.
+    """
+
+    chunk: int
+    compiled: bool = False
+
+    def __call__(self, batch: Batch) -> LabelScores:
+        return LabelScores(batch.labels, batch.weights, self.chunk, self.compiled, into_grad=True)
+
+
+def build_objective(plan: Plan, teacher: Callable[[Plan], Decoder] = load_teacher) -> Objective:
+    """What the plan says is minimised. `teacher` gives the model that is distilled, where one is."""
+    scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
+    if asked.kind in ("pretrain", "sft"):
+        return likelihood(scoring)
+    disabled = reference_of(asked, plan.adapter).value == "adapters"
+    ask = partial(without_adapters, score_chunk=plan.model.score_chunk, precision=plan.train.precision)
+    if isinstance(asked, Preference | SimPo | OrPo):
+        return preference(asked, scoring, before=ask if disabled else None)
+    if isinstance(asked, Kto):
+        return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None)
+    if asked.kind == "reward":
+        return rewarding()
+    if isinstance(asked, Distil):
+        return distillation(asked, teacher(plan), chunk=plan.model.score_chunk)
+    raise AssertionError(f"a plan of objective.kind={asked.kind} is refused")
+
+
+def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
+    """Every label of weight 1 is learned."""
+    return likelihood(Scoring(score_chunk, compiled))
+
+
+def likelihood(scoring: Scoring) -> Objective:
+    """Nats a learned label: pretraining and supervised fine-tuning differ in the weights that the data gives."""
+    return Objective(head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.weights))
+
+
+def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Before | None = None) -> Objective:
+    """Of two answers the chosen one is made likelier. `before`: what the reference is asked for, where none is read."""
+
+    def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
+        pairs = _pairs(scores_BT, batch)
+        if isinstance(asked, SimPo):
+            return simpo_loss(pairs, beta=asked.beta, gamma=asked.gamma)
+        if isinstance(asked, OrPo):
+            return orpo_loss(pairs, beta=asked.beta)
+        reference = _reference(scores_BT, batch)
+        if asked.kind == "ipo":
+            return ipo_loss(pairs, reference, beta=asked.beta)
+        return dpo_loss(pairs, reference, beta=asked.beta, label_smoothing=asked.label_smoothing)
+
+    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, per="pair")
+
+
+def distillation(asked: Distil, teacher: Decoder, *, chunk: int) -> Objective:
+    """A larger model's probabilities, beside the labels."""
+    return Objective(
+        head=lambda batch: divergence_of(batch, teacher, asked, chunk=chunk),
+        loss=lambda found_2BT, batch: distil_loss(found_2BT, batch.weights, asked),
+        per="label",
+    )
+
+
+def rewarding() -> Objective:
+    """One number a text: higher for the chosen answer of a pair."""
+
+    def loss(values_BT: Tensor, batch: Batch) -> LossParts:
+        assert batch.sequences is not None, "pairs are numbered"
+        return reward_loss(values_BT, batch.sequences)
+
+    return Objective(head=lambda _batch: Values(), loss=loss, count=_count_pairs, per="pair")
+
+
+def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None) -> Objective:
+    """Of single answers, the desirable ones are made likelier and the others less likely.
+
+    What both are measured from is estimated over the whole step and without dropout, so that it does not matter how
+    the step is cut: of a single micro-batch by its own forward where that drops nothing, else by one more forward of
+    each before the first.
+    """
+
+    def drift(scores_BT: Tensor, batch: Batch) -> Tensor:
+        pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
+        return kto_drift(pairs.rejected, reference.rejected, pairs.there_P)
+
+    def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        batches = list(batches) if reference is None else reference(model, batches)
+        if len(batches) == 1 and not drops(model):
+            return batches
+        device = next(model.parameters()).device
+        with looking(model):
+            there = (to_device(batch, device) for batch in batches)
+            sums = [drift(forward(model, batch, _twins(batch, scoring), precision=precision), batch) for batch in there]
+        baseline = _at_least_0(sum(sums[1:], start=sums[0]))
+        return [replace(batch, baseline=baseline) for batch in batches]
+
+    def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
+        assert batch.sequences is not None and batch.marks is not None, "answers are numbered and marked"
+        own = _at_least_0(drift(scores_BT, batch)) if batch.baseline is None else batch.baseline
+        desirable = sequence_sums(batch.marks, batch.sequences).view(-1, 2)[:, 0] > 0
+        pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
+        weights = asked.desirable_weight, asked.undesirable_weight
+        return kto_loss(pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights)
+
+    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, together=True, per="answer")
+
+
+def _at_least_0(drift: Tensor) -> Tensor:
+    """The mean of a sum and its count; a divergence is never negative, its estimate may be."""
+    return (drift[0] / drift[1].clamp(min=1)).clamp(min=0)
+
+
+def _twins(batch: Batch, scoring: Scoring) -> LabelScores:
+    """The labels of sequences 2i + 1 alone."""
+    assert batch.sequences is not None
+    return replace(scoring(batch), weights_BT=batch.weights * (batch.sequences % 2 == 1), into_grad=False)
+
+
+def _reference(scores_BT: Tensor, batch: Batch) -> Pairs:
+    assert batch.reference is not None, "the scores of the model of the start come with the batch"
+    return _pairs(batch.reference.to(scores_BT.dtype), batch)
+
+
+def _pairs(scores_BT: Tensor, batch: Batch) -> Pairs:
+    assert batch.sequences is not None, "pairs are numbered"
+    return pairs_of(scores_BT, batch.weights, batch.sequences)
+
+
+def _count_pairs(batch: Batch) -> float:
+    assert batch.sequences is not None, "pairs are numbered"
+    return float(there_pairs(batch.sequences).sum())

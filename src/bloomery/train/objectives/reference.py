@@ -1,0 +1,82 @@
+"""Scores of the model of the start: computed once before the first step, or by the base without its adapters."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from bloomery.data.loading.loader import Batch, Loader
+from bloomery.data.loading.reference_logprobs import ReferenceWriter
+from bloomery.data.shards.format import Name
+from bloomery.model.adapters.lora import adapters_disabled
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import LabelScores
+from bloomery.monitor.events import Emit, Phase
+from bloomery.train.forward import forward, looking, to_device
+
+TOLD_EVERY = 1.0  # seconds
+
+
+class Stopped(Exception):
+    """The run was asked to stop where no step is taken: before the first, or while the model is evaluated."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Says how many rows of all splits are done, and hears whether to go on."""
+
+    emit: Emit
+    stop: Callable[[], bool]
+    before: int  # rows of the splits before this one
+    total: int
+
+    def __call__(self, rows: int) -> None:
+        self.emit(Phase(name="reference", done=self.before + rows, total=self.total))
+        if self.stop():
+            raise Stopped
+
+
+def reference_file(run_dir: Path, split: Name) -> Path:
+    """Beside the run: the plan, the shards and the weights that it belongs to are the run's own."""
+    return run_dir / f"reference-{split}.bin"
+
+
+def precompute(
+    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, watch: Watch, run: str
+) -> None:
+    """Fills the file with the log-probability of every learned label of the split; what is there already stays.
+
+    `model` is as it was before the first step. A killed computation goes on where it was. Raises Stopped.
+    """
+    device, last = next(model.parameters()).device, 0.0
+    with ReferenceWriter(path, loader.tokens, run) as writer, looking(model):
+        for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
+            if time.monotonic() - last > TOLD_EVERY:
+                last = time.monotonic()
+                watch(number * rows)
+            if writer.has(stored.numpy()):
+                continue
+            scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
+            writer.add(stored.numpy(), scores_BT.cpu().numpy())
+    watch(loader.stored_rows)
+
+
+def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
+    """float32 [B, T]: the log-probability of each learned label, 0 elsewhere."""
+    head = LabelScores(batch.labels, batch.weights, score_chunk)
+    return forward(model, batch, head, precision=precision)
+
+
+def without_adapters(model: Decoder, batches: Sequence[Batch], *, score_chunk: int, precision: str) -> list[Batch]:
+    """The same batches with the scores of the base."""
+    device = next(model.parameters()).device
+    with looking(model), adapters_disabled(model):
+        return [
+            replace(
+                batch,
+                reference=scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision),
+            )
+            for batch in batches
+        ]

@@ -1,0 +1,185 @@
+"""Adafactor (arXiv:1804.04235): second moments as rows and columns, updates clipped, no wait for the device."""
+
+import math
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.train.optim.common import (
+    Gate,
+    Rounding,
+    State,
+    alike,
+    counted,
+    no_steps,
+    root_mean_square,
+    row_slices,
+    stacked,
+    times,
+    with_states,
+)
+
+SMALLEST_SQUARE = 1e-30  # added to squared gradients: epsilon 1 of the paper's algorithm 4
+SMALLEST_WEIGHT = 1e-3  # a tensor's root mean square counts as at least this: epsilon 2
+DECAY = -0.8  # of 1 - beta2 with the step: section 7.2
+LARGEST_UPDATE = 1.0  # root mean square of an update before it is scaled: d of section 6
+
+
+@final
+class Adafactor(torch.optim.Optimizer):
+    """Equal to torch.optim.Adafactor in float32, and unlike it: matrices of a shape go in stacks, large ones in rows.
+
+    State, whatever the weights' type: float32 `row_var` [..., R, 1] and `col_var` [..., 1, C] of a matrix, `variance`
+    of a vector; `step`. Scratch, however large a matrix is: three float32 pieces (`optim_pieces.piece_size`), four
+    of bfloat16 weights. All arithmetic is float32; bfloat16 weights are rounded as `rounding`
+    says. (torch takes epsilon 1 from the weights' type: 8e-3 for bfloat16, far above the squares of usual gradients;
+    and it reads two numbers a parameter back.)
+    """
+
+    def __init__(
+        self, params: list[dict[str, object]], *, lr: float, weight_decay: float = 0.0, rounding: Rounding
+    ) -> None:
+        self._rounding = rounding
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # torch's takes a closure that computes the loss
+        self,
+        closure: None = None,  # noqa: ARG002
+        *,
+        gate: Gate | None = None,
+    ) -> None:
+        for group in self.param_groups:
+            ready = with_states(self, group, _fresh)
+            for run in alike(ready, lambda p: (p.shape, p.dtype, float(self.state[p]["step"]))):
+                self._step(run, lr=group["lr"], decay=group["weight_decay"], gate=gate)
+
+    def _step(self, run: list[nn.Parameter], *, lr: float, decay: float, gate: Gate | None) -> None:
+        states = [self.state[parameter] for parameter in run]
+        step = max([counted(state) for state in states])  # they are equal
+        sizes_N = root_mean_square([p.detach() for p in run]).clamp(min=SMALLEST_WEIGHT)
+        update = _Update(run, gate)
+        update.learn(states, step**DECAY)
+        update.scale_by(-min(lr, step**-0.5) * sizes_N / (update.size_N() / LARGEST_UPDATE).clamp(min=1.0))
+        for rows in update.slices:
+            self._move(run, rows, update.piece(rows), decay=lr * decay, step=int(step), gate=gate)
+
+    def _move(
+        self, run: list[nn.Parameter], rows: slice, step_NRC: Tensor, *, decay: float, step: int, gate: Gate | None
+    ) -> None:
+        weights = [p.detach()[rows] for p in run]
+        if weights[0].dtype == torch.float32:
+            torch._foreach_mul_(weights, 1 - times(decay, gate))
+            torch._foreach_add_(weights, list(_if_open(gate, step_NRC, 0.0).unbind(0)))
+            return
+        before_NRC = stacked(weights)
+        moved_NRC = _if_open(gate, step_NRC.add_(before_NRC, alpha=1 - decay), before_NRC)
+        for parameter, weight, moved in zip(run, weights, moved_NRC, strict=True):
+            self._rounding.write(weight, moved, parameter, step, rows.start or 0)
+
+
+def _if_open(gate: Gate | None, new: Tensor, old: Tensor | float) -> Tensor:
+    return new if gate is None else torch.where(gate.open > 0, new, old)
+
+
+def _fresh(parameter: nn.Parameter) -> State:
+    shape, device = list(parameter.shape), parameter.device
+
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=torch.float32, device=device)
+
+    if parameter.ndim < 2:
+        return {"step": no_steps(), "variance": zeros(*shape)}
+    return {"step": no_steps(), "row_var": zeros(*shape[:-1], 1), "col_var": zeros(*shape[:-2], 1, shape[-1])}
+
+
+@final
+class _Update:
+    """The gradients of parameters of one shape over the roots of their squares' estimates, in slices of rows.
+
+    A gradient is read as it is, twice for the squares' sums and twice for the update; the gate and its factor work on
+    rows and columns, and once on the result.
+    """
+
+    def __init__(self, run: list[nn.Parameter], gate: Gate | None) -> None:
+        shape, device = run[0].shape, run[0].device
+        whole = len(run) > 1 or len(shape) != 2
+        self.slices = [slice(None)] if whole else row_slices(shape[0], shape[1], device)
+        self._gradient_NRC = stacked([p.grad for p in run if p.grad is not None])
+        self._gate, self._one = gate, len(self.slices) == 1
+        self._numel = math.prod(shape)
+        self._scales: tuple[Tensor, Tensor] | None = None  # of rows and of columns; of a vector all, and one
+        self._kept: Tensor | None = None
+
+    def learn(self, states: list[State], share: float) -> None:
+        """Moves the estimates in `states` by `share` towards this gradient's squares."""
+        factor = torch.ones(()) if self._gate is None else self._gate.factor
+        if "variance" in states[0]:
+            squares = self._gradient_NRC.to(torch.float32).mul(factor).square_()
+            variance = self._moved(states, "variance", squares, share)
+            self._scales = variance.rsqrt_().mul_(factor), torch.ones(1, device=variance.device)
+            return
+        row_new, col_new = self._sums([state["row_var"] for state in states], [s["col_var"] for s in states])
+        row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), share)
+        col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._gradient_NRC.shape[-2]), share)
+        # The paper's R C / sum(R), a factor each: their product would leave float32 where gradients are small.
+        self._scales = (row / row.mean(-2, keepdim=True)).rsqrt_().mul_(factor), col.rsqrt_()
+
+    def _sums(self, rows_like: list[Tensor], cols_like: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Of squares, along rows and along columns."""
+        row, col = torch.empty_like(stacked(rows_like)), torch.zeros_like(stacked(cols_like))
+        for rows in self.slices:
+            row[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
+            col += of_columns
+        return row, col
+
+    def _moved(self, states: list[State], slot: str, squares: Tensor, share: float) -> Tensor:
+        """The new estimates, in `states` too; a copy that is never zero."""
+        old = stacked([state[slot] for state in states])
+        new = _if_open(self._gate, old.lerp(squares.add_(SMALLEST_SQUARE), share), old)
+        torch._foreach_copy_([state[slot] for state in states], list(new.unbind(0)))
+        return new.clamp(min=SMALLEST_SQUARE)
+
+    def size_N(self) -> Tensor:
+        """Root mean square of each update."""
+        assert self._scales is not None
+        squares_N = torch.zeros(len(self._gradient_NRC), device=self._gradient_NRC.device)
+        for rows in self.slices:
+            by_columns = self._by_columns(rows)
+            if by_columns.ndim > 2:
+                (of_rows,) = _square_sums(by_columns, -1)
+                squares_N += of_rows.mul_(self._scales[0][:, rows].square()).flatten(1).sum(1)
+            else:
+                squares_N += (by_columns * self._scales[0]).square_().sum(1)
+            self._kept = by_columns if self._one else None
+        return (squares_N / self._numel).sqrt_()
+
+    def _by_columns(self, rows: slice) -> Tensor:
+        assert self._scales is not None
+        return self._gradient_NRC[:, rows] * self._scales[1]
+
+    def scale_by(self, factor_N: Tensor) -> None:
+        assert self._scales is not None
+        row, col = self._scales
+        self._scales = row * factor_N.view(-1, *[1] * (row.ndim - 1)), col
+
+    def piece(self, rows: slice) -> Tensor:
+        """[N, rows, ...] float32, to be written to; asked for once."""
+        assert self._scales is not None
+        by_columns, self._kept = self._by_columns(rows) if self._kept is None else self._kept, None
+        return by_columns.mul_(self._scales[0][:, rows])
+
+
+def _square_sums(matrices: Tensor, *dims: int) -> list[Tensor]:
+    """Along each of these dimensions, float32."""
+    if matrices.device.type != "cpu":
+        return square_sums_unwritten(matrices, *dims)
+    squares = matrices.to(torch.float32).square()
+    return [squares.sum(dim, keepdim=True) for dim in dims]
+
+
+def square_sums_unwritten(matrices: Tensor, *dims: int) -> list[Tensor]:
+    """A GPU's norms read, convert and add in one kernel; a CPU's are slower than squares that are written down."""
+    norms = [torch.linalg.vector_norm(matrices, dim=dim, keepdim=True, dtype=torch.float32) for dim in dims]
+    return [norm.square_() for norm in norms]

@@ -1,0 +1,260 @@
+"""Optimizers whose state is named after the parameter that it belongs to."""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import final
+
+import torch
+import torch._dynamo  # making any optimizer of torch's imports it: better now, with everything else
+from torch import Tensor, nn
+
+from bloomery.core.errors import UserError
+from bloomery.plan.types import OptimizerPlan
+from bloomery.train.optim.adafactor import Adafactor
+from bloomery.train.optim.adamw import LeanAdamW
+from bloomery.train.optim.common import Rounding
+from bloomery.train.optim.in_backward import InBackward, head_weights
+from bloomery.train.optim.offload import Beside, Home, Host
+
+# Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_STEPS = 5
+_AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # a run whose precision has changed keeps them otherwise
+_STACK_ELEMENTS = 2**24  # matrices orthogonalised at once: enough to fill a device, 100 MiB of scratch at most
+
+
+def orthogonalised(stack_NRC: Tensor) -> Tensor:
+    """Roughly the nearest matrix with orthonormal rows to each of a stack (singular values 0.7 to 1.2), in bfloat16.
+
+    The matrices are wide or square: the product of rows is then the smaller one.
+    """
+    assert stack_NRC.shape[1] <= stack_NRC.shape[2]
+    a, b, c = _NEWTON_SCHULZ
+    x = stack_NRC.to(torch.bfloat16)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(_NEWTON_SCHULZ_STEPS):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def stacks(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Matrices of one shape, lying or standing, in runs that bound scratch memory; in a fixed order, for equal bits."""
+    by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
+    runs = []
+    for shape, members in by_shape.items():
+        size = max(1, _STACK_ELEMENTS // math.prod(shape))
+        runs += [members[i : i + size] for i in range(0, len(members), size)]
+    return runs
+
+
+def _lying(matrix: Tensor) -> Tensor:
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+@final
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalised, for matrices inside blocks; equal to torch.optim.Muon with `match_rms_adamw`, in stacks.
+
+    Many small products in one call take two thirds of the time on a CPU and keep a GPU busy. The update's root mean
+    square is scaled to AdamW's 0.2 (arXiv:2502.16982, section 2.2), so that both can share a learning rate.
+    """
+
+    def __init__(self, params: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 (torch's, unused)
+        for group in self.param_groups:
+            for run in stacks(p for p in group["params"] if p.grad is not None):
+                self._step(run, group["lr"], group["momentum"], group["weight_decay"])
+
+    def _step(self, run: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        weights = [p.data for p in run]
+        gradients = [p.grad for p in run if p.grad is not None]
+        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in run]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        steepest = [_lying(g.lerp(m, momentum)) for g, m in zip(gradients, buffers, strict=True)]
+        stack_NRC = orthogonalised(torch.stack(steepest))
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        update = [(u if p.shape == u.shape else u.mT).to(p.dtype) for u, p in zip(stack_NRC, weights, strict=True)]
+        torch._foreach_add_(weights, update, alpha=-lr * 0.2 * math.sqrt(max(run[0].shape)))
+
+
+@final
+class Optimizer:
+    """torch optimizers behind one face, one or two or one a parameter. Gradients are read from the parameters."""
+
+    def __init__(
+        self,
+        members: list[torch.optim.Optimizer],
+        names: Mapping[nn.Parameter, str],
+        backward: InBackward | None = None,
+    ) -> None:
+        self._members, self._names, self._backward = members, dict(names), backward
+        for group in self._groups():
+            group["peak"] = group["lr"]
+
+    def _groups(self) -> list[dict[str, object]]:
+        return [group for member in self._members for group in member.param_groups]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained, in the model's order."""
+        return list(self._names)
+
+    @property
+    def members(self) -> list[torch.optim.Optimizer]:
+        """torch's own behind this one, for tools that look into them."""
+        return list(self._members)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a step is `begin_step`, backward, `finish_step`, and not backward, `step`."""
+        return self._backward is not None
+
+    def step(self, share: float) -> None:
+        """One update with `share` of each peak learning rate."""
+        self._set_rate(share)
+        for member in self._members:
+            member.step()
+
+    def begin_step(self, share: float, *, factor: float, clip: float | None) -> None:
+        """The next backward updates; its gradients are `factor` times too large. AdamW clips each to a norm of `clip`.
+
+        Adafactor clips its updates, and needs no clipping of gradients.
+        """
+        assert self._backward is not None
+        self._set_rate(share)
+        self._backward.begin(factor=factor, clip=None if isinstance(self._members[0], Adafactor) else clip)
+
+    def finish_step(self) -> float:
+        """After that backward: the norm over all gradients; not finite if one was not, and then not all has moved."""
+        assert self._backward is not None
+        return self._backward.finish()
+
+    def _set_rate(self, share: float) -> None:
+        for group in self._groups():
+            group["lr"] = group["peak"] * share  # type: ignore[operator]  # a group holds anything
+
+    def zero_grad(self) -> None:
+        """Drops every gradient, and what a backward that was cut short has left."""
+        if self._backward is not None:
+            self._backward.drop()
+        for parameter in self._names:
+            parameter.grad = None
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """State with dimensions by "parameter.slot"; the tensors themselves, not copies."""
+        for member in self._members:
+            if isinstance(member, LeanAdamW):
+                member.settle()
+        return {name: value for name, value in self._slots() if value.ndim > 0}
+
+    def scalars(self) -> dict[str, float]:
+        """State without dimensions (step counts) by "parameter.slot"."""
+        return {name: value.item() for name, value in self._slots() if value.ndim == 0}
+
+    def _slots(self) -> Iterable[tuple[str, Tensor]]:
+        for member in self._members:
+            for parameter, state in member.state.items():
+                assert isinstance(parameter, nn.Parameter)
+                for slot, value in state.items():
+                    yield f"{self._names[parameter]}.{slot}", value
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
+        """Replaces all state by copies of what `named_tensors` and `scalars` gave.
+
+        Raises UserError for state of parameters that this model does not train, or of another kind than its own.
+        """
+        stored: dict[str, dict[str, Tensor]] = {}
+        for key, value in [*tensors.items(), *((k, torch.tensor(v, dtype=torch.float32)) for k, v in scalars.items())]:
+            parameter, _, slot = key.rpartition(".")
+            stored.setdefault(parameter, {})[slot] = value
+        self._refuse_strangers(stored)
+        for member in self._members:
+            member.state.clear()
+            for group in member.param_groups:
+                for parameter in group["params"]:
+                    slots = stored.get(self._names[parameter])
+                    if slots is not None:
+                        member.state[parameter] = self._adopted(member, parameter, slots, group)
+
+    def _adopted(
+        self, member: torch.optim.Optimizer, parameter: nn.Parameter, slots: dict[str, Tensor], group: dict[str, object]
+    ) -> dict[str, Tensor]:
+        if isinstance(member, LeanAdamW):
+            return member.adopted(parameter, slots, name=self._names[parameter])
+        return _placed(slots, parameter, fused=bool(group.get("fused")))
+
+    def _refuse_strangers(self, stored: Mapping[str, object]) -> None:
+        strangers = sorted(set(stored) - set(self._names.values()))
+        if strangers:
+            raise UserError(
+                f"the optimizer state holds {strangers[0]}, which this model does not train",
+                where=f"{len(strangers)} of {len(stored)} parameters in the checkpoint",
+                remedy="resume with the recipe that the run was started with",
+            )
+
+
+def _placed(slots: Mapping[str, Tensor], parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
+    """Step counts live beside fused kernels, else on the host; moments have the weight's dtype: torch's own rules."""
+    host = torch.device("cpu")
+    return {
+        slot: value.to(parameter.device if fused or value.ndim else host, copy=True,
+                       dtype=parameter.dtype if slot in _AS_WEIGHTS else value.dtype)
+        for slot, value in slots.items()
+    }  # fmt: skip
+
+
+def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Matrices and embeddings decay, norms and biases do not: the practice of nanoGPT's `configure_optimizers`."""
+    decayed = [p for p in named.values() if p.ndim >= 2]
+    others = [p for p in named.values() if p.ndim < 2]
+    return [{"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p]
+
+
+def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> Optimizer:
+    """The plan's optimizer over every parameter that takes a gradient. `seed`: of stochastic rounding.
+
+    Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
+    Muon at `matrix_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {p: name for name, p in named.items()}
+    rounding = Rounding(names, seed, plan.stochastic_rounding)
+    home: Home = Host() if plan.paged or plan.offload else Beside()
+    lean = partial(_lean, plan=plan, rounding=rounding, home=home)
+    if plan.in_backward:
+        rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
+        return Optimizer(list(rules.values()), names, InBackward(rules, head_weights(model)))
+    if plan.kind == "muon":
+        matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
+        rest = {name: p for name, p in named.items() if name not in matrices}
+        inside = list(matrices.values())
+        muon = Muon(inside, lr=plan.matrix_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
+        return Optimizer([muon, _torchs(rest, plan)], names)
+    plain = plan.kind == "adamw" and plan.states == "float32"
+    if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
+        return Optimizer([_torchs(named, plan)], names)
+    return Optimizer([lean(_decay_groups(named, plan.weight_decay))], names)
+
+
+def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
+    groups = _decay_groups(named, plan.weight_decay)
+    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, fused=plan.fused)
+
+
+def _lean(
+    groups: list[dict[str, object]], *, plan: OptimizerPlan, rounding: Rounding, home: Home
+) -> Adafactor | LeanAdamW:
+    if plan.kind == "adafactor":
+        return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
+    assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
+    return LeanAdamW(
+        groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, states=plan.states, rounding=rounding,
+        home=home,
+    )  # fmt: skip

@@ -1,0 +1,199 @@
+"""What our own optimizers share: work in pieces of bounded size, weights of any type, and a gate for bad gradients."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+_HALF = 1 << 15
+
+
+def key_of(*parts: int | str) -> int:
+    """A seed of 63 bits for what these words and numbers name."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def random_bits(count: int, *, key: int, device: torch.device) -> Tensor:
+    """int16 [count], every pattern equally likely; the key's own stream, so no generator has a state to keep."""
+    generator = torch.Generator(device).manual_seed(key)
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
+    return words.random_(-(2**63), None, generator=generator).view(torch.int16)[:count]
+
+
+def rounded(exact: Tensor, bits: Tensor) -> Tensor:
+    """bfloat16 beside each float32 number, the nearer one the likelier: on average the number itself.
+
+    A bfloat16 is the upper half of a float32: a random lower half is added to the whole, and the sum is cut off. What
+    is a bfloat16 already stays as it is. NaN becomes infinite: its bits could wrap round to zero. It happens in the
+    memory of `exact`, whose numbers are lost. The result is a view of the upper halves, to be copied; every machine
+    that PyTorch has GPUs on keeps the lower half first.
+    """
+    infinity = float("inf")
+    numbers = torch.nan_to_num_(exact, nan=infinity, posinf=infinity, neginf=-infinity)
+    if bits.device.type == "cpu":
+        bits = bits.to(torch.int32)  # which the addition would do unseen
+    words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)  # bits: -2^15 to 2^15 - 1
+    return words.view(torch.int16)[..., 1::2].view(torch.bfloat16)
+
+
+State = dict[str, Tensor]
+
+# Numbers worked on at once: 16 million (64 MiB of float32) keep a device busy, 128 thousand stay in a core's cache.
+GPU_PIECE, CPU_PIECE = 2**24, 2**17
+
+
+def piece_size(device: torch.device) -> int:
+    """Numbers whose float32 intermediates exist at once."""
+    return CPU_PIECE if device.type == "cpu" else GPU_PIECE
+
+
+@final
+@dataclass(frozen=True)
+class Gate:
+    """What a gradient is multiplied with, on its device: the host does not wait. Closed, nothing changes at all.
+
+    A closed gate makes the gradient zero (whatever it holds) and every rate, too: weights, moments and squares keep
+    their bits. `open` and `factor` have no dimensions; `open` is 1.0 or 0.0.
+    """
+
+    open: Tensor
+    factor: Tensor
+
+    def through(self, gradient: Tensor) -> Tensor:
+        zero = torch.zeros((), device=gradient.device)
+        passed = torch.where(self.open > 0, gradient, zero.to(gradient.dtype))
+        return passed.mul_(torch.where(self.open > 0, self.factor, zero))  # of a bad gradient the factor is bad, too
+
+
+def exact_gradient(gradient: Tensor, gate: Gate | None) -> Tensor:
+    """float32, through the gate; the gradient itself where that changes nothing."""
+    exact = gradient.to(torch.float32)
+    return exact if gate is None else gate.through(exact)
+
+
+def times(rate: float, gate: Gate | None) -> Any:
+    """A rate, zero behind a closed gate."""
+    return rate if gate is None else gate.open * rate
+
+
+@final
+@dataclass(frozen=True)
+class Rounding:
+    """How bfloat16 numbers are written: to the nearest, or at random by a key of seed, parameter, step and place."""
+
+    names: Mapping[nn.Parameter, str]
+    seed: int
+    stochastic: bool
+
+    def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> Tensor:
+        """At random whatever the setting says: for what must not drift. In the memory of `exact`."""
+        key = key_of(self.seed, self.names[parameter], *place)
+        return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
+
+    def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> None:
+        """In place, in the target's own type; `exact` may be lost. `place`: step and offset, of which none recurs."""
+        if self.stochastic and target.dtype == torch.bfloat16:
+            target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
+        elif not same_place(target, exact):
+            target.copy_(exact)
+
+
+@final
+@dataclass(frozen=True)
+class Span:
+    """The numbers from `start` to `stop` of a flat parameter."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of them in a tensor of the parameter's shape."""
+        return tensor.view(-1)[self.start : self.stop]
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether one is the other, so that nothing need be copied; of fake tensors, too, which have no address."""
+    here, there = one.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return here == there and one.storage_offset() == other.storage_offset()
+
+
+def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object]) -> list[list[nn.Parameter]]:
+    """Runs of parameters with equal keys, of one piece's size together, or alone when larger; in a fixed order."""
+    waiting: dict[object, list[nn.Parameter]] = {}
+    runs: list[list[nn.Parameter]] = []
+    for parameter in parameters:
+        run = waiting.get(key(parameter), [])
+        if run and sum(p.numel() for p in run) + parameter.numel() <= piece_size(parameter.device):
+            run.append(parameter)
+        else:
+            waiting[key(parameter)] = run = [parameter]
+            runs.append(run)
+    return runs
+
+
+def gathered(tensors: Sequence[Tensor]) -> Tensor:
+    """One behind the other; a single one is itself, not a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """A dimension before all others; a view of a single one."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def with_states(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], fresh: Callable[[nn.Parameter], State]
+) -> list[nn.Parameter]:
+    """The parameters of a group that have a gradient; those that had no state yet have a `fresh` one."""
+    ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+    for parameter in ready:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter].update(fresh(parameter))
+    return ready
+
+
+def counted(state: State) -> float:
+    """Counts one step more; the count lives on the host, as in torch."""
+    state["step"] += 1
+    return float(state["step"])
+
+
+def no_steps() -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Rows of a matrix that are worked on at once."""
+    step = max(1, piece_size(device) // max(1, width))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def exact_norm(tensor: Tensor) -> Tensor:
+    """The Euclidean norm, float32; in pieces, as a CPU first makes a float32 copy of what is not."""
+    pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)))
+    norms: list[Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    return whole
+
+
+def root_mean_square(tensors: Sequence[Tensor]) -> Tensor:
+    """[N], float32, of tensors of one size."""
+    if tensors[0].numel() <= piece_size(tensors[0].device):
+        norms = list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+    else:
+        norms = [exact_norm(tensor) for tensor in tensors]
+    return torch.stack(norms) / math.sqrt(tensors[0].numel())
+
+
+def _sizes(size: int, piece: int) -> list[int]:
+    return [min(piece, size - start) for start in range(0, size, piece)]
