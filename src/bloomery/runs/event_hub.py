@@ -1,0 +1,189 @@
+"""What the parent process writes down of a run and shows of it. No torch."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TextIO, cast, final
+
+from rich.console import Console
+
+from bloomery.core.files import state_folder
+from bloomery.core.text import harmless, scrub
+from bloomery.hardware.machine import Machine, read_machine
+from bloomery.monitor.console.lines import showing
+from bloomery.monitor.diagnose.diagnosis import Diagnosis
+from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
+from bloomery.monitor.sinks import LogFile, Sink, open_sinks
+from bloomery.monitor.tally import RunFacts, tally_of
+from bloomery.plan.explained import diagnosis_facts, run_facts
+from bloomery.plan.types import Plan
+from bloomery.recipe.schema import Command, Recipe
+from bloomery.runs.folder import RunFolder
+
+
+def commands_of(recipe: Recipe) -> frozenset[str]:
+    """The hooks of `monitor.to`."""
+    return frozenset(sink.command for sink in recipe.monitor.to if isinstance(sink, Command))
+
+
+def remember(run_dir: Path, commands: Iterable[str]) -> None:
+    """Notes in your home folder that you asked for these hooks. Raises OSError when that cannot be written."""
+    for command in commands:
+        note = _note(run_dir, command)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+def remembered(run_dir: Path, commands: Iterable[str]) -> frozenset[str]:
+    """Those of them that `remember` has noted: a folder that came from elsewhere has none, whatever its files say."""
+    return frozenset(command for command in commands if _note(run_dir, command).exists())
+
+
+def _note(run_dir: Path, command: str) -> Path:
+    name = f"{run_dir.resolve()}\0{command}".encode(errors="surrogateescape")
+    return state_folder() / "hooks" / hashlib.sha256(name).hexdigest()
+
+
+@final
+class Patient:
+    """A terminal or pipe that may go away while training goes on: what can no longer be shown is dropped, as log.txt
+    holds it, too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return self._drop(len(text))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop(0)
+
+    def _drop(self, count: int) -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@final
+class Journal:
+    """`emit` writes an event of the parent's own and shows it; `tell` shows one that a child has written."""
+
+    def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool) -> None:
+        self._folder, self._write, self._quiet = folder, write, quiet
+        self._sinks: list[Sink] = []
+        self._untold: list[Event] = []  # said while nobody was shown anything
+        self._log = LogFile(folder.log)
+        self._followed = False  # whether somebody reads events.jsonl and tells what is written there
+        self._diagnosis: Diagnosis | None = None
+        self.ended = False  # whether RunEnded is written
+        self.began = False  # whether a child was started
+        self.hooks = frozenset[str]()  # commands that this user asked for; others are shown, not run
+
+    def emit(self, event: Event) -> None:
+        self.ended = self.ended or isinstance(event, RunEnded)
+        self._write(event)
+        if not self._sinks:
+            self._log.write(event)
+            self._untold.append(event)
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        for sink in self._sinks:
+            sink.write(event)
+        for warning in self._diagnosis.look(event) if self._followed and self._diagnosis else ():
+            self._write(warning)  # and comes back as what is followed
+
+    def line(self, text: str) -> None:
+        """One line that a child printed: kept in log.txt."""
+        self._log.text(text)
+
+    @contextmanager
+    def shown(self, plan: Plan | None, name: str) -> Iterator[None]:
+        """Inside the block events go to the terminal and, once there is a plan, to the sinks of `monitor.to`."""
+        self.began = True
+        with ExitStack() as stack:
+            if not self._quiet:
+                facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
+                before = read_events(self._folder.events) if plan is not None else ()
+                console = Console(file=cast("IO[str]", Patient(sys.stdout)))
+                self._sinks.append(stack.enter_context(showing(facts, console, before)))
+            self._sinks += self._opened(plan, stack)
+            untold, self._untold = self._untold, []
+            for event in untold if not self._quiet else ():
+                self._sinks[0].write(event)
+            if plan is not None:
+                facts_of = partial(diagnosis_facts, plan, self._machine())
+                self._diagnosis = Diagnosis(facts_of, read_events(self._folder.events))
+            self._followed = True
+            try:
+                yield
+            finally:
+                self._sinks, self._followed = [], False
+
+    def _machine(self) -> Machine | None:
+        path = self._folder.machine
+        return read_machine(path) if path.is_file() else None
+
+    def _opened(self, plan: Plan | None, stack: ExitStack) -> list[Sink]:
+        if plan is None:
+            return []
+        hooks = self.hooks | remembered(self._folder.path, plan.monitor.commands)
+        for command in plan.monitor.commands:
+            if command not in hooks:
+                again = f"`bloomery resume {self._folder.name} 'monitor.to=[{{command: ...}}]'` runs it"
+                self._warn(f"a hook that you did not ask for in this folder was not started: {command}; {again}")
+        sinks = open_sinks(
+            self._folder.path,
+            plan.monitor.sinks,
+            [command for command in plan.monitor.commands if command in hooks],
+            every_steps=plan.monitor.every_steps,
+            folder=self._folder.path,
+            warn=self._warn,
+        )
+        for sink in sinks:
+            stack.callback(sink.close)
+        return sinks
+
+    def _warn(self, because: str) -> None:
+        """Of a sink. While a stage is followed, what is written is told by who follows, not by the failing sink."""
+        warning = Warned(because=because)
+        if self._followed:
+            self._write(warning)
+            return
+        self.emit(warning)
+        if not (self._sinks or self._quiet):  # at its end, after the view
+            print(f"warning    {harmless(scrub(because))}", file=sys.stderr)
+
+    def close(self) -> None:
+        self._log.close()
+
+
+@contextmanager
+def journal(folder: RunFolder, *, quiet: bool) -> Iterator[Journal]:
+    """Opens events.jsonl and log.txt of a run."""
+    with EventLog(folder.events) as write:
+        book = Journal(folder, write, quiet=quiet)
+        try:
+            yield book
+        finally:
+            book.close()
+
+
+def last_step(folder: RunFolder) -> int:
+    """The last step that the events tell of."""
+    return tally_of(read_events(folder.events)).step

@@ -1,0 +1,429 @@
+"""A run on this machine: prepare, plan, train in a child, end in a sentence. `start` and `resume` are all there is.
+
+This process never imports torch: it stays quick to answer Ctrl+C, and survives whatever a driver does to its child.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import final
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB, format_bytes
+from bloomery.data.prepare.pipeline import streams
+from bloomery.data.prepare.prepare import finished, prepared_folder
+from bloomery.data.shards.format import MANIFEST, read_manifest
+from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.doctor.torch_build import torch_missing
+from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.profile import build_profile
+from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
+from bloomery.monitor.sinks import write_metrics
+from bloomery.monitor.trackers.sink import require
+from bloomery.plan.gather import corpus_of, counted, fetch, left_aside
+from bloomery.plan.local import DETERMINISM, child_environment, wanted
+from bloomery.plan.resolve import resolve
+from bloomery.plan.store import dumped, read_plan, read_sealed, require_head, write_plan, write_sealed
+from bloomery.plan.types import Plan
+from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.runs.event_hub import Journal, commands_of, journal, last_step, remember
+from bloomery.runs.fallback import MOST_RESTARTS, Descent, keep, next_rung, take_kept
+from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder
+from bloomery.runs.resume_plan import (
+    UP_TO_ROUNDING,
+    differences,
+    moved,
+    narrowed,
+    prolonged,
+    refuse_overrides,
+    same_devices,
+)
+from bloomery.runs.signals import StopRequests, stop_requests
+from bloomery.runs.supervisor import Ending, Stage, existing, failure, run_stage
+from bloomery.runs.telemetry import sensing
+from bloomery.runs.worker import DONE, STOPPED
+from bloomery.train.run import Run, is_done, read_history
+from bloomery.train.sealed import damage, saved_steps, step_folder
+
+INTERRUPTED = 130
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+class _Stopped(Exception):
+    """Somebody asked to stop, and everything worth keeping is kept."""
+
+
+Edit = Callable[[Plan], Plan]  # of a plan that was just made
+Watch = Callable[[Event, StopRequests], None]  # hears every event; may ask to stop or to save, or raise
+
+
+@final
+@dataclass(frozen=True)
+class _Flow:
+    """What every stage needs."""
+
+    folder: RunFolder
+    lock: tuple[int, ...]
+    book: Journal
+    requests: StopRequests
+    name: str
+    recover: bool = False
+    edit: Edit | None = None
+    watch: Watch | None = None
+
+    def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: Plan | None) -> Ending:
+        """One child from start to end. What follows training is told while its view still stands."""
+        self.check()
+        with self.book.shown(plan, self.name):
+            with sensing(self.folder, plan) if plan else nullcontext() as saw:
+
+                def told(event: Event) -> None:
+                    self.book.tell(event)
+                    if saw is not None:
+                        saw(event)
+                    if self.watch is not None:
+                        self.watch(event, self.requests)
+
+                ending = run_stage(
+                    stage,
+                    self.folder,
+                    words=words,
+                    environment=environment,
+                    inherited=self.lock,
+                    requests=self.requests,
+                    on_event=told,
+                    on_line=self.book.line,
+                )
+            if stage == "train" and ending.code in (DONE, STOPPED):
+                self.requests.over = True
+                self.end("done" if ending.code == DONE else "stopped")
+            return ending
+
+    def check(self) -> None:
+        if self.requests.asked:
+            raise _Stopped
+
+    def end(self, why: str) -> None:
+        """Write RunEnded, once, and metrics.json, which can be had from the events again and is not worth a failure."""
+        if not self.book.ended:
+            self.book.emit(RunEnded(step=last_step(self.folder), why=why))
+            try:
+                write_metrics(self.folder.path, self._planned())
+            except OSError as error:
+                self.book.line(f"metrics.json could not be written: {error.strerror}")
+
+    def _planned(self) -> dict[str, float | None]:
+        """The plan's figures under the names of what metrics.json measured."""
+        if not self.folder.plan.exists():
+            return {}
+        plan = read_plan(self.folder.plan)
+        rate = plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds is not None else None
+        return {
+            "steps": plan.train.steps,
+            "tokens_per_second": rate,
+            "seconds": plan.seconds.value if plan.seconds is not None else None,
+            "peak_memory_gib": plan.memory.total / GIB,
+            "energy_kwh": plan.energy_kwh,
+        }
+
+
+def start(
+    loaded: LoadedRecipe,
+    *,
+    run_dir: Path | None = None,
+    devices: str | None = None,
+    recover: bool = False,
+    quiet: bool = False,
+    edit: Edit | None = None,
+    watch: Watch | None = None,
+    planned: Callable[[Plan, Machine], None] | None = None,
+) -> Run:
+    """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
+
+    `planned` gets a first plan and may measure the machine for it: the run's own plan is made after it.
+    `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
+    What `watch` raises ends the training child by SIGKILL and passes through.
+    """
+    require(loaded.recipe.monitor.trackers)
+    path = propose_folder(loaded.name) if run_dir is None else run_dir
+    fetch(loaded.recipe, weights=True)
+    plan, machine = _refuse_at_once(loaded, devices, path)
+    if planned is not None:
+        planned(plan, machine)
+    with (
+        stop_requests() as requests,
+        new_run(loaded, path) as (folder, lock),
+        journal(folder, quiet=quiet) as book,
+    ):
+        flow = _Flow(folder, lock, book, requests, loaded.name, recover, edit, watch)
+        _allow_hooks(flow, loaded)
+        return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
+
+
+def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> tuple[Plan, Machine]:
+    """Raises the UserError that `bloomery plan` would raise, and for text that is not here: none is prepared, and no
+    folder made, for such a run.
+    """
+    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workshop(path))
+    if machine.software.torch is None:
+        raise torch_missing(machine)
+    if finished(loaded, data) is None:
+        streams(loaded.recipe)  # the files are there
+    return resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data), brief=True), machine
+
+
+def resume(
+    path: Path,
+    *,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    devices: str | None = None,
+    recover: bool = False,
+    quiet: bool = False,
+    watch: Watch | None = None,
+) -> Run:
+    """Go on with the run in `path` from its newest undamaged checkpoint, or from that of `step`.
+
+    `overrides` may name train.length, eval.*, checkpoint.* and monitor.*; `recover` is `start`'s, and begins one rung
+    safer when the run died of what that may prevent. Raises UserError.
+    """
+    refuse_overrides(overrides)
+    folder = existing(path)
+    with stop_requests() as requests, locked(folder) as lock:
+        require_head(folder.path)
+        read_sealed(folder.recipe)
+        loaded = load_recipe(folder.recipe, overrides)
+        history = read_history(folder.path)
+        told_done = history.ended is not None and history.ended.why == "done"
+        done = told_done and is_done(folder.path)
+        if step is None and not overrides and done:
+            return Run(folder.path, DONE, again=True)
+        require(loaded.recipe.monitor.trackers)
+        with journal(folder, quiet=quiet) as book:
+            flow = _Flow(folder, lock, book, requests, loaded.name, recover, watch=watch)
+            if any(word.startswith("monitor.to") for word in overrides):
+                _allow_hooks(flow, loaded)
+            if step is None and told_done and not done:
+                because = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
+                book.emit(Warned(step=history.last_step, because=because))
+            if history.problem is not None:
+                book.emit(Warned(step=history.last_step, because=history.problem))
+            return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
+
+
+def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
+    """Those of a recipe that was just named, now and whenever the run resumes."""
+    flow.book.hooks = commands_of(loaded.recipe)
+    try:
+        remember(flow.folder.path, flow.book.hooks)
+    except OSError as error:
+        because = f"the hooks of this run will not start when it resumes: they cannot be noted in {error.filename}"
+        flow.book.emit(Warned(because=f"{because}: {error.strerror}"))
+
+
+def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
+    """Every way out ends in RunEnded."""
+    try:
+        code = work()
+    except _Stopped:
+        code = STOPPED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except UserError as error:
+        if flow.book.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
+            flow.end(f"failed: {error.problem}")
+        raise
+    except BaseException as error:
+        flow.end(f"failed: {type(error).__name__}")
+        raise
+    flow.requests.over = True
+    flow.end("stopped")
+    return Run(flow.folder.path, code)
+
+
+def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
+    data = prepared_folder(loaded, _workshop(flow.folder.path))
+    if finished(loaded, data) is None:
+        _prepare(flow, data)
+    flow.check()
+    machine = narrowed(detect(), devices)
+    plan = _resolved(loaded, machine, data)
+    plan = plan if flow.edit is None else flow.edit(plan)
+    for because in (*_doubts(plan), *left_aside(loaded.recipe)):
+        flow.book.emit(Warned(because=because))
+    _write(flow.folder, plan, machine)
+    return _train(flow, plan, machine, resumed=resumed)
+
+
+def _write(folder: RunFolder, plan: Plan, machine: Machine, others: Mapping[str, str] = MappingProxyType({})) -> None:
+    """What a run is trained by, in files that are replaced together."""
+    files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
+    write_sealed(folder.path, {**others, **files})
+
+
+def _workshop(run: Path) -> Path:
+    """Where `prepared/` lies: beside `runs/`; for a run that lies elsewhere, in the working folder."""
+    return run.parent.parent if run.parent.name == "runs" else Path.cwd()
+
+
+def _prepare(flow: _Flow, data: Path) -> None:
+    ending = flow.stage("prepare", ("--data", str(data)), dict(os.environ), None)
+    flow.check()
+    if ending.code != DONE:
+        raise failure(ending, flow.folder, step=0)
+
+
+def _resolved(loaded: LoadedRecipe, machine: Machine, data: Path) -> Plan:
+    return resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data))
+
+
+def _doubts(plan: Plan) -> list[str]:
+    """What `bloomery plan` would have said against this run."""
+    memory = plan.memory
+    tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
+    return [*plan.contradictions, *([] if memory.fits else [tight])]
+
+
+def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
+    folder = flow.folder
+    if step is not None:
+        _go_back(flow, step)
+    gone = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
+    if gone:
+        if saved_steps(folder.checkpoints):
+            flow.book.emit(Warned(because=f"{' and '.join(gone)} missing: planned again from recipe.yaml"))
+        write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
+        return _from_the_beginning(flow, loaded, devices, resumed=True)
+    descent = take_kept(folder)
+    plan = _descend(flow, descent) if descent is not None and flow.recover else read_plan(folder.plan)
+    if not (plan.data.prepared / MANIFEST).is_file():
+        flow.book.emit(Warned(because=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
+        _prepare(flow, plan.data.prepared)
+    _refuse_other_text(flow, loaded, plan)
+    read_sealed(folder.machine, remedy="delete it: resuming then plans again for the machine at hand")
+    before = read_machine(folder.machine)
+    machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
+    changes = differences(before, machine)
+    if changes or overrides:
+        fresh = _resolved(loaded, machine, plan.data.prepared)
+        if changes:
+            plan, told = moved(plan, fresh)
+            rounding = () if UP_TO_ROUNDING in told else (f"another machine may round differently: {UP_TO_ROUNDING}",)
+            for because in (*changes, *told, *rounding):
+                flow.book.emit(Warned(step=last_step(folder), because=because))
+        plan = prolonged(plan, fresh, overrides) if overrides else plan
+        _refuse_shorter(flow, plan)
+        _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})
+    return _train(flow, plan, machine, resumed=True)
+
+
+def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
+    """Raises UserError when the prepared text is not what the run has learned from, or has another tokenizer."""
+    data, checkpoints = plan.data.prepared, flow.folder.checkpoints
+    same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.corpus
+    saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
+    used = [path for path in saved if path.is_file()]  # one may be damaged, all are copies of the same
+    same_tokenizer = not used or any(path.read_bytes() == _content(data / path.name) for path in used)
+    if not (same_text and same_tokenizer):
+        raise UserError(
+            "the prepared text is not the one that the run has learned from: it was made again from other sources",
+            where=str(data),
+            remedy="bring that folder back, or start a new run with `bloomery train`",
+        )
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
+    steps = saved_steps(flow.folder.checkpoints)
+    if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
+        raise UserError(
+            f"train.length means {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
+            where="train.length",
+            remedy="give a longer one, or go back first with --from STEP",
+        )
+
+
+def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
+    """Trains until the run ends; on a safer rung after each death that one may prevent, where it only costs time, and
+    with `recover` where it changes numbers.
+    """
+    environment = _environment(flow, plan, machine)
+    bfloat16, restarts = build_profile(machine).dtype.value == "bfloat16", 0
+    while True:
+        flow.folder.safer.unlink(missing_ok=True)
+        ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
+        if ending.code in (DONE, STOPPED):
+            return ending.code
+        if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen: nothing was to save
+            raise _Stopped
+        # Training may have changed its plan.
+        descent = next_rung(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
+        if descent is None or flow.requests.asked:
+            break
+        if not descent.unasked and (not flow.recover or restarts == MOST_RESTARTS):
+            break
+        restarts += not descent.unasked
+        plan, resumed = _descend(flow, descent), True
+    died = failure(ending, flow.folder, step=last_step(flow.folder))
+    raise died if descent is None else _with_way_out(flow, died, descent, restarts)
+
+
+def _descend(flow: _Flow, descent: Descent) -> Plan:
+    write_plan(descent.rung.plan, flow.folder.plan)
+    step = last_step(flow.folder)
+    flow.book.emit(Recovered(step=step, because=descent.because, action=f"restarted: {descent.rung.action}"))
+    return descent.rung.plan
+
+
+def _with_way_out(flow: _Flow, died: UserError, descent: Descent, restarts: int) -> UserError:
+    """The same error, whose last line is the command that goes on one rung safer."""
+    keep(flow.folder, descent)
+    tried = f" ({restarts} restarts did not help)" if restarts else ""
+    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {descent.rung.action}"
+    remedy = f"{died.remedy}\n       {command}" if died.remedy else command
+    return UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
+
+
+def _environment(flow: _Flow, plan: Plan, machine: Machine) -> dict[str, str]:
+    """What must be set before torch is imported. What the user has set stays, and another value is warned of."""
+    profile = build_profile(machine)
+    plan = plan.model_copy(update={"environment": profile.environment.value})  # of what the user has set today
+    environment = child_environment(plan, os.environ)
+    conflicts = {name: (ours, because) for name, (_, ours, because) in profile.overridden.items()}
+    fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
+    conflicts |= {name: (value, "train.deterministic needs it") for name, value in fixed.items()}
+    place = "GPU" if profile.accelerator else "processor"
+    flow.book.line(f"training runs on the {place}: {profile.device.because}")
+    for name, (ours, because) in conflicts.items():
+        if os.environ.get(name, ours) != ours:
+            said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {because}"
+            flow.book.emit(Warned(step=last_step(flow.folder), because=said))
+    return environment
+
+
+def _go_back(flow: _Flow, step: int) -> None:
+    """Newer checkpoints move into a folder of their own, so that the run cannot fall into its former future."""
+    folder = flow.folder.checkpoints
+    steps = saved_steps(folder)
+    wrong = damage(step_folder(folder, step)) if step in steps else "there is none"
+    if wrong is not None:
+        kept = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"the checkpoint of step {step} cannot be used: {wrong}", where=str(folder), remedy=f"checkpoints: {kept}"
+        )
+    newer = [later for later in steps if later > step]
+    if newer:
+        aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+        aside.mkdir()
+        for later in newer:
+            step_folder(folder, later).rename(step_folder(aside, later))
+        (folder / "best.json").unlink(missing_ok=True)
+        flow.book.emit(Warned(step=step, because=f"the checkpoints after step {step} were moved to {aside}"))

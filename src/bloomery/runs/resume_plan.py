@@ -1,0 +1,156 @@
+"""What a resumed run may change of its plan: what the user names, and what another machine forces. No torch."""
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from pydantic import BaseModel
+
+from bloomery.core.errors import UserError
+from bloomery.hardware.machine import Accelerator, Machine
+from bloomery.hardware.probes.run import remembering
+from bloomery.hardware.visible import mask_of, only, visible_devices
+from bloomery.plan.types import Plan
+from bloomery.recipe.mistakes import all_keys
+
+ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
+MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
+    "model": ("attention", "score_chunk"),
+    "data": ("pin_memory", "prefetch"),
+    "optimizer": ("fused",),
+    "train": (
+        "micro_batch", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic", "threads",
+        "device",
+    ),
+    "checkpoint": ("asynchronous",),
+    "eval": ("micro_batch",),
+}  # fmt: skip
+BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
+UP_TO_ROUNDING = "from here on the run equals the undisturbed one up to rounding, no longer to the last bit"
+
+
+def refuse_overrides(words: Sequence[str]) -> None:
+    """Raises UserError (code 2) for the first override that would make the resumed run another run."""
+    for word in words:
+        key = word.partition("=")[0]
+        if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
+            _refuse_unknown(key)
+            raise UserError(
+                f"{key} cannot be changed in a run that has begun",
+                where="bloomery resume",
+                remedy="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
+                code=2,
+            )
+
+
+def _refuse_unknown(key: str) -> None:
+    """Raises UserError (code 2) for a key that no recipe has, naming the one that was probably meant."""
+    known = [".".join(path) for path in all_keys()]
+    if key not in known:
+        near = get_close_matches(key, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "`bloomery recipes show everything` shows every key"
+        raise UserError(f"{key}: there is no such key", where="bloomery resume", remedy=remedy, code=2)
+
+
+def narrowed(machine: Machine, devices: str | None) -> Machine:
+    """The machine with only the asked-for device: "cpu", its number, or "cuda:" and that, also on AMD's. "auto" is all.
+
+    Raises UserError.
+    """
+    if devices is None or devices == "auto":
+        return machine
+    if devices == "cpu":
+        return remembering(machine.model_copy(update={"accelerators": ()}))
+    if "," in devices:
+        raise UserError(
+            f"this version uses one device, not {len(devices.split(','))}", where="--devices", code=2,
+            remedy="name one of them, for example --devices " + devices.partition(",")[0],
+        )  # fmt: skip
+    number = re.sub(r"^(cuda|hip|rocm):", "", devices)
+    chosen = next((device for device in machine.accelerators if str(device.index) == number), None)
+    if chosen is None:
+        here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
+        remedy = f"devices here: {here}; or cpu"
+        raise UserError(f"there is no device {devices!r}", where="--devices", remedy=remedy, code=2)
+    return _alone(machine, chosen)
+
+
+def _alone(machine: Machine, chosen: Accelerator) -> Machine:
+    """The machine with one device. Raises UserError where a mask of the user's own lets PyTorch take another."""
+    mask = mask_of(machine, chosen.vendor)
+    shown = [device for device in visible_devices(machine) if device.vendor == chosen.vendor]
+    if mask and chosen not in shown[:1]:
+        named = shown[0].name if shown else "no GPU"
+        value = machine.software.environment[mask]
+        raise UserError(
+            f"training cannot use device {chosen.index} ({chosen.name}) while {mask}={value} shows {named} first",
+            where="--devices", remedy=f"unset {mask}, and Bloomery shows PyTorch that device alone", code=2,
+        )  # fmt: skip
+    return remembering(only(machine, {chosen.index}))
+
+
+def same_devices(machine: Machine, before: Machine) -> Machine:
+    """The machine with only those devices that the run knew, where they are still here: `--devices` outlives a stop."""
+    known = {(device.index, device.arch) for device in before.accelerators}
+    kept = [device for device in machine.accelerators if (device.index, device.arch) in known]
+    if len(kept) == 1 and len(machine.accelerators) > 1:
+        return _alone(machine, kept[0])
+    narrow = kept or not before.accelerators
+    return remembering(only(machine, {device.index for device in kept})) if narrow else machine
+
+
+def differences(before: Machine, now: Machine) -> list[str]:
+    """What of the machine is no longer as it was and can change a result, each as a short text."""
+    pairs = (
+        ("devices", _devices(before), _devices(now)),
+        ("processor", before.host.cpu_name, now.host.cpu_name),
+        ("processor cores", before.host.cpu_cores, now.host.cpu_cores),
+        ("C++ compiler", before.host.compiler or "none", now.host.compiler or "none"),
+        ("PyTorch", before.software.torch, now.software.torch),
+        ("PyTorch build", before.software.build, now.software.build),
+    )
+    return [f"{what}: {new} instead of {old}" for what, old, new in pairs if old != new]
+
+
+def _devices(machine: Machine) -> str:
+    return ", ".join(f"{device.name} ({device.arch})" for device in machine.accelerators) or "no GPU"
+
+
+def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
+    """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
+    sections: dict[str, BaseModel] = {}
+    told: list[str] = []
+    reasons = {decision.key: decision.because for decision in fresh.decisions}
+    reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
+    exact = True
+    for section, fields in MACHINE_DEPENDENT.items():
+        old, new = getattr(stored, section), getattr(fresh, section)
+        free = [field for field in fields if f"{section}.{field}" not in stored.recovered]  # a fallback's choice stays
+        changed = {field: getattr(new, field) for field in free if getattr(old, field) != getattr(new, field)}
+        sections[section] = old.model_copy(update=changed)
+        for field, value in changed.items():
+            key = f"{section}.{field}"
+            because = f": {reasons[key]}" if key in reasons else ""
+            told.append(f"{key} is {value} here instead of {getattr(old, field)}{because}")
+        exact = exact and not (changed and section in BITWISE)
+    if not exact:
+        told.append(UP_TO_ROUNDING)
+    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "decisions")}
+    return stored.model_copy(update=sections | facts), told
+
+
+def prolonged(stored: Plan, fresh: Plan, words: Sequence[str]) -> Plan:
+    """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, monitor."""
+    named = {word.partition("=")[0].partition(".")[0] for word in words}
+    update: dict[str, object] = {
+        section: getattr(fresh, section) for section in ("eval", "checkpoint", "monitor") if section in named
+    }
+    if "train" in named:
+        fields = ("steps", "seconds", "min_steps", "blocks")
+        length = {name: getattr(fresh.train, name) for name in fields}
+        update["train"] = stored.train.model_copy(update=length)
+        update["optimizer"] = stored.optimizer.model_copy(update={"decay_steps": fresh.optimizer.decay_steps})
+        update |= {"total_tokens": fresh.total_tokens, "claims": fresh.claims}
+    if fresh.lengths is not None:
+        update["lengths"] = fresh.lengths
+    return stored.model_copy(update=update)

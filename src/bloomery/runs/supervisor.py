@@ -1,0 +1,181 @@
+"""One child process of a run: started, watched through the events it writes, and explained when it dies. No torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal, final
+
+from bloomery.core.child import kill_group, last_words, signal_name
+from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
+from bloomery.hardware.doctor.symptoms import Match, match
+from bloomery.hardware.machine import read_machine
+from bloomery.monitor.events import Event, follow
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
+
+Stage = Literal["prepare", "train"]
+TAIL_LINES = 200  # of what a child said last
+KILL_WAIT_SECONDS = 10.0
+LONGEST_LINE = 300  # of what is shown of a log
+WORKER = "bloomery.runs.worker"
+
+
+@final
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended: its exit code (negative: the signal), what it reported, and its last lines."""
+
+    stage: Stage
+    code: int
+    report: dict[str, Any] | None
+    tail: tuple[str, ...]
+
+
+def run_stage(
+    stage: Stage,
+    folder: RunFolder,
+    *,
+    words: Sequence[str] = (),
+    environment: Mapping[str, str],
+    inherited: Sequence[int],
+    requests: StopRequests,
+    on_event: Callable[[Event], None],
+    on_line: Callable[[str], None],
+) -> Ending:
+    """Run `stage` in a child until it ends; `on_event` gets each event it writes, `on_line` each line it prints.
+
+    The first stop request reaches the child as SIGTERM (training saves and leaves) or ends it at once (preparing, which
+    loses nothing). The child is gone when this returns or raises.
+    """
+    seen = folder.events.stat().st_size if folder.events.exists() else 0
+    with _child(stage, folder, words, environment, inherited) as (process, report_end):
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        assert process.stdout is not None
+        pump = threading.Thread(target=_pump, args=(process.stdout, tail, on_line), name=f"{stage} output")
+        pump.start()
+        stop = process.terminate if stage == "train" else lambda: kill_group(process.pid)
+        save = partial(process.send_signal, SAVE_SIGNAL) if stage == "train" else None
+        with requests.heard_by(stop, save):
+            for event in follow(folder.events, lambda: process.poll() is not None, start=seen):
+                on_event(event)
+        pump.join(KILL_WAIT_SECONDS)
+        return Ending(stage, process.wait(), _read_report(report_end), tuple(tail))
+
+
+@contextmanager
+def _child(
+    stage: Stage, folder: RunFolder, words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
+) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """A session of its own: Ctrl+C reaches it through us alone, and its group can be killed as a whole."""
+    report_end, child_end = os.pipe()
+    parent = os.getpid()
+    command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage]
+    try:
+        with held_back(SAVE_SIGNAL):
+            child = subprocess.Popen(
+                [*command, str(folder.path), "--parent", str(parent), "--report", str(child_end), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                env=dict(environment),
+                pass_fds=(child_end, *inherited),
+                start_new_session=True,
+            )
+        with child as process:
+            os.close(child_end)
+            try:
+                yield process, report_end
+            finally:
+                kill_group(process.pid)
+    finally:
+        os.close(report_end)
+
+
+def _pump(pipe: IO[str], tail: deque[str], on_line: Callable[[str], None]) -> None:
+    for line in pipe:
+        tail.append(line.rstrip("\n"))
+        on_line(line.rstrip("\n"))
+
+
+def _read_report(descriptor: int) -> dict[str, Any] | None:
+    """What the child said of its end; nothing when it was killed."""
+    os.set_blocking(descriptor, False)
+    try:
+        told = os.read(descriptor, 2**16)
+    except BlockingIOError:
+        return None
+    return dict(json.loads(told)) if told else None
+
+
+def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
+    """One sentence for a child that did not end well. `step`: the last one it finished."""
+    if ending.report is not None:
+        return UserError(**ending.report)
+    name = "preparing the data" if ending.stage == "prepare" else "training"
+    after = f" after step {step}" if step else ""
+    again = f"`bloomery resume {folder.name}` goes on from what was saved"
+    known = _recognised(ending, folder)
+    if known is not None:
+        how = f"died{after} of {signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
+        steps = [_step(step, folder) for step in known.remedy if step.partition("  # ")[0] != "bloomery resume last"]
+        return UserError(
+            f"{name} {how}: {known.what}\nwhy:   {known.cause}",
+            where=f"{known.line[:LONGEST_LINE]}\n       (the rest is in {folder.log})",
+            remedy="\n       ".join([*steps, again]),
+        )
+    if ending.code == -signal.SIGKILL:
+        return UserError(
+            f"the process that was {name} was killed from outside{after} (SIGKILL)",
+            where=str(folder.log),
+            remedy=f"the system does this when memory runs out (see `dmesg`): train.micro_batch=1 needs least; {again}",
+        )
+    if ending.code < 0:
+        return UserError(
+            f"the process that was {name} died{after} of {signal_name(-ending.code)}, inside a library or a driver",
+            where=f"its last words are in {folder.log}",
+            remedy=again,
+        )
+    return UserError(
+        f"{name} failed{after}: {last_words(ending.tail) or 'nothing was said'}",
+        where=f"the whole traceback is in {folder.log}",
+        remedy=again,
+    )
+
+
+def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
+    """The symptom that explains the death best: of the exception where there is one, else of the last lines."""
+    if ending.code == -signal.SIGKILL:
+        return None  # the kernel's doing, which says nothing here
+    machine = read_machine(folder.machine) if folder.machine.is_file() else None
+    texts = [last_words(ending.tail)] if ending.code > 0 else []
+    for text in (*texts, "\n".join(ending.tail)):
+        known = [one for one in match(text, machine=machine) if one.level == "stops"]
+        if known:
+            return known[0]
+    return None
+
+
+def _step(step: str, folder: RunFolder) -> str:
+    """A line of a remedy as it is typed here: with this run's recipe."""
+    return step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
+
+
+def existing(folder: Path) -> RunFolder:
+    """The run in `folder`. Raises UserError when there is none."""
+    run = RunFolder(expanded(folder).absolute())
+    if not run.recipe.is_file():
+        raise UserError("this folder holds no run", where=str(run.path), remedy="`bloomery runs` lists the runs here")
+    return run

@@ -1,0 +1,183 @@
+"""The thread that looks at the devices while a run trains, tells what it sees, and pauses what is too hot. No torch.
+
+It lives in the parent process. What reads the sensors is a child of its own, so that no driver can hold this process.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from bloomery.core.errors import UserError
+from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.telemetry.reader import Reader
+from bloomery.hardware.telemetry.sysfs import Device, Reading
+from bloomery.monitor.events import Event, EventLog, GpuSampled, StepDone, Warned
+from bloomery.plan.types import Plan
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.thermal import PAUSE, Guard
+
+LOOK_SECONDS = 5.0  # between two looks
+TOLD_EVERY = 3  # looks to an event, once a run is older than
+YOUNG_SECONDS = 600.0
+LONGEST_SECONDS = 30.0  # that one look stands for: a machine that slept used no power meanwhile
+ENDING_SECONDS = 1.0
+
+
+def devices_of(machine: Machine) -> list[Device]:
+    """What the readers of sensors must know of a machine's accelerators."""
+    return [
+        Device(
+            index=gpu.index,
+            vendor=gpu.vendor,
+            name=gpu.name,
+            node=gpu.node,
+            pci_address=gpu.pci_address,
+            device_id=gpu.device_id,
+        )
+        for gpu in machine.accelerators
+    ]
+
+
+@final
+@dataclass
+class Stretch:
+    """Several looks at one device as one event: means over the time, the highest temperature, the rest as last seen."""
+
+    seconds: float = 0.0
+    load: list[tuple[float, float]] = field(default_factory=list)  # percent, seconds
+    power: list[tuple[float, float]] = field(default_factory=list)
+    hottest: float | None = None
+    throttled: set[str] = field(default_factory=set)
+    last: Reading | None = None
+
+    def add(self, reading: Reading, seconds: float) -> None:
+        self.seconds += seconds
+        self.load += [(reading.utilisation, seconds)] if reading.utilisation is not None else []
+        self.power += [(reading.power, seconds)] if reading.power is not None else []
+        self.hottest = max(filter(None, (self.hottest, reading.temperature)), default=None)
+        self.throttled |= set(filter(None, (reading.throttled or "").split(", ")))
+        self.last = reading
+
+    def event(self, step: int) -> GpuSampled:
+        assert self.last is not None, "a stretch is told once something was seen in it"
+        return GpuSampled(
+            step=step,
+            device=self.last.device,
+            name=self.last.name,
+            seconds=round(self.seconds, 3),
+            utilisation=_mean(self.load),
+            memory_gib=_rounded(self.last.memory_gib),
+            memory_total_gib=_rounded(self.last.memory_total_gib),
+            temperature=self.hottest,
+            power=_mean(self.power),
+            clock_mhz=self.last.clock_mhz,
+            throttled=None if self.last.throttled is None else ", ".join(sorted(self.throttled)),
+            shared_with=self.last.shared_with,
+        )
+
+
+def _mean(weighed: Sequence[tuple[float, float]]) -> float | None:
+    seconds = sum(weight for _, weight in weighed)
+    return round(sum(value * weight for value, weight in weighed) / seconds, 2) if seconds else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+@final
+class Watcher:
+    """`saw` hears the run's events, `begin` starts the thread, `end` stops it: neither ever waits for a sensor."""
+
+    def __init__(self, reader: Reader, guard: Guard, emit: Callable[[Event], None], pause: Path) -> None:
+        self._reader, self._guard, self._emit, self._pause = reader, guard, emit, pause
+        self._step = 0
+        self._stretches: dict[int, Stretch] = {}
+        self._looked: float | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
+
+    def saw(self, event: Event) -> None:
+        self._step = event.step if isinstance(event, StepDone) else self._step
+
+    def begin(self) -> None:
+        self._pause.unlink(missing_ok=True)  # of a run that was killed while it waited
+        self._thread.start()
+
+    def end(self) -> None:
+        """Waits a moment for the last look; a hanging one is left behind."""
+        self._ending.set()
+        self._thread.join(ENDING_SECONDS)
+        self._pause.unlink(missing_ok=True)
+
+    def _work(self) -> None:
+        began = time.monotonic()
+        looks = 0
+        try:
+            while True:
+                ending = self._ending.is_set()
+                self._look()
+                looks += 1
+                often = time.monotonic() - began < YOUNG_SECONDS or ending
+                if looks > 1 and (often or looks % TOLD_EVERY == 0):
+                    self._tell()
+                if ending:
+                    return
+                self._ending.wait(LOOK_SECONDS if looks > 1 else LOOK_SECONDS / 2)
+        except (UserError, OSError):
+            return  # the disk is full, or the folder is gone: training says so itself
+        finally:
+            with suppress(OSError):
+                self._pause.unlink(missing_ok=True)  # nobody would take it away any more
+            self._reader.close()
+
+    def _look(self) -> None:
+        readings, now = self._reader.look(), time.monotonic()
+        before, self._looked = self._looked, now
+        change = self._guard.judge(readings, now)
+        if change is not None:
+            self._hold(change.paused)
+            self._emit(Warned(step=self._step, because=change.because))
+        if before is not None:
+            for reading in readings:
+                stretch = self._stretches.setdefault(reading.device, Stretch())
+                stretch.add(reading, min(now - before, LONGEST_SECONDS))
+
+    def _hold(self, paused: bool) -> None:
+        if paused and not self._ending.is_set():
+            self._pause.touch()
+        else:
+            self._pause.unlink(missing_ok=True)
+
+    def _tell(self) -> None:
+        stretches, self._stretches = self._stretches, {}
+        for device in sorted(stretches):
+            self._emit(stretches[device].event(self._step))
+
+
+@contextmanager
+def sensing(folder: RunFolder, plan: Plan, *, root: Path = Path("/")) -> Iterator[Callable[[Event], None]]:
+    """Inside the block the devices of the run's machine are looked at; what is yielded is told the run's events.
+
+    Events go to events.jsonl alone: whoever follows the file shows them, as those of the training process.
+    """
+    machine = read_machine(folder.machine)
+    on_processor = plan.train.device == "cpu"
+    with EventLog(folder.events) as emit:
+        reader = Reader(
+            [] if on_processor else devices_of(machine),
+            said=lambda because: emit(Warned(because=because)),
+            processor=machine.host.cpu_name,
+            root=root,
+        )
+        guard = Guard(plan.monitor.pause_above, processor=on_processor)
+        watcher = Watcher(reader, guard, emit, folder.path / PAUSE)
+        watcher.begin()
+        try:
+            yield watcher.saw
+        finally:
+            watcher.end()
