@@ -9,7 +9,7 @@ from tiny_models import CASES, tiny_reference
 from torch.utils.flop_counter import FlopCounterMode
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, parameter_count, parameter_shapes
+from bloomery.model.counting import flops_per_token, layers, parameter_count, parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import PRESETS, preset
 from bloomery.model.families.registry import config_from_hf
@@ -32,6 +32,13 @@ def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
     decoder = on_meta(config)
     assert list(parameter_shapes(config).items()) == [(n, tuple(p.shape)) for n, p in decoder.named_parameters()]
     assert parameter_count(config) == tiny_reference(case).num_parameters()
+    for layer, block in zip(layers(config), decoder.model.layers, strict=True):
+        assert list(layer.shapes) == [(name, tuple(p.shape)) for name, p in block.named_parameters()]
+        assert layer.active_parameters == layer.total_parameters == sum(p.numel() for p in block.parameters())
+        linear = {name: each for name, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
+        assert {m.name: (m.outputs, m.inputs) for m in layer.matrices} == {
+            name: (each.out_features, each.in_features) for name, each in linear.items()
+        }
 
 
 @pytest.mark.parametrize("case", SHAPES)

@@ -31,7 +31,7 @@ class Foreign:
     """An architecture that transformers computes (`model.foreign`), and what plans, files and adapters ask of it.
 
     `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of a layer as
-    `counting.matrices` gives them; `factor`: of the last hidden states, before the head.
+    `counting.Matrix` has them; `factor`: of the last hidden states, before the head.
     """
 
     stated: str  # its config.json

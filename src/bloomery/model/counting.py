@@ -1,12 +1,70 @@
-"""Shapes, parameters, FLOPs and cache bytes of a decoder, from its config alone."""
+"""Shapes, parameters, FLOPs and cache bytes of a decoder, layer by layer, from its config alone."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from bloomery.model.config import ModelConfig
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear map, by its name inside its layer ("self_attn.q_proj"); `size` are its numbers without the bias."""
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model. Nothing that reads this may assume that all of them are alike.
+
+    `shapes`: its parameters by their names inside it, in the order of `Block.named_parameters`.
+    """
+
+    name: str  # model.layers.3
+    matrices: tuple[Matrix, ...]
+    shapes: tuple[tuple[str, Shape], ...]
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.shapes)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of these what a token meets: all of them, as no layer here chooses among experts."""
+        return self.total_parameters
+
+    @property
+    def active_products(self) -> int:
+        """Multiply-adds of a token in the layer's matrices."""
+        return sum(matrix.size for matrix in self.matrices)
+
+
+@cache
+def layers(config: ModelConfig) -> tuple[Layer, ...]:
+    """Every layer of the model, in the order of forward; an architecture of transformers' as it was asked."""
+    found = []
+    for index in range(config.num_layers):
+        name = f"model.layers.{index}"
+        if config.foreign is None:
+            matrices = tuple(_matrices(config))
+            shapes = tuple(_block(config, matrices))
+        else:
+            matrices = tuple(Matrix(*stated) for stated in config.foreign.matrices)
+            inside = ((ours.removeprefix(f"{name}."), ours, shape) for ours, _, shape in config.foreign.parameters)
+            shapes = tuple((leaf, shape) for leaf, ours, shape in inside if leaf != ours)
+        found.append(Layer(name, matrices, shapes))
+    return tuple(found)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -22,8 +80,8 @@ def _shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     if config.positions == "learned":
         shapes["model.embed_positions.weight"] = (config.max_positions, width)
-    for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block(config)}
+    for layer in layers(config):
+        shapes |= {f"{layer.name}.{name}": shape for name, shape in layer.shapes}
     shapes |= dict(_norm(config, "model.norm", width))
     if config.head == "values":
         shapes["score.weight"] = (1, width)
@@ -32,14 +90,14 @@ def _shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     return tuple(shapes.items())
 
 
-def _block(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _block(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator[tuple[str, Shape]]:
     for name in config.block_norms:
         yield from _norm(config, name, config.hidden_size)
-    for name, rows, columns, bias in matrices(config):
-        yield f"{name}.weight", (rows, columns)
-        if bias:
-            yield f"{name}.bias", (rows,)
-        if name == "self_attn.o_proj" and config.qk_norm != "none":
+    for matrix in matrices:
+        yield f"{matrix.name}.weight", (matrix.outputs, matrix.inputs)
+        if matrix.bias:
+            yield f"{matrix.name}.bias", (matrix.outputs,)
+        if matrix.name == "self_attn.o_proj" and config.qk_norm != "none":
             whole = config.qk_norm == "full"
             yield from _norm(config, "self_attn.q_norm", config.query_width if whole else config.head_dim)
             yield from _norm(config, "self_attn.k_norm", config.key_width if whole else config.head_dim)
@@ -51,20 +109,17 @@ def _norm(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Sha
         yield f"{name}.bias", (width,)
 
 
-def matrices(config: ModelConfig) -> Iterator[tuple[str, int, int, bool]]:
-    """The linear maps of one layer: name, outputs, inputs, whether it has a bias."""
-    if config.foreign is not None:
-        yield from config.foreign.matrices
-        return
+def _matrices(config: ModelConfig) -> Iterator[Matrix]:
+    """The linear maps of a layer of our own decoder, whose layers are alike in that."""
     width, inner = config.hidden_size, config.intermediate_size
-    yield "self_attn.q_proj", config.query_width, width, config.attention_bias
-    yield "self_attn.k_proj", config.key_width, width, config.attention_bias
-    yield "self_attn.v_proj", config.key_width, width, config.attention_bias
-    yield "self_attn.o_proj", width, config.query_width, config.output_bias
+    yield Matrix("self_attn.q_proj", config.query_width, width, config.attention_bias)
+    yield Matrix("self_attn.k_proj", config.key_width, width, config.attention_bias)
+    yield Matrix("self_attn.v_proj", config.key_width, width, config.attention_bias)
+    yield Matrix("self_attn.o_proj", width, config.query_width, config.output_bias)
     if config.gated_mlp:
-        yield "mlp.gate_proj", inner, width, config.mlp_bias
-    yield "mlp.up_proj", inner, width, config.mlp_bias
-    yield "mlp.down_proj", width, inner, config.mlp_bias
+        yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
+    yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
+    yield Matrix("mlp.down_proj", width, inner, config.mlp_bias)
 
 
 @cache
@@ -80,7 +135,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool
     document hide: the convention of torch's FlopCounterMode and of most published MFU figures (PaLM, appendix B).
     Backward is twice forward; recomputation (activation checkpointing, scores in chunks) does not count.
     """
-    weights = config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
-    weights += (1 if config.head == "values" else config.vocab_size) * config.hidden_size
+    products = sum(layer.active_products for layer in layers(config))
+    products += (1 if config.head == "values" else config.vocab_size) * config.hidden_size
     attention = config.num_layers * 4 * sequence_length * config.query_width
-    return float(2 * weights + attention) * (3 if backward else 1)
+    return float(2 * products + attention) * (3 if backward else 1)

@@ -19,7 +19,7 @@ from typing import Any, final
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.targets import ALL_LINEAR, unknown_module
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices, parameter_shapes
+from bloomery.model.counting import layers, parameter_shapes
 from bloomery.model.families.weight_names import places
 from bloomery.recipe.schema import Peft
 
@@ -72,7 +72,7 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     where, said = "adapter.target_modules", (adapter.model_extra or {}).get("target_modules")
     asked = said or TARGETS.get(named(adapter.method), ["q_proj", "v_proj"])
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # which PEFT knows of transformers' own models alone
-        return sorted({name for name, *_ in matrices(config)})
+        return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
     known = list(dict.fromkeys(name.rpartition(".")[0] for name in _parameters(config)))
     if not isinstance(asked, str | list):
         problem = f"target_modules is {str(asked)[:40]}, no list of names"

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices, parameter_shapes
+from bloomery.model.counting import layers, parameter_shapes
 from bloomery.model.families.weight_names import places
 from bloomery.recipe.schema import Lora
 
@@ -85,8 +85,7 @@ def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> No
 
 def linear_modules(config: ModelConfig) -> list[str]:
     """The linear maps inside the layers, by full name."""
-    inside = [name for name, *_ in matrices(config)]
-    return [f"model.layers.{layer}.{name}" for layer in range(config.num_layers) for name in inside]
+    return [f"{layer.name}.{matrix.name}" for layer in layers(config) for matrix in layer.matrices]
 
 
 def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ weights would read is kept where a matrix learns or an adapter stands beside it.
 
 import math
 
-from bloomery.model.counting import matrices
+from bloomery.model.counting import layers
 from bloomery.plan.estimate.states import learns, reading_modules, trained_in_layer
 from bloomery.plan.estimate.step_shape import Occupancy
 
@@ -121,11 +121,11 @@ def _adapter_bytes(load: Occupancy) -> float:
     config, way, e = load.config, load.way, load.element
     ranks = {name: rank for name, rank in way.pairs if name.startswith("model.layers.0.")}
     total = 0.0
-    for name, rows, columns, _ in matrices(config):
-        rank = ranks.get(f"model.layers.0.{name}", 0)
+    for matrix in layers(config)[0].matrices:
+        rank = ranks.get(f"model.layers.0.{matrix.name}", 0)
         if rank:
-            dropped = (e + (1 if load.on_gpu else e)) * columns if way.dropout else 0
-            total += e * rank * (2 if way.pissa else 1) + dropped + (e * rows if way.dora else 0)
+            dropped = (e + (1 if load.on_gpu else e)) * matrix.inputs if way.dropout else 0
+            total += e * rank * (2 if way.pissa else 1) + dropped + (e * matrix.outputs if way.dora else 0)
     if way.theirs and e < 4:
         sharing = [[name for name in group if f"model.layers.0.{name}" in ranks] for group in SHARING]
         total += e * config.hidden_size * sum(len(group) - 1 for group in sharing if group)
@@ -157,7 +157,7 @@ def backward_bytes(load: Occupancy) -> float:
     config, e = load.config, load.element
     stream = load.stream * config.hidden_size
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
-    all_sizes = {name: rows * columns for name, rows, columns, _ in matrices(config)}
+    all_sizes = {matrix.name: matrix.size for matrix in layers(config)[0].matrices}
     sizes = {
         name: size for name, size in all_sizes.items() if learns(config, load.way, f"model.layers.0.{name}.weight")
     }

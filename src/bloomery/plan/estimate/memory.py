@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from bloomery.core.units import GIB, MIB
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import matrices, parameter_count
+from bloomery.model.counting import layers, parameter_count
 from bloomery.plan.estimate.activations import (
     backward_bytes,
     end_bytes,
@@ -175,7 +175,7 @@ def copied_numbers(load: Occupancy) -> int:
 
 def _matrix_numbers(config: ModelConfig) -> int:
     """Of one layer what products read: its matrices and their biases."""
-    return sum(rows * columns + rows * bias for _, rows, columns, bias in matrices(config))
+    return sum(matrix.size + matrix.outputs * matrix.bias for matrix in layers(config)[0].matrices)
 
 
 @dataclass(frozen=True)

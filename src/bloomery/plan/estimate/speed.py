@@ -7,7 +7,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs.specs import cpu_efficiency
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, matrices, parameter_count
+from bloomery.model.counting import flops_per_token, layers, parameter_count
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.plan.estimate.activations import keeps_scores, kept_layers
 from bloomery.plan.estimate.states import (
@@ -71,9 +71,9 @@ def dequantised_traffic(load: Occupancy) -> float:
     """Bytes of making every quantised matrix readable once: it is read as it is kept, and written."""
     if load.way.base == "none":
         return 0.0
-    sizes = [(rows, columns) for _, rows, columns, _ in matrices(load.config)]
-    kept = sum(storage_bytes(size, load.way.base, load.way.double) for size in sizes)
-    return float(load.config.num_layers * (kept + load.element * sum(rows * columns for rows, columns in sizes)))
+    all_matrices = [matrix for layer in layers(load.config) for matrix in layer.matrices]
+    kept = sum(storage_bytes((each.outputs, each.inputs), load.way.base, load.way.double) for each in all_matrices)
+    return float(kept + load.element * sum(each.size for each in all_matrices))
 
 
 def loss_traffic(outputs: int, loss: str, *, compiled: bool) -> float:
@@ -197,15 +197,15 @@ def work_of(
 def product_flops(load: Occupancy, again: Recompute, *, chunked: bool) -> float:
     """Of a token: forward, gradients of inputs, gradients of weights where they learn, and what is computed again."""
     config, found = load.config, parameters(load.config, load.way)
-    layers = 2.0 * config.num_layers * sum(rows * columns for _, rows, columns, _ in matrices(config))
+    products = 2.0 * sum(layer.active_products for layer in layers(config))
     learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
     beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
     head = 2.0 * load.outputs * config.hidden_size * load.learned
     scored = head * (2 + head_learns(config, load.way) + chunked)
-    looked = load.looks * (layers + head)  # without the adapters
+    looked = load.looks * (products + head)  # without the adapters
     if load.teacher is not None:
         looked += flops_per_token(load.teacher, load.sequence_length, backward=False)
-    return layers * (2 + again.products) + learning + beside * (3 + again.products) + scored + looked
+    return products * (2 + again.products) + learning + beside * (3 + again.products) + scored + looked
 
 
 def useful_flops(config: ModelConfig, way: Way, sequence_length: int) -> float:
