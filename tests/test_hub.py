@@ -1,5 +1,6 @@
 """Fetching from a Hub: through huggingface_hub itself, from a server of this machine."""
 
+import json
 import os
 import shutil
 import signal
@@ -153,26 +154,47 @@ def test_the_token_is_that_of_the_environment_and_never_the_one_that_lies_about(
     assert {token for *_, token in server.asked} == {"Bearer hf_said"}
 
 
-@pytest.mark.parametrize(
-    ("words", "problem", "remedy"),
-    [
-        (("fetch_model", "org/pickled"), "its weights are pickles (pytorch_model.bin)", "safetensors"),
-        (("fetch_model", "org/nobody"), "the Hub knows no model org/nobody, or it is private", "export HF_TOKEN"),
-        (("fetch_model", "org/gguf"), "holds no config.json", "converted it from"),
-        (("fetch_model", "org/rows"), "holds no config.json", "bloomery download org/rows --dataset"),
-        (("fetch_model", "org/evil"), "a file named '../../out.json', which leads out", "a source that you trust"),
-        (("fetch_model", "org/model@nowhere"), "it has no revision nowhere", "tree/main"),
-        (("fetch_model", "./nothing/here"), "there is no such folder", "write ORG/NAME"),
-        (("download", "/tmp"), "it lies on this machine", "name it as it is"),
-        (("fetch_dataset", "org/script"), "its data come from a program, rows.py", "org/script@refs/convert/parquet"),
-        (("fetch_dataset", "org/nothing"), "the Hub knows no data set org/nothing", "mend the name"),
-        (("local_model", "org/nobody"), "org/nobody has not been downloaded", "`bloomery download org/nobody`"),
-    ],
-)
-def test_what_cannot_be_fetched_is_one_sentence_with_its_remedy(server, tmp_path, words, problem, remedy):
-    _, told = Client(tmp_path, server.url)(*words)
-    assert problem in told and remedy in told.splitlines()[-1]
-    assert not list(tmp_path.rglob("out.json"))
+REFUSED = [
+    (("fetch_model", "org/pickled"), "its weights are pickles (pytorch_model.bin)", "safetensors"),
+    (("fetch_model", "org/nobody"), "the Hub knows no model org/nobody, or it is private", "export HF_TOKEN"),
+    (("fetch_model", "org/gguf"), "holds no config.json", "converted it from"),
+    (("fetch_model", "org/rows"), "holds no config.json", "bloomery download org/rows --dataset"),
+    (("fetch_model", "org/evil"), "a file named '../../out.json', which leads out", "a source that you trust"),
+    (("fetch_model", "org/model@nowhere"), "it has no revision nowhere", "tree/main"),
+    (("fetch_model", "./nothing/here"), "there is no such folder", "write ORG/NAME"),
+    (("download", "/tmp"), "it lies on this machine", "name it as it is"),
+    (("fetch_dataset", "org/script"), "its data come from a program, rows.py", "org/script@refs/convert/parquet"),
+    (("fetch_dataset", "org/nothing"), "the Hub knows no data set org/nothing", "mend the name"),
+    (("local_model", "org/nobody"), "org/nobody has not been downloaded", "`bloomery download org/nobody`"),
+]
+EACH = """
+import json, sys
+from bloomery import hub
+from bloomery.core.errors import UserError
+for name, word in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(["nothing is refused", getattr(hub, name)(word)], default=str))
+    except UserError as error:
+        print(json.dumps([error.problem, error.remedy]))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(server, tmp_path_factory):
+    """Problem and remedy of each call of REFUSED; one process, as the library takes a second to import."""
+    home = tmp_path_factory.mktemp("refused")
+    calls = json.dumps([words for words, _, _ in REFUSED])
+    environment = Client(home, server.url).environment
+    done = subprocess.run([sys.executable, "-c", EACH, calls], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(home.rglob("out.json"))
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)), ids=[words[1] for words, _, _ in REFUSED])
+def test_what_cannot_be_fetched_is_one_sentence_with_its_remedy(told, index):
+    _, problem, remedy = REFUSED[index]
+    assert problem in told[index][0] and remedy in told[index][1]
 
 
 def test_a_gated_model_says_where_to_agree(tmp_path):

@@ -7,6 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import assert_clear, here
 
+from bloomery.data.sources import builtin
+
 TALK = {"messages": [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]}
 PAIR = {"prompt": "two and two?", "chosen": "four", "rejected": "five"}
 MARK = {"prompt": "two and two?", "completion": "four", "label": True}
@@ -40,8 +42,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_that_cannot_be_learned(workshop, case):
+def test_rows_that_cannot_be_learned(workshop, case, monkeypatch):
     objective, rows, overrides, said = CASES[case]
+    library = builtin.stdlib_files()[:40]  # no case needs all of it
+    monkeypatch.setattr(builtin, "stdlib_files", lambda: library)
     (workshop / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data.path=rows.jsonl", f"objective.kind={objective}", "data.chat.template=chatml", *overrides]
     kept = {word.partition("=")[0]: word for word in words}

@@ -85,7 +85,7 @@ def test_lines_that_are_no_events_and_locks_that_are_none_are_passed_over(stoppe
     (stopped.run / "lock").write_text(json.dumps({"pid": "x", "started": 1, "host": os.uname().nodename}))
     done = process("resume", "one", folder=stopped.folder)
     assert done.code == 0, done.err
-    for text in (DEEP, "[]", "{", ""):
+    for text in (DEEP, "["):
         (stopped.run / "lock").write_text(text)
         assert here("resume", "one").code == 0
 
@@ -129,7 +129,12 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+SAMPLE = "start of the trainer"
+
+
+@pytest.mark.parametrize(
+    "moment", [moment if moment == SAMPLE else pytest.param(moment, marks=pytest.mark.soak) for moment in MOMENTS]
+)
 def test_ctrl_c(workshop, moment):
     run = workshop / "runs/one"
     words = [*python(), *TRAIN, "train.length=3000 steps" if moment == "evaluation" else "train.length=3 steps"]
@@ -191,14 +196,14 @@ def test_a_file_size_limit_while_preparing(workshop):
 
 def test_weights_that_overflow_are_never_saved(workshop):
     words = (*TRAIN, "optimizer.learning_rate=1e308", "train.length=2 steps", "optimizer.warmup=0 steps")
-    assert_clear(process(*words, folder=workshop), mentions=["finite", "optimizer.learning_rate"])
+    assert_clear(here(*words), mentions=["finite", "optimizer.learning_rate"])
     assert not list((workshop / "runs/one").glob("checkpoints/step-*"))
 
 
 CANARY = "hf_" + "Canary9" * 6
 
 
-def test_secrets_reach_no_file_and_no_screen(workshop):
+def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
     secret = {"HF_TOKEN": CANARY, "WANDB_API_KEY": "c" * 20 + "anary" + "d" * 15, "MY_PASSWORD": "canary-password-1"}
     code = (
         "import os, bloomery.train.sealed as sealed, bloomery.runs.lifecycle as local\n"
@@ -212,10 +217,12 @@ def test_secrets_reach_no_file_and_no_screen(workshop):
     log = (workshop / "runs/one/log.txt").read_text()
     assert "Traceback" in log and "a bug, and in its message" in log
     assert '"failed: RuntimeError' in (workshop / "runs/one/events.jsonl").read_text()
-    done = process("resume", "one", "train.length=1 steps", folder=workshop, environment=secret)
+    for name, value in secret.items():
+        monkeypatch.setenv(name, value)
+    done = here("resume", "one", "train.length=1 steps")
     assert done.code == 0, done.err
-    shown = process("report", "one", folder=workshop, environment=secret)
-    refused = [process("plan", word, folder=workshop) for word in (CANARY, f"tiny.yaml {CANARY}=1")]
+    shown = here("report", "one")
+    refused = [here("plan", word) for word in (CANARY, f"tiny.yaml {CANARY}=1")]
     refused += [here("plan", "tiny.yaml", word) for word in (CANARY, f"{CANARY}=1", f"eval.prompts=[{CANARY}]")]
     screens = "".join(each.out + each.err for each in (crashed, done, shown, *refused))
     files = b"".join(path.read_bytes() for path in workshop.rglob("*") if path.is_file())
@@ -237,7 +244,14 @@ PLAIN = {
 }  # fmt: skip
 
 
-def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop):
+@pytest.mark.parametrize(
+    "verbs",
+    [
+        [["runs", "--json"]],
+        pytest.param([["eval", "one", "--json"], ["plan", "tiny.yaml", "--json"]], marks=pytest.mark.soak),
+    ],
+)
+def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop, verbs):
     odd = workshop / "a b"
     shutil.copytree(workshop, odd)
     assert_clear(process("plan", "é/tiny.yaml", folder=odd, environment=PLAIN), code=2)
@@ -251,7 +265,7 @@ def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop):
     done = subprocess.run(words, cwd=odd, env=os.environ | PLAIN, stdout=writing, stderr=subprocess.PIPE, timeout=60)
     os.close(writing)
     assert done.returncode == 0, done.stderr
-    for verb in (["runs", "--json"], ["eval", "one", "--json"], ["plan", "tiny.yaml", "--json"]):
+    for verb in verbs:
         told = process(*verb, folder=odd, environment=PLAIN)
         assert told.code == 0, told.err
         json.loads(told.out)

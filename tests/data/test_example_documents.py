@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Example, Message, from_wire, texts_of, to_wire
 from bloomery.data.prepare.split import content_key
+from bloomery.data.sources import builtin
 from bloomery.data.sources.documents import Document, Tally, open_corpora, open_corpus, read_documents
 from bloomery.data.sources.files import list_files, other_splits, train_files, unread
 from bloomery.recipe.schema import Data, Source
@@ -242,14 +243,23 @@ def test_what_travels_comes_back(example):
     assert from_wire(to_wire(example), example.source) == example
 
 
+@pytest.fixture(params=[100, pytest.param(100_000, marks=pytest.mark.soak)])
+def library(request, monkeypatch):
+    """The first files of the standard library, and textwrap."""
+    files = builtin.stdlib_files()
+    kept = [file for index, file in enumerate(files) if index < request.param or file.name == "textwrap.py"]
+    monkeypatch.setattr(builtin, "stdlib_files", lambda: kept)
+    return kept
+
+
 def stdlib(name: str, wants: str) -> list[Example]:
     corpus = open_corpora(Data(builtin=name), wants)[0]
     return [found.example for found in read_documents(corpus, on_error="stop", tally=Tally()) if found.example]
 
 
-def test_the_standard_library_answers_questions():
+def test_the_standard_library_answers_questions(library):
     found = stdlib("stdlib-chat", "sft")
-    assert len(found) > 2000
+    assert len(found) > min(2000, 4 * len(library))
     questions = [texts_of(example)[0] for example in found]
     answers = [texts_of(example)[1] for example in found]
     assert len(set(questions)) == len(questions)
@@ -261,10 +271,10 @@ def test_the_standard_library_answers_questions():
     assert any("def dedent(text):" in texts_of(example)[1] for example in own)
 
 
-def test_the_standard_library_prefers_answers():
+def test_the_standard_library_prefers_answers(library):
     found = stdlib("stdlib-pairs", "pairs")
     assert found == stdlib("stdlib-pairs", "pairs")
-    assert len(found) > 2000
+    assert len(found) > min(2000, 4 * len(library))
     for example in found:
         chosen, rejected = (answer[0].content for answer in example.answers)
         ast.parse(chosen)

@@ -298,7 +298,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5), format=st.none() | st.sampled_from(sorted(COLUMNS))
 )

@@ -120,7 +120,7 @@ def test_fixed_learns_what_is_marked(tmp_path):
 TEXT = st.lists(st.tuples(st.integers(10, 999), st.booleans()), min_size=2, max_size=9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(parts=st.lists(st.lists(TEXT, max_size=12), min_size=1, max_size=3), length=st.integers(4, 24))
 @pytest.mark.parametrize(
     ("kind", "layout"), [("chat", "packed"), ("pairs", "packed"), ("chat", "padded"), ("kto", "padded")]
