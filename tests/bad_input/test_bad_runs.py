@@ -206,7 +206,7 @@ CANARY = "hf_" + "Canary9" * 6
 def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
     secret = {"HF_TOKEN": CANARY, "WANDB_API_KEY": "c" * 20 + "anary" + "d" * 15, "MY_PASSWORD": "canary-password-1"}
     code = (
-        "import os, bloomery.train.sealed as sealed, bloomery.runs.lifecycle as local\n"
+        "import os, bloomery.runs.lifecycle as local\n"
         "def broken(*a, **k): raise RuntimeError('a bug, and in its message ' + os.environ['HF_TOKEN'])\n"
         "local.write_sealed = broken"
     )
