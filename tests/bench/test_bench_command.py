@@ -43,6 +43,7 @@ def bench(*words: str):
     return CliRunner().invoke(cli, ["bench", "tiny.yaml", *words], catch_exceptions=False, standalone_mode=False)
 
 
+@pytest.mark.soak
 def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
     result = bench("--card", "card.json", "--giver", "Ada L.")
     assert result.return_value == 0
@@ -67,7 +68,7 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
 
 
 def test_json_of_a_sweep(here):
-    result = bench("--sweep", "train.micro_batch=2,3", "--json")
+    result = bench("--sweep", "train.micro_batch=2,3", "--json", "--card", "card.json", "--giver", "Ada L.")
     told = json.loads(result.stdout)
     assert set(told) == {"largest_micro_batch", "trials", "points", "verdict"}
     assert told["largest_micro_batch"] is None and told["trials"] == []
@@ -79,6 +80,10 @@ def test_json_of_a_sweep(here):
     assert three["outcome"] == "refused" and three["plan"] is None
     assert set(told["verdict"]) == {"speed", "memory"}
     assert "as planned" in result.stderr
+    card = json.loads(Path("card.json").read_text())
+    assert card["giver"] == "Ada L." and card["model"]["hidden_size"] == 64
+    assert {point["micro_batch"] for point in card["points"]} == {2, planned["micro_batch"]}
+    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["giver"] == "this machine"
 
 
 def test_a_limit_leaves_out_what_there_is_no_time_for(here):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # Each part is a process that imports torch, some transformers, too: the methods that the others contain in `make soak`.
-SAMPLE = ["qlora", "theirs-lora", "probes", "attention"]
+SAMPLE = ["qlora", "attention"]
 
 
 @pytest.mark.parametrize("only", [SAMPLE, pytest.param([], marks=pytest.mark.soak)], ids=["sample", "all"])
@@ -42,7 +42,7 @@ def test_every_part_runs_on_a_processor(tmp_path, only):
         assert parts["theirs-qlora"]["outcome"] in ("ok", "skipped")  # bitsandbytes is no dependency
         assert parts["use"]["outcome"] == "ok", parts["use"]
         assert parts["use"]["figure"] == parts["use"]["of_the_run"]  # a QLoRA run, loaded as it trained
-    for name in ("probes", "attention"):
+    for name in parts.keys() & {"probes", "attention"}:
         assert parts[name]["probes"] and all(probe["error"] is not None for probe in parts[name]["probes"][1:])
     assert "torchtune" in ended.stdout and str(out) in ended.stdout
 

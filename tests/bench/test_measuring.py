@@ -47,6 +47,7 @@ def test_memory_that_runs_out_is_a_row(bench):
     assert row.tokens_per_second is None
 
 
+@pytest.mark.soak
 def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
     bounded = bench(*WIDE, *LONG, limit=resident_bytes_of_torch() + 0.33 * 2**30)
     rows: list[Row] = []

@@ -1,7 +1,10 @@
 """One small training step three ways: counted from shapes, run on fake tensors, and run and measured."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from memory_tracker import peak_bytes
 from plan_help import loaded, machine
@@ -22,7 +25,7 @@ from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
-SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "max_positions": 256, "vocab_size": 1024}
+SIZES = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 256, "vocab_size": 1024}
 
 
 def small_plan(
@@ -54,6 +57,13 @@ def small_plan(
     return plan.model_copy(
         update={"model": model, "train": plan.train.model_copy(update={"device": device, "threads": 1})}
     )
+
+
+def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """All of them in `make soak`, those that are quick and unlike each other in `make test`."""
+    names = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*name, marks=[] if case in quick else pytest.mark.soak)
+            for case, name in zip(cases, names, strict=True)]  # fmt: skip
 
 
 def load_of(plan: Plan) -> Occupancy:

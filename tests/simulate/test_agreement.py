@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plan_help import gpu_machine, machine
-from steps_for_tests import counted, load_of, measured, simulated, small_plan
+from steps_for_tests import counted, load_of, measured, simulated, small_plan, some
 
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.profile import build_profile
@@ -22,16 +22,8 @@ DEVICES = [
     "MI50 16GB",  # as seed 000 would run it
 ]
 QUICK = {
-    ("demo", "cpu"), ("demo", "MI300X"), ("go-coder-tiny", "MI50 16GB"), ("go-coder-125m", "RX 6700 XT"),
-    ("go-coder-125m", "MI300X"), ("everything", "cpu"),
+    ("demo", "cpu"), ("demo", "MI300X"), ("go-coder-tiny", "MI50 16GB"),
 }  # fmt: skip
-
-
-def some(cases, quick):
-    """All of them in `make soak`, those that are quick and unlike each other in `make test`."""
-    names = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*name, marks=[] if case in quick else pytest.mark.soak)
-            for case, name in zip(cases, names, strict=True)]  # fmt: skip
 
 
 def agree_on(recipe, device, *overrides):
@@ -46,7 +38,7 @@ def test_shapes_and_fake_tensors_agree_on_the_packaged_recipes(recipe, device):
     agree_on(recipe, device)
 
 
-@pytest.mark.parametrize("recipe", some(["demo", "go-coder-tiny", "go-coder-125m"], {"demo"}))
+@pytest.mark.parametrize("recipe", some(["demo", "go-coder-tiny", "go-coder-125m"], set()))
 def test_both_agree_with_what_a_packaged_recipe_holds_here(recipe):
     plan = resolve(load_recipe(recipe), machine())
     real = measured(plan)
@@ -58,7 +50,7 @@ WAYS = [(device, how) for device in ("RX 6700 XT", "MI300X")
         for how in ("model.dropout=0", "train.activation_checkpointing=full")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("device", "how"), some(WAYS, {WAYS[0], WAYS[3]}))
+@pytest.mark.parametrize(("device", "how"), some(WAYS, set()))
 def test_they_agree_on_flash_attention_and_on_checkpointing(device, how):
     agree_on("go-coder-tiny", device, how)
 
@@ -71,8 +63,7 @@ GRID = [
     for checkpointing in ("none", "full")
 ]
 QUICK_OF_GRID = {
-    ("gpt2", "float32", 0.1, "none"), ("gpt2", "bfloat16", 0.0, "full"),
-    ("llama", "bfloat16", 0.1, "none"), ("llama", "float32", 0.0, "full"),
+    ("gpt2", "float32", 0.1, "none"), ("llama", "bfloat16", 0.0, "full"),
 }  # fmt: skip
 
 
@@ -100,7 +91,7 @@ SHARDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(SHARDED, {"accumulated", "a large vocabulary", "copies of shards"}))
+@pytest.mark.parametrize("case", some(SHARDED, {"a large vocabulary", "copies of shards"}))
 def test_shapes_and_fake_tensors_agree_on_shards(case):
     cut, settings = SHARDED[case]
     if settings.get("precision") == "bfloat16-pure" and torch.__version__ >= "2.15":
@@ -121,7 +112,7 @@ OTHERS = {
     "Muon": {"optimizer": "muon", "activation_checkpointing": "full"},
     "Adafactor": {"optimizer": "adafactor", "sizes": {"vocab_size": 9000}},
 }
-QUICK_OF_OTHERS = {"math", "selective", "three micro-batches", "chunks of scores", "Muon"}
+QUICK_OF_OTHERS = {"selective", "Muon"}
 
 
 @pytest.mark.parametrize("case", some(OTHERS, QUICK_OF_OTHERS))
@@ -151,7 +142,7 @@ FINE = {
                               "sizes": {"hidden_size": 256}},
     "AdamW in backward": {"lean": {"in_backward": True}, "precision": "bfloat16-pure", "rows": 1},
 }  # fmt: skip
-QUICK_OF_FINE = {"LoRA on two matrices", "DoRA", "nf4, recomputed", "8-bit states", "Adafactor in backward"}
+QUICK_OF_FINE = {"LoRA on two matrices", "8-bit states"}
 
 
 @pytest.mark.parametrize("case", some(FINE, QUICK_OF_FINE))
@@ -174,12 +165,10 @@ def test_adapters_on_a_gpu_agree_with_fake_tensors(case):
 
 def test_states_in_the_processors_memory_are_not_the_cards():
     settings = {"device": "cuda", "attention": "varlen", "activation_checkpointing": "full"}
-    told = simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True)
-    beside = simulated_step(small_plan("qwen2", lean={"states": "bfloat16"}, **settings), fused=True)
-    assert told["optimizer"] == 0 < beside["optimizer"]
+    assert simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True)["optimizer"] == 0
     assert tensor_bytes(load_of(small_plan("qwen2", lean={"paged": True}, **settings)))["optimizer"] == 0
 
 
-@pytest.mark.parametrize("family", some(["gpt2", "llama"], {"llama"}))
+@pytest.mark.parametrize("family", some(["gpt2", "llama"], set()))
 def test_compiled_blocks_agree_with_what_the_compiler_makes(family):
     all_agree(small_plan(family, precision="bfloat16", compile=True), apart=0.05)

@@ -23,6 +23,7 @@ from bloomery.simulate.step import simulated_step
 from bloomery.simulate.tracker import Tracker
 
 
+@pytest.mark.soak
 def test_a_child_simulates_and_says_what_stands_in():
     lines = []
     plan = small_plan(attention="sdpa", precision="bfloat16", device="cuda")
@@ -72,11 +73,13 @@ def test_a_failure_names_the_last_line(monkeypatch):
         simulate(small_plan(), machine())
 
 
+@pytest.mark.soak
 def test_shards_hold_less():
     plan = small_plan(attention="varlen", precision="bfloat16", device="cuda", rows=1)
     assert simulated(plan, cut=Cut(shard=8)) < 0.7 * simulated(plan)
 
 
+@pytest.mark.soak
 def test_compiled_blocks_read_a_quantised_base():
     """Their graphs take its bits as inputs; the base of four layers is smaller by what the plan says."""
     lora = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}

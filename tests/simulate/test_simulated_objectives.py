@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from memory_tracker import peak_bytes
-from steps_for_tests import _batch, counted, simulated, small_plan
+from steps_for_tests import _batch, counted, simulated, small_plan, some
 
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Distil, Kto, Lora, OrPo, Preference, Reward, SimPo
@@ -15,9 +15,10 @@ from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 from bloomery.train.synthetic_batch import completed
 
-ASKED = [
-    Preference(kind="dpo"), SimPo(kind="simpo"), OrPo(kind="orpo"), Kto(kind="kto"), Reward(kind="reward"),
-]  # fmt: skip
+ASKED = {
+    "dpo": Preference(kind="dpo"), "simpo": SimPo(kind="simpo"), "orpo": OrPo(kind="orpo"),
+    "kto": Kto(kind="kto"), "reward": Reward(kind="reward"),
+}  # fmt: skip
 
 
 def of_objective(plan, asked, **changes):
@@ -44,13 +45,14 @@ def measured(plan, teacher=None) -> float:
     return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.kind)
-def test_simulated_steps_take_what_measured_ones_do(asked):
-    plan = of_objective(small_plan(micro_batches=2), asked)
+@pytest.mark.parametrize("kind", some(ASKED, {"dpo"}))
+def test_simulated_steps_take_what_measured_ones_do(kind):
+    plan = of_objective(small_plan(micro_batches=2), ASKED[kind])
     assert simulated(plan) == pytest.approx(measured(plan), rel=0.05)
     assert counted(plan) == pytest.approx(simulated(plan), rel=0.05)
 
 
+@pytest.mark.soak
 def test_a_reference_without_adapters_takes_no_memory_of_its_own(tmp_path):
     plan = small_plan(micro_batches=2, adapter={"kind": "lora", "rank": 4})
     write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
@@ -60,6 +62,7 @@ def test_a_reference_without_adapters_takes_no_memory_of_its_own(tmp_path):
     assert simulated(dpo) == pytest.approx(measured(dpo), rel=0.05)
 
 
+@pytest.mark.soak
 def test_a_teacher_is_counted(tmp_path):
     plan = small_plan(micro_batches=2)
     write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
