@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # Each part is a process that imports torch, some transformers, too: the methods that the others contain in `make soak`.
-SAMPLE = ["qlora", "attention"]
+SAMPLE = ["qlora"]
 
 
 @pytest.mark.parametrize("only", [SAMPLE, pytest.param([], marks=pytest.mark.soak)], ids=["sample", "all"])
