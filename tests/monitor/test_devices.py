@@ -8,8 +8,9 @@ from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.devices import lines, summary
 from bloomery.monitor.events import PROCESSOR, EventLog, GpuSampled, from_json, to_json
-from bloomery.monitor.sinks import CommandSink, LogFile, TensorBoard, write_metrics
+from bloomery.monitor.sinks import CommandSink, LogFile, write_metrics
 from bloomery.monitor.tally import tally_of
+from bloomery.monitor.trackers import TrackerSink
 
 
 def sampled(device=0, time=0.0, seconds=5.0, **figures):
@@ -102,11 +103,11 @@ def test_a_hook_hears_of_a_device_once_a_minute(tmp_path):
 
 def test_tensorboard_has_every_sample(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorBoard(tmp_path)
+    sink = TrackerSink("tensorboard", tmp_path, pytest.fail)
     for event in (sampled(time=1.0), sampled(time=6.0, power=150.0), of_torch(), sampled(PROCESSOR)):
         sink.write(event)
     sink.close()
-    read = accumulator.EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     read.Reload()
     assert [point.value for point in read.Scalars("gpu0/power")] == [200.0, 150.0]
     assert {"gpu0/reserved_gib", "gpu0/fragmentation", "processor/utilisation"} <= set(read.Tags()["scalars"])

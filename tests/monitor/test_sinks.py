@@ -11,7 +11,8 @@ from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.text import HIDDEN, scrub
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
-from bloomery.monitor.sinks import CommandSink, LogFile, TensorBoard, open_sinks, write_metrics
+from bloomery.monitor.sinks import CommandSink, LogFile, open_sinks, write_metrics
+from bloomery.monitor.trackers import TRACKERS, TrackerSink
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
 LEAKS = {
@@ -76,11 +77,11 @@ def test_log_paces_steps_but_never_skips_a_skipped_one(tmp_path):
 
 def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorBoard(tmp_path, every_steps=1)
+    sink = TrackerSink("tensorboard", tmp_path, pytest.fail)
     for event in made_up_run():
         sink.write(event)
     sink.close()
-    read = accumulator.EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     read.Reload()
     losses = read.Scalars("train/loss")
     assert [point.step for point in losses] == [step for step in range(1, 41) if step != 7]
@@ -93,25 +94,30 @@ def test_tensorboard_does_not_import_torch(tmp_path):
     import subprocess
 
     code = (
-        "import sys; from pathlib import Path; from bloomery.monitor.sinks import TensorBoard;"
-        "TensorBoard(Path(sys.argv[1])).close(); sys.exit('torch' in sys.modules)"
+        "import sys; from pathlib import Path; from bloomery.monitor.trackers import TRACKERS, TrackerSink;"
+        "TrackerSink('tensorboard', Path(sys.argv[1]), sys.exit).close(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
 
 
+def warnings_of(tmp_path, *names):
+    told = []
+    for sink in open_sinks(tmp_path, names, [], every_steps=1, folder=tmp_path, warn=told.append):
+        sink.write(step_done(1))
+        sink.close()
+    return told
+
+
 def test_a_missing_tensorboard_is_a_warning_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    told = []
-    sinks = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
-    assert len(sinks) == 1 and "bloomery[track]" in told[0]
+    (told,) = warnings_of(tmp_path, "tensorboard")
+    assert "bloomery[track]" in told
 
 
 def test_a_tensorboard_that_nobody_asked_for_is_not_missed(tmp_path, monkeypatch):
-    told = []
-    assert len(open_sinks(tmp_path, ["auto"], [], every_steps=1, folder=tmp_path, warn=told.append)) == 2
+    assert not warnings_of(tmp_path / "with", "auto") and (tmp_path / "with/tensorboard").is_dir()
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    assert len(open_sinks(tmp_path, ["auto"], [], every_steps=1, folder=tmp_path, warn=told.append)) == 1
-    assert not told
+    assert not warnings_of(tmp_path / "without", "auto") and not (tmp_path / "without/tensorboard").exists()
 
 
 def hook(tmp_path, body):
@@ -218,31 +224,29 @@ def lives(pid):
 
 
 class Broken:
-    """A sink whose library fails as libraries do."""
+    """A tracker whose library fails as libraries do."""
 
-    def __init__(self, *_):
-        self.asked = 0
+    def __init__(self, job):
+        pass
 
-    def write(self, event):
-        self.asked += 1
+    def log(self, figures, *, step, when):
         raise RuntimeError("the writer's thread has died")
 
-    def close(self):
-        raise RuntimeError("closed twice")
+    def end(self, why):
+        pass
 
 
 def test_a_tracker_that_fails_is_one_warning_and_never_ends_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("bloomery.monitor.sinks.TensorBoard", Broken)
+    monkeypatch.setitem(TRACKERS, "tensorboard", Broken)
     told = []
     _, sink = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
     for _ in range(3):
         sink.write(step_done(1))
     sink.close()
-    assert len(told) == 1 and "tensorboard failed" in told[0] and "thread has died" in told[0]
+    assert len(told) == 1 and "tensorboard did not take step 1" in told[0] and "thread has died" in told[0]
 
 
 def test_a_tracker_that_cannot_be_opened_is_a_warning(tmp_path):
-    told = []
     (tmp_path / "tensorboard").write_text("a file stands here")
-    sinks = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
-    assert len(sinks) == 1 and "tensorboard could not be started" in told[0]
+    (told,) = warnings_of(tmp_path, "tensorboard")
+    assert "tensorboard could not be started" in told

@@ -1,7 +1,6 @@
 """Trackers: what they are told, and that nothing they do reaches a run. The libraries are stand-ins here."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,10 +9,9 @@ import pytest
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.errors import UserError
+from bloomery.monitor import trackers as tracking
 from bloomery.monitor.events import Resumed, RunEnded
-from bloomery.monitor.trackers import sink as tracking
-from bloomery.monitor.trackers.sink import TrackerSink, require
-from bloomery.monitor.trackers.worker import _wandb_mode
+from bloomery.monitor.trackers import TrackerSink, _wandb_mode, require
 
 CANARY = "hf_abcdefghijklmnopqrstuvwxyz012345"
 RECORD = """
@@ -75,16 +73,21 @@ def library(tmp_path, monkeypatch):
     run.mkdir()
     plan = {"name": "tiny", "train": {"steps": 40}, "data": {"path": "/x?token=" + CANARY}, "model": {"layers": 2}}
     (run / "plan.json").write_text(json.dumps(plan))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.syspath_prepend(str(folder))
 
     def install(name: str, source: str) -> Path:
         (folder / f"{name}.py").write_text(source)
+        forget()
         return run
 
-    return install
+    def forget() -> None:
+        for name in ("wandb", "trackio", "mlflow", "mlflow.entities", "mlflow.tracking", "record"):
+            sys.modules.pop(name, None)
+
+    yield install
+    forget()
 
 
 def told(run: Path) -> list[dict]:
@@ -132,6 +135,14 @@ def test_wandb_gets_the_figures_at_the_pace_of_the_recipe_and_how_the_run_ended(
     assert sum("log" in one for one in told(run)) == 1
 
 
+def test_what_its_library_prints_goes_nowhere_and_what_others_print_stays(library, capsys):
+    run, before = library("wandb", WANDB), sys.stdout
+    sink = TrackerSink("wandb", run, [].append)
+    print("an answer")
+    sink.close()
+    assert capsys.readouterr().out == "an answer\n" and sys.stdout is before
+
+
 def test_a_run_that_is_killed_is_told_as_failed(library):
     run = library("wandb", WANDB)
     tracked("wandb", run, [step_done(1)])
@@ -169,7 +180,6 @@ def test_trackio(library):
     [
         ("raise ImportError('half installed')", "trackio is not installed"),
         ("def init(**words): raise PermissionError('who are you? " + CANARY + "')", "PermissionError: who are you?"),
-        ("import os\ndef init(**words): os.abort()", "trackio has crashed (signal 6)"),
         ("def init(**words): raise SystemExit(3)", "could not be started"),
         (TRACKIO + "\ndef log(*words, **more): raise OSError('no route to host')", "OSError: no route to host"),
     ],
@@ -188,6 +198,8 @@ def test_whatever_a_library_does_is_one_warning(library, source, words):
 def test_a_library_that_hangs_stalls_nothing_and_is_left_behind(library, monkeypatch):
     monkeypatch.setattr(tracking, "FINISH_SECONDS", 0.5)
     monkeypatch.setattr(tracking, "WAITING_EVENTS", 50)
+    last_wishes = []
+    monkeypatch.setattr(tracking.atexit, "register", last_wishes.append)
     run = library("trackio", "import time\ndef init(**words): time.sleep(600)")
     warnings: list[str] = []
     begun = time.monotonic()
@@ -199,7 +211,7 @@ def test_a_library_that_hangs_stalls_nothing_and_is_left_behind(library, monkeyp
     assert time.monotonic() - begun < 6
     assert [w.split(":")[0] for w in warnings] == ["trackio is too slow", warnings[1]]
     assert "did not finish sending within" in warnings[1]
-    assert sink._process.poll() is not None
+    assert len(last_wishes) == 1  # what its library has registered to do at the exit is not done
 
 
 def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it(library, tmp_path, monkeypatch):
@@ -211,7 +223,6 @@ def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it
     assert error.value.remedy and "-m pip install wandb" in error.value.remedy
     (tmp_path / "libraries/wandb").rmdir()
     library("wandb", WANDB)
-    sys.modules.pop("wandb", None)
     require(["wandb"])
 
 

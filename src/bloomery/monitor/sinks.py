@@ -20,7 +20,6 @@ from bloomery.core.text import harmless, scrub
 from bloomery.core.units import MIB, format_bytes, format_seconds
 from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, lines, summary
 from bloomery.monitor.events import (
-    PROCESSOR,
     EvalDone,
     Event,
     GpuSampled,
@@ -39,6 +38,7 @@ from bloomery.monitor.events import (
     without_secrets,
 )
 from bloomery.monitor.tally import Tally, tally_of
+from bloomery.monitor.trackers import TrackerSink, paced
 
 Warn = Callable[[str], None]
 _HOOK_SECONDS = 10.0
@@ -53,11 +53,6 @@ class Sink(Protocol):
 
     def write(self, event: Event) -> None: ...
     def close(self) -> None: ...
-
-
-def paced(event: Event, every_steps: int) -> bool:
-    """Whether a sink that follows `monitor.every` shows this event; only steps are thinned."""
-    return not isinstance(event, StepDone) or event.step % every_steps == 0 or event.loss is None
 
 
 @final
@@ -153,74 +148,6 @@ class LogFile:
         self._file.close()
 
 
-_DEVICE_FIGURES = (
-    "utilisation", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
-)  # fmt: skip
-
-
-@final
-class TensorBoard:
-    """Scalars and samples for TensorBoard, written without importing torch. Raises ImportError without tensorboard."""
-
-    def __init__(self, folder: Path, every_steps: int = 1) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._proto, self._summary = event_pb2, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder))
-        self._every = every_steps
-
-    def write(self, event: Event) -> None:
-        if isinstance(event, Resumed):
-            # TensorBoard drops what lies at or after this step, so that repeated steps are drawn once
-            session = self._proto.SessionLog(status=self._proto.SessionLog.START)
-            self._add(event, event.step + 1, session_log=session)
-        elif isinstance(event, RunEnded):
-            self._writer.flush()
-        elif paced(event, self._every):
-            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(event).items()]
-            if values:
-                self._add(event, event.step, summary=self._summary(value=values))
-
-    def _add(self, event: Event, step: int, **content: Any) -> None:
-        self._writer.add_event(self._proto.Event(wall_time=event.time, step=step, **content))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event under the names that charts show; what is None is absent."""
-    match event:
-        case StepDone():
-            figures: dict[str, float | None] = {
-                "train/loss": event.loss,
-                "train/learning_rate": event.learning_rate,
-                "train/grad_norm": event.grad_norm,
-                "speed/tokens_per_second": event.tokens_per_second,
-                "speed/samples_per_second": event.samples_per_second,
-                "speed/step_seconds": event.step_seconds,
-                "speed/data_wait_seconds": event.data_wait_seconds,
-                "memory/gib": event.memory_gib,
-                **{f"train/{name}": value for name, value in event.metrics.items()},
-            }
-        case Vitals():
-            figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
-        case EvalDone():
-            figures = {
-                "eval/loss": event.loss,
-                "eval/perplexity": event.perplexity,
-                "eval/bits_per_byte": event.bits_per_byte,
-                **{f"eval/{name}": value for name, value in event.metrics.items()},
-            }
-        case GpuSampled():
-            folder = "processor" if event.device == PROCESSOR else f"gpu{event.device}"
-            figures = {f"{folder}/{name}": getattr(event, name) for name in _DEVICE_FIGURES}
-        case _:
-            figures = {}
-    return {name: value for name, value in figures.items() if value is not None}
-
-
 @final
 class CommandSink:
     """Runs the user's program with each event's JSON on its standard input; a hook that fails never stops a run.
@@ -296,61 +223,17 @@ def _last_words(process: "subprocess.Popen[bytes]", pipe: int, deadline: float) 
     return said
 
 
-@final
-class _Guarded:
-    """A sink whose failure, whatever its library raises, is one warning; it then gets nothing more of the run."""
-
-    def __init__(self, name: str, sink: Sink, warn: Warn) -> None:
-        self._name, self._sink, self._warn, self._works = name, sink, warn, True
-
-    def write(self, event: Event) -> None:
-        self._try(lambda: self._sink.write(event))
-
-    def close(self) -> None:
-        self._try(self._sink.close)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        if not self._works:
-            return
-        try:
-            work()
-        except Exception as error:
-            self._works = False
-            self._warn(f"{self._name} failed and gets no more of this run, training goes on: {_words(error)}")
-
-
-def _words(error: Exception) -> str:
-    said = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
 def open_sinks(
     run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
 ) -> list[Sink]:
     """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`. "auto" is
     TensorBoard where it is installed, and nothing where it is not: nobody asked for it.
     """
-    from bloomery.monitor.trackers.sink import TrackerSink  # which is a sink itself
-
-    sinks: list[Sink] = [LogFile(run_dir / "log.txt", every_steps)]
-    for name in names:
-        try:
-            sink: Sink
-            if name in ("auto", "tensorboard"):
-                sink = TensorBoard(run_dir / "tensorboard", every_steps)
-            else:
-                sink = TrackerSink(name, run_dir, warn, every_steps)
-            sinks.append(_Guarded("tensorboard" if name == "auto" else name, sink, warn))
-        except ImportError as error:
-            if name == "auto":
-                continue
-            warn(f"TensorBoard files are not written ({error}); mend: pip install 'bloomery[track]'")
-        except Exception as error:
-            warn(f"{name} could not be started, this run is not tracked there: {_words(error)}")
-    sinks += [
-        _Guarded(f"the hook {command}", CommandSink(command, folder, warn, every_steps), warn) for command in commands
+    return [
+        LogFile(run_dir / "log.txt", every_steps),
+        *(TrackerSink(name, run_dir, warn, every_steps) for name in names),
+        *(CommandSink(command, folder, warn, every_steps) for command in commands),
     ]
-    return sinks
 
 
 def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:

@@ -24,7 +24,7 @@ from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
-from bloomery.monitor.trackers.sink import require
+from bloomery.monitor.trackers import require
 from bloomery.plan.gather import corpus_of, counted, fetch, left_aside
 from bloomery.plan.local import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
