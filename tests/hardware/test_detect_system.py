@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core.child import ask
+from bloomery.core.child import output_of
 from bloomery.hardware.detect import system as detect_system
 from bloomery.hardware.detect.system import (
     newest,
@@ -136,10 +136,10 @@ def test_a_driver_that_hangs_is_said_and_not_waited_for(tmp_path, monkeypatch):
 
 
 def test_an_answer_has_a_time_limit():
-    assert ask([sys.executable, "-c", "print('here')"], seconds=30) == "here\n"
-    assert ask([sys.executable, "-c", "raise SystemExit(1)"], seconds=30) == ""
-    assert ask(["/no/such/program"], seconds=1) == ""
-    assert ask([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2) is None
+    assert output_of([sys.executable, "-c", "print('here')"], seconds=30) == "here\n"
+    assert output_of([sys.executable, "-c", "raise SystemExit(1)"], seconds=30) == ""
+    assert output_of(["/no/such/program"], seconds=1) == ""
+    assert output_of([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2) is None
 
 
 def _docker(root: Path) -> None:

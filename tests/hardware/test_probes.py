@@ -16,6 +16,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import BACKENDS
 
 HERE = Path(__file__).parent
+FAULTY = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
 HOST = Host(
     system="Linux", cpu_name="a CPU", cpu_cores=2, cpu_flags=("avx2",), memory_bytes=2**34, memory_free_bytes=2**33,
     disk_free_bytes=2**40,
@@ -30,8 +31,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def faulty(*names: str, seconds: float = 20.0, **job) -> tuple[Probe, ...]:
     wanted = [Spec(name=name, module="faulty_probes", seconds=seconds) for name in names]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    return probe(wanted, {"device": "cpu", "dtype": "float32", "arch": ""} | job, environment=environment)
+    return probe(wanted, {"device": "cpu", "dtype": "float32", "arch": ""} | job, environment=FAULTY)
 
 
 def machine(*devices: Accelerator, build: str = "cpu", torch: str | None = "2.13.0+cpu") -> Machine:
@@ -72,7 +72,7 @@ def test_a_hanging_probe_is_given_up_and_its_whole_group_is_dead(tmp_path, monke
 def test_progress_names_each_probe_and_counts():
     seen: list[tuple[str, int, int]] = []
     wanted = [Spec(name=name, module="faulty_probes") for name in ("fine-1", "segfault", "fine-2")]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    environment = FAULTY
     probe(wanted, {}, environment=environment, on_progress=lambda name, done, total: seen.append((name, done, total)))
     assert [name for name, _, _ in dict.fromkeys(seen)] == ["fine-1", "segfault", "fine-2"]
     assert {done for _, done, _ in seen} == {0, 1, 2} and {total for _, _, total in seen} == {3}
@@ -148,7 +148,7 @@ def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatc
     wanted = [Spec(name=f"sees-{joint}", module="faulty_probes", every_device=joint) for joint in (False, True)]
 
     def masks(**own: str) -> list[str]:
-        environment = {**os.environ, "PYTHONPATH": str(HERE), **own}
+        environment = FAULTY | own
         found = probe(wanted, {"device": "cuda"}, environment=environment, ours=profile.environment.value)
         return [each.facts["mask"] for each in found]
 

@@ -304,7 +304,7 @@ def test_a_reader_that_cannot_start_is_said_once(monkeypatch, told):
 def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatch):
     package = tmp_path / "amdsmi.py"
     package.write_text("import os\nos.abort()\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
     reader = Reader([CARD], said=told.append, root=tmp_path)
     assert reader.look() == []

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from bloomery.core.child import ask
+from bloomery.core.child import output_of
 from bloomery.hardware.detect.kfd import KfdNode, number_of, read_kfd, text_of
 from bloomery.hardware.detect.software import read_software
 from bloomery.hardware.detect.system import read_access, read_driver, read_surroundings
@@ -69,7 +69,7 @@ def nvidia_accelerators(root: Path, *, start: int) -> tuple[Accelerator, ...]:
     if program is None or not any((root / trace).exists() for trace in NVIDIA_TRACES):
         return ()
     query = [program, "--query-gpu=" + ",".join(NVIDIA_FIELDS), "--format=csv,noheader,nounits"]
-    return tuple(parse_nvidia_smi(ask(query, seconds=NVIDIA_SECONDS) or "", start=start))
+    return tuple(parse_nvidia_smi(output_of(query, seconds=NVIDIA_SECONDS) or "", start=start))
 
 
 def parse_nvidia_smi(text: str, *, start: int = 0) -> Iterator[Accelerator]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from bloomery.core.child import ask
+from bloomery.core.child import output_of
 from bloomery.core.units import MIB
 
 PATIENCE_SECONDS = 5.0
@@ -26,7 +26,7 @@ class Tenant:
 def tenants(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[Tenant, ...]:
     """Other processes with memory on a GPU, the largest first; what this user may not see is missing."""
     held: dict[int, int] = {}
-    for pid, size in (*_of_kfd(root), *_of_nvidia(ask(QUERY, seconds=PATIENCE_SECONDS) or "")):
+    for pid, size in (*_of_kfd(root), *_of_nvidia(output_of(QUERY, seconds=PATIENCE_SECONDS) or "")):
         held[pid] = held.get(pid, 0) + size
     others = [Tenant(pid, _name(proc, pid), size) for pid, size in held.items() if size and pid != os.getpid()]
     return tuple(sorted(others, key=lambda tenant: -tenant.bytes))

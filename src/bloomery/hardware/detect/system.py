@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from bloomery.core.child import ask
+from bloomery.core.child import output_of
 from bloomery.hardware.detect.kfd import masked_gpus, text_of
 from bloomery.hardware.machine import Access, Driver, Opening, Surroundings
 from bloomery.hardware.specs.wheels import site_here
@@ -62,7 +62,7 @@ def openings(paths: list[Path]) -> dict[Path, Opening]:
     """What opening each for reading and writing answers, asked in a child that may hang without harm."""
     if not paths:
         return {}
-    answer = ask([sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS)
+    answer = output_of([sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS)
     if answer is None:
         return dict.fromkeys(paths, "hung")
     numbers = answer.split()

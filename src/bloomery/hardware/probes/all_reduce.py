@@ -1,16 +1,16 @@
 """The all-reduce probe: one process a device, joined by a file. Torch is imported inside functions."""
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from bloomery.core.child import last_words
+from bloomery.core.child import Child, accept, tell
 from bloomery.hardware.probes.checks import Found, best_seconds
+
+MODULE = "bloomery.hardware.probes.all_reduce"
+LONGEST_SECONDS = 600.0  # whoever asked for the probe gives it up earlier
 
 
 def all_reduce(name: str, job: Mapping[str, Any]) -> Found:
@@ -21,61 +21,46 @@ def all_reduce(name: str, job: Mapping[str, Any]) -> Found:
     world = 2 if job["device"] == "cpu" else torch.cuda.device_count()
     if world < 2:
         return {"outcome": "absent", "said": f"{world} device is visible to torch"}
-    with _ranks(world, job["device"]) as processes:
-        answers = [process.communicate()[0].decode(errors="replace").splitlines() for process in processes]
-    for process, lines in zip(processes, answers, strict=True):
-        if process.returncode != 0:
-            return {"outcome": "failed", "said": last_words(lines) or f"a rank ended with {process.returncode}"}
-    found: Found = json.loads(answers[0][-1])
-    return found
-
-
-@contextmanager
-def _ranks(world: int, where: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """They share this process's session, so whoever kills its group kills them."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        told = {"world": world, "device": job["device"], "meeting": f"{folder}/meet"}
         environment = os.environ | {
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
-        }  # nothing leaves the machine
-        words = [sys.executable, "-m", "bloomery.hardware.probes.all_reduce"]
+        }  # it stays in here
         ranks = [
-            subprocess.Popen(
-                [*words, str(rank), str(world), where, f"{folder}/meet"],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        try:
-            yield ranks
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            stack.enter_context(Child(MODULE, told | {"rank": rank}, environment=environment)) for rank in range(world)
+        ]
+        answers = [rank.next(LONGEST_SECONDS) for rank in ranks]
+        for rank, answer in zip(ranks, answers, strict=True):
+            if not isinstance(answer, dict):
+                return {"outcome": "failed", "said": rank.ending() if answer == "ended" else "a rank never answered"}
+    found = answers[0]
+    assert isinstance(found, dict)
+    return found
 
 
-def be_rank(rank: int, world: int, where: str, meeting: str) -> None:
-    """One rank of `all_reduce`; rank 0 prints what was found."""
+def be_rank(job: Mapping[str, Any]) -> Found:
+    """What one rank of `all_reduce` finds; it is the same for all."""
     import torch
     from torch import distributed
 
-    device = "cpu" if where == "cpu" else f"cuda:{rank}"
-    if where != "cpu":
+    rank, world = job["rank"], job["world"]
+    device = "cpu" if job["device"] == "cpu" else f"cuda:{rank}"
+    if device != "cpu":
         torch.cuda.set_device(rank)
-    backend = "gloo" if where == "cpu" else "nccl"
-    distributed.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
-    size = 2**22 if where == "cpu" else 2**26
+    backend, size = ("gloo", 2**22) if device == "cpu" else ("nccl", 2**26)
+    distributed.init_process_group(backend, init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
     numbers = torch.full((size // 4,), float(rank + 1), device=device)
     distributed.all_reduce(numbers)
     right = bool((numbers == world * (world + 1) / 2).all())
     seconds = best_seconds(lambda: distributed.all_reduce(numbers), device)
+    distributed.destroy_process_group()
     carried = 2 * (world - 1) / world * size / seconds / 1e9
     facts = {"ranks": str(world), "backend": backend, "gb_per_second": f"{carried:.2f}"}
     said = {} if right else {"said": f"the sum over {world} ranks is not {world * (world + 1) // 2}"}
-    if rank == 0:
-        print(json.dumps({"outcome": "ok" if right else "wrong", "seconds": seconds, "facts": facts} | said))
-    distributed.destroy_process_group()
+    return {"outcome": "ok" if right else "wrong", "seconds": seconds, "facts": facts} | said
 
 
 if __name__ == "__main__":
-    be_rank(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5])
+    job = accept()
+    tell(job, be_rank(job))
