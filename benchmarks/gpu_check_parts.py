@@ -91,7 +91,7 @@ def drawn_here(_start: Any, model: Any) -> None:
     import torch
 
     from bloomery.model.adapters.lora import is_adapter
-    from bloomery.model.quantization.apply import quantised_weights
+    from bloomery.model.io.weights import quantised_weights
 
     std = model.config.initializer_range
     with torch.no_grad():

@@ -135,7 +135,7 @@ def spectra(base: Path, work: Path, rows: list[dict[str, Any]]) -> dict[str, Any
     """Singular values of what each method added to the matrices of the middle layer, and to all, as shares."""
     import torch
 
-    from bloomery.model.adapters.merge import merged_state
+    from bloomery.export.layouts import merged_state
     from bloomery.runs.evaluate import load_to_evaluate
 
     start = merged_state(load_to_evaluate(base)[0], torch.float32)

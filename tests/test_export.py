@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from bloomery.core.errors import UserError
-from bloomery.export import hf
+from bloomery.export import layouts as hf
 from bloomery.export.card import model_card, training_of
-from bloomery.export.hf import export
+from bloomery.export.layouts import export
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
 from models_for_tests import make_model, make_run

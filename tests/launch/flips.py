@@ -18,8 +18,7 @@ import torch
 
 from bloomery.core import seals
 from bloomery.core.errors import UserError
-from bloomery.export.adapter import export_adapter
-from bloomery.export.hf import export
+from bloomery.export.layouts import export, export_adapter
 from bloomery.monitor.events import EventLog, StepDone, Warned, last_per_step, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe

@@ -19,7 +19,7 @@ from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import load_decoder, materialize, model_state, read_model, write_model
 from bloomery.model.transformers_backend import backbone as foreign
 from bloomery.model.transformers_backend import config as foreign_config
-from bloomery.model.transformers_backend.checks import check_rows
+from bloomery.model.transformers_backend.backbone import check_rows
 from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})

@@ -9,8 +9,14 @@ from bloomery.core.errors import UserError
 from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
-from bloomery.model.io.weights import init_weights, load_decoder, read_model
-from bloomery.model.quantization.apply import QuantisedLinear, quantise, quantised_weights
+from bloomery.model.io.weights import (
+    QuantisedLinear,
+    init_weights,
+    load_decoder,
+    quantise,
+    quantised_weights,
+    read_model,
+)
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.simulate.tracker import Tracker

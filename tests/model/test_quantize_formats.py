@@ -9,7 +9,8 @@ import torch
 from quantised_oracle import SHAPES, digest, weight_of
 from torch import Tensor
 
-from bloomery.model.quantization.formats import (
+from bloomery.model.quantization.sizes import BLOCK, storage_bytes
+from bloomery.model.quantization.weight import (
     NF4_LEVELS,
     dequantise_int8,
     dequantise_nf4,
@@ -19,7 +20,6 @@ from bloomery.model.quantization.formats import (
     quantise_nf4,
     quantise_scales,
 )
-from bloomery.model.quantization.sizes import BLOCK, storage_bytes
 
 ORACLE = json.loads((Path(__file__).parent / "quantised_by_bitsandbytes.json").read_text())["cases"]
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bloomery.core.errors import UserError
-from bloomery.model.quantization import formats as quantize_operator
+from bloomery.model.quantization import weight as quantize_operator
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.model.quantization.weight import QuantisedWeight
 from bloomery.parallel.apply import _selective_contexts

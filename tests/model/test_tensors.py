@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from bloomery.core.errors import UserError
 from bloomery.model.io import safetensors as tensors
 from bloomery.model.io.safetensors import Reader
-from bloomery.model.io.weight_files import stored_tensors
+from bloomery.model.io.stored import stored_tensors
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ import bloomery
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.families.registry import config_from_hf
-from bloomery.model.io.renaming import from_hf_names, to_hf_names
+from bloomery.model.io.safetensors import from_hf_names, to_hf_names
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 
 SHAPES = ["gpt2", "phi3", "qwen3", "gemma2", "olmo2", "llama2"]

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import init_weights
-from bloomery.model.quantization.apply import quantise
+from bloomery.model.io.weights import init_weights, quantise
 from bloomery.parallel import offload
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations

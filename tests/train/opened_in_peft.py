@@ -8,8 +8,16 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from bloomery.model.adapters.merge import merged
-from bloomery.model.io.weights import load_decoder
+from bloomery.export.layouts import merged_state
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.weights import fresh_decoder, load_decoder
+
+
+def merged(model: Decoder) -> Decoder:
+    """A plain decoder with the merged weights."""
+    plain = fresh_decoder(model.config, seed=0)
+    plain.load_state_dict(merged_state(model, torch.float32), strict=not model.config.tie_embeddings)
+    return plain.eval()
 
 
 def assert_opens_in_peft(base: Path, checkpoint: Path, tokens_BT: Tensor, *, merged_within: float = 1e-4) -> None:

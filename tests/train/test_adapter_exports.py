@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from opened_in_peft import merged
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 from structured_runs import write_answers
@@ -16,10 +17,7 @@ from torch.testing import assert_close
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.export.adapter import export_adapter
-from bloomery.export.hf import export
-from bloomery.export.merged import export_merged
-from bloomery.model.adapters.merge import merged
+from bloomery.export.layouts import export, export_adapter, export_merged
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora, Reward
 from bloomery.train.model_folder import find_model

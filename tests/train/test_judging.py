@@ -15,8 +15,7 @@ from structured_runs import write_answers
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.export.adapter import export_adapter
-from bloomery.export.merged import export_merged
+from bloomery.export.layouts import export_adapter, export_merged
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan

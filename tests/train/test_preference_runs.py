@@ -152,7 +152,7 @@ def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
 
 
 def test_an_exported_reward_model_opens_and_says_what_its_loss_is_of(answers, tmp_path):
-    from bloomery.export.hf import export
+    from bloomery.export.layouts import export
 
     pytest.importorskip("transformers")
     config = PLAIN.__class__(**vars(PLAIN) | {"head": "values"})

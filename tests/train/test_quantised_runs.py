@@ -6,10 +6,9 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, resumed_bitwise
 from safetensors.torch import load_file
 
-from bloomery.model.adapters.merge import merged_state
+from bloomery.export.layouts import merged_state
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.model.quantization.apply import quantised_weights
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantised_weights, write_model
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.state import build_state

@@ -17,13 +17,12 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Loader
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export.layouts import merged_state
 from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
-from bloomery.model.adapters.merge import merged_state
-from bloomery.model.adapters.peft_write import write_adapter
+from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.targets import adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.model.quantization.apply import quantised_weights
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantised_weights, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
@@ -206,7 +205,7 @@ def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(pre
 MERGE = """
 import sys
 from pathlib import Path
-from bloomery.export.merged import export_merged
+from bloomery.export.layouts import export_merged
 from bloomery.train.model_folder import Found
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 for name in ("small", "large"):

@@ -31,9 +31,7 @@ def command(model: str, layout: str, out: Path, dtype: str | None, step: str, ve
         problem = f"--to {layout} copies the weights as they are"
         raise UserError(problem, where="--type", remedy="leave out --type", code=2)
     source, use = model_path(model), chosen_use(devices)
-    from bloomery.export.adapter import export_adapter
-    from bloomery.export.hf import export
-    from bloomery.export.merged import export_merged
+    from bloomery.export.layouts import export, export_adapter, export_merged
     from bloomery.train.model_folder import find_model
 
     found = find_model(source, step)

@@ -114,8 +114,7 @@ def _came_back(seen: "Rehearsal", folder: Path) -> Iterator[tuple[str, str, floa
 
 def _take_away(folder: Path) -> None:
     """Export and report; both read what the run has left."""
-    from bloomery.export.adapter import export_adapter
-    from bloomery.export.hf import export
+    from bloomery.export.layouts import export, export_adapter
     from bloomery.report import write_report
     from bloomery.train.model_folder import find_model
 

@@ -28,7 +28,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.data.tokenizer.training import refuse_few_tokens
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
 from bloomery.model.families.presets import known_config, published_config, read_config
-from bloomery.model.io.weight_files import find_tensors, is_bare, stored_parameters
+from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe

@@ -10,11 +10,11 @@ from typing import Any
 from bloomery.data.chat.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.base_model import TENSORS, Base, read_settings, refuse_other_base
-from bloomery.model.adapters.peft_read import read_adaptation
+from bloomery.model.adapters.peft_files import read_adaptation
 from bloomery.model.adapters.targets import Adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.families.presets import read_config
-from bloomery.model.io.weight_files import Stored, find_tensors, stored_in, stored_parameters
+from bloomery.model.io.stored import Stored, find_tensors, stored_in, stored_parameters
 from bloomery.train.model_folder import Found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.model.attention import blockwise, per_document
-from bloomery.model.attention.operator import Options, Rows, like_projection, sums_like
+from bloomery.model.attention.blockwise import Options, Rows, like_projection, sums_like
 from bloomery.model.quantization.sizes import CPU_PIECE, GPU_PIECE, PIECE_BYTES
 from bloomery.simulate.gpu_kernels import flash_backward
 from bloomery.simulate.tracker import tracing

@@ -13,12 +13,11 @@ from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Cursor
 from bloomery.model.adapters.base_model import Base, base_of, digest
 from bloomery.model.adapters.lora import adapt, init_adapters, note_base, trained_state
+from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
-from bloomery.model.adapters.peft_write import read_trained, write_adapter, write_named
 from bloomery.model.adapters.targets import Adaptation, adaptation
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import init_weights, read_model, write_model
-from bloomery.model.quantization.apply import quantise
+from bloomery.model.io.weights import init_weights, quantise, read_model, write_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.store import note_model
 from bloomery.plan.types import Plan

@@ -15,8 +15,7 @@ from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import load_decoder
-from bloomery.model.quantization.apply import quantise, quantised_weights
+from bloomery.model.io.weights import load_decoder, quantise, quantised_weights
 from bloomery.model.quantization.sizes import PIECE_BYTES, Reader, backend, storage_bytes
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import in_precision, prepare_weights

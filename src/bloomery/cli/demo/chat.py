@@ -66,7 +66,7 @@ def find_base() -> Path | None:
 
 def exported(run: Path) -> Path:
     """Its export, which is made when it has none."""
-    from bloomery.export.hf import export
+    from bloomery.export.layouts import export
     from bloomery.train.model_folder import model_folder
 
     folder = run / "export" / "hf"

@@ -67,7 +67,7 @@ def tell_plan(story: Story, plan: "Plan") -> None:
 def examine(folder: Path, story: Story, kill: "Kill | None", began: float) -> dict[str, Any]:
     """Exam, sample, comparison, export and report of the finished run; returns the document of `--json`."""
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.export.hf import export
+    from bloomery.export.layouts import export
     from bloomery.model.io.weights import load_decoder
     from bloomery.plan.store import read_plan
     from bloomery.report import Bars, write_report

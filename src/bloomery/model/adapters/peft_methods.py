@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.base_model import read_settings, right_base
-from bloomery.model.adapters.peft_fields import (
+from bloomery.model.adapters.peft_files import adapter_tensors
+from bloomery.model.adapters.peft_settings import (
     constructed,
     method_settings,
     named,
     refuse_stored_otherwise,
     unknown_key,
 )
-from bloomery.model.adapters.peft_write import adapter_tensors
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.transformers_backend.backbone import ForeignBackbone

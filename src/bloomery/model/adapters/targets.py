@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
-from bloomery.model.families.weight_names import places
+from bloomery.model.io.stored import places
 from bloomery.recipe.schema import Lora
 
 ALL_LINEAR, NORMS = "all-linear", "norms"

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.model.attention.blockwise import blockwise, reach_of
-from bloomery.model.attention.operator import Options, Rows
+from bloomery.model.attention.blockwise import Options, Rows, blockwise, reach_of
 from bloomery.model.attention.per_document import per_document
 from bloomery.model.norms import working_dtype
 

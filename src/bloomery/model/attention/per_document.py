@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.model.attention import blockwise
-from bloomery.model.attention.blockwise import Task
-from bloomery.model.attention.operator import Options, Rows, attention_operator, sums_like
+from bloomery.model.attention.blockwise import Options, Rows, Task, attention_operator, sums_like
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -1,4 +1,4 @@
-"""Values of tensors in safetensors files, read straight into memory that is already there."""
+"""Values of tensors in safetensors files, read straight into memory that is already there; names both ways."""
 
 import json
 import math
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.model.io.weight_files import DTYPES, Stored
+from bloomery.model.config import ModelConfig
+from bloomery.model.io.stored import DTYPES, Stored, places
 
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
 
@@ -148,3 +149,30 @@ def split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
         group.append(name)
         total += size
     yield group
+
+
+def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our tensors as transformers stores them; fused and transposed ones are new, the others are the same tensors.
+
+    `state` may be some of them, but of what is stored fused all parts or none.
+    """
+    pieces: dict[str, list[str]] = {}
+    where = places(config)
+    for name, place in where.items():
+        if name in state:
+            pieces.setdefault(place.name, []).append(name)
+    stored = {}
+    for target, names in pieces.items():
+        parts = [state[name] for name in names]  # in the order of their rows, as parameter_shapes lists them
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        stored[target] = (whole.t() if where[names[0]].transposed else whole).contiguous()
+    return stored
+
+
+def from_hf_names(stored: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Undoes `to_hf_names`: views where the storage allows it."""
+    state = {}
+    for name, place in places(config).items():
+        whole = stored[place.name].t() if place.transposed else stored[place.name]
+        state[name] = whole[place.first : place.first + place.rows]
+    return state

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -12,24 +12,60 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.model.adapters.base_model import base_folder, is_adapter_folder, read_settings, refuse_other_base
-from bloomery.model.adapters.lora import adapt_as, is_adapter, note_base
+from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter, note_base
+from bloomery.model.adapters.peft_files import read_adaptation, read_trained
 from bloomery.model.adapters.peft_methods import open_method
-from bloomery.model.adapters.peft_read import read_adaptation
-from bloomery.model.adapters.peft_write import read_trained
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import grown, read_config
 from bloomery.model.families.registry import config_to_hf
-from bloomery.model.families.weight_names import Place, places
-from bloomery.model.io.renaming import to_hf_names
-from bloomery.model.io.safetensors import Reader, split_shards, write_tensors
-from bloomery.model.io.weight_files import Stored, stored_parameters
-from bloomery.model.quantization.apply import quantised_weights
+from bloomery.model.io.safetensors import Reader, split_shards, to_hf_names, write_tensors
+from bloomery.model.io.stored import Place, Stored, places, stored_parameters
 from bloomery.model.quantization.weight import QuantisedWeight
 from bloomery.model.randomness import stream
-from bloomery.model.transformers_backend.backbone import ForeignBackbone, loaded_safely
-from bloomery.model.transformers_backend.checks import TOLERANCE, check_head
+from bloomery.model.transformers_backend.backbone import TOLERANCE, ForeignBackbone, check_head, loaded_safely
+from bloomery.recipe.schema import Quantize
+
+
+class QuantisedLinear(nn.Module):
+    """A frozen linear map without an adapter."""
+
+    def __init__(self, stored: QuantisedWeight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.stored, self.bias = stored, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.stored(x, self.bias)
+        return product
+
+
+def quantise(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> None:
+    """In place: the frozen matrices inside the layers; biases, norms, embeddings and the head stay as they are.
+
+    On the meta device their numbers come later (`QuantisedWeight.fill`), elsewhere from the weights that are there.
+    """
+    for path, linear in list(model.named_modules()):
+        if not path.startswith("model.layers.") or not isinstance(linear, nn.Linear) or linear.weight.requires_grad:
+            continue
+        weight = linear.weight
+        stored = QuantisedWeight(weight.shape, quantize, reader=reader, device=weight.device)
+        if weight.device.type != "meta":
+            stored.fill([weight.detach()], name=f"{path}.weight")
+        if isinstance(linear, LoraLinear):
+            linear.register_parameter("weight", None)
+            linear.stored = stored
+        else:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, QuantisedLinear(stored, linear.bias))
+
+
+def quantised_weights(model: nn.Module) -> Iterator[tuple[str, QuantisedWeight]]:
+    """By the name that the weight has as a parameter."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedWeight):
+            yield name.removesuffix(".stored") + ".weight", module
+
 
 SHARD_BYTES = 4 * 2**30
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.

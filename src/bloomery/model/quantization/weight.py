@@ -1,24 +1,258 @@
-"""A frozen weight in 4 or 8 bits: its buffers, how it gets in, and what a layer asks of it."""
+"""NF4 and int8 in blocks of 64 weights, and scales in 8 bits: numbers there and back, in plain torch.
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import final
+NF4 gives bit for bit what bitsandbytes stores and reads, so that its kernels can read ours. N numbers, flat; blocks
+follow each other without regard to rows, and the last one may be short.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.model.norms import working_dtype
-from bloomery.model.quantization.formats import (
-    Stored,
-    dequantised,
-    quantise_int8,
-    quantise_nf4,
-    quantise_scales,
-    quantised_product,
-    ready,
-)
-from bloomery.model.quantization.sizes import BLOCK, buffer_bytes
+from bloomery.model.quantization.sizes import BLOCK, CPU_PIECE, GPU_PIECE, SCALES_BLOCK, buffer_bytes
 from bloomery.recipe.schema import Quantize
+
+# Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (arXiv:2305.14314, appendix E).
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+LEAST = 1e-38  # a block of zeros is divided by this
+
+
+def quantise_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, two in a byte with the first one above (uint8 [N / 2]), and the largest size in each block (float32)."""
+    blocks, scales = _blocks(values_N, BLOCK)
+    pairs = _bounds_below(_normed(blocks, scales), nf4_bounds(values_N.device)).view(-1, 2)
+    return (pairs[:, 0] << 4 | pairs[:, 1])[: -(-len(values_N) // 2)], scales
+
+
+def dequantise_nf4(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
+    """Undoes `quantise_nf4`: level times scale in float32, rounded once to the dtype of `into_N`."""
+    values = nf4_pairs(codes.device).index_select(0, codes.int()).view(torch.float32)
+    _scaled(values[: len(into_N)], scales, into_N)
+
+
+def quantise_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes from -127 to 127 (int8 [N]), and what a step of one is worth in each block (float32)."""
+    blocks, largest = _blocks(values_N, BLOCK)
+    codes = (_normed(blocks, largest) * 127.0).round_().to(torch.int8)
+    return codes.view(-1)[: len(values_N)], largest / 127.0
+
+
+def dequantise_int8(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
+    """Undoes `quantise_int8`, in float32, rounded once to the dtype of `into_N`."""
+    _scaled(codes.float(), scales, into_N)
+
+
+def quantise_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of 8 bits (uint8 [N]) and what they are of: the largest of each 256, then the mean (float32).
+
+    The mean is summed in float64: a base that is quantised again, with other threads, is the same to the bit.
+    """
+    mean = scales_N.double().mean().float()
+    blocks, outer = _blocks(scales_N - mean, SCALES_BLOCK)
+    levels = dynamic_levels(scales_N.device)
+    bounds = (levels[:-1] + levels[1:]) / 2
+    codes = torch.bucketize(_normed(blocks, outer), bounds, out_int32=True).to(torch.uint8)
+    return codes.view(-1)[: len(scales_N)], torch.cat([outer, mean[None]])
+
+
+def dequantise_scales(codes: Tensor, outer: Tensor) -> Tensor:
+    """Undoes `quantise_scales`."""
+    scales = dynamic_levels(codes.device).index_select(0, codes.int())
+    result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+    _scaled(scales, outer[:-1], result, size=SCALES_BLOCK)
+    return result.add_(outer[-1])
+
+
+def _blocks(values_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The values in rows of `size`, float32, zeros after the last; and the largest size in each row."""
+    blocks = F.pad(values_N.float(), (0, -len(values_N) % size)).view(-1, size)
+    return blocks, blocks.abs().amax(1)
+
+
+def _normed(blocks: Tensor, scales: Tensor) -> Tensor:
+    # A product with the reciprocal, as bitsandbytes' kernels do it: a quotient differs in the last bit.
+    return blocks * scales.clamp_min(LEAST).reciprocal()[:, None]
+
+
+def _bounds_below(values: Tensor, bounds: Tensor) -> Tensor:
+    """How many bounds lie below each value, uint8: torch.bucketize, which takes three times as long on a processor."""
+    count = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    above = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    for bound in bounds:
+        torch.gt(values, bound, out=above)
+        count += above.view(torch.uint8)
+    return count
+
+
+def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = BLOCK) -> None:
+    """into = values times the scale of their block; the values are not needed afterwards."""
+    whole = len(values_N) // size * size
+    values_N[:whole].view(-1, size).mul_(scales[: whole // size, None])
+    if whole < len(values_N):
+        values_N[whole:].mul_(scales[-1])
+    into_N.copy_(values_N)
+
+
+@cache
+def nf4_levels(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_LEVELS, device=device)
+
+
+@cache
+def nf4_bounds(device: torch.device) -> Tensor:
+    """Half way between the levels."""
+    levels = nf4_levels(device)
+    return (levels[:-1] + levels[1:]) / 2
+
+
+@cache
+def nf4_pairs(device: torch.device) -> Tensor:
+    """The two float32 levels of every byte, as one int64 [256]: a look-up for two weights, of words of 8 bytes."""
+    levels = nf4_levels(device)
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1).view(torch.int64).squeeze(1)
+
+
+@cache
+def dynamic_levels(device: torch.device) -> Tensor:
+    """256 levels in [-1, 1] whose exponents have ever more fractions: dynamic tree quantisation (arXiv:1511.04561).
+
+    For 10^-6 to 10^0 the middles of 1, 2, 4, ... 64 equal parts of [0.1, 1], with both signs; then 0 and 1.
+    """
+    positive = []
+    for exponent in range(7):
+        ends = torch.linspace(0.1, 1.0, 2**exponent + 1)
+        positive.append(10.0 ** (exponent - 6) * ((ends[:-1] + ends[1:]) / 2.0))
+    magnitudes = torch.cat(positive)
+    return torch.cat([-magnitudes, magnitudes, torch.tensor([0.0, 1.0])]).sort().values.to(device)
+
+
+class Buffers(NamedTuple):
+    """The buffers of a quantised weight [O, I]; `outer` is empty where the scales are float32."""
+
+    codes: Tensor
+    scales: Tensor
+    outer: Tensor
+    outputs: int
+    inputs: int
+    reader: str  # torch, compiled, bitsandbytes
+
+
+_READ: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
+    torch.uint8: dequantise_nf4,
+    torch.int8: dequantise_int8,
+}
+
+
+def dequantised(stored: Buffers, dtype: torch.dtype) -> Tensor:
+    """The weight as floats, [O, I]."""
+    codes, shape = stored.codes, (stored.outputs, stored.inputs)
+    if stored.outer.numel():
+        scales = dequantise_scales(stored.scales, stored.outer.view(torch.float32))
+    else:
+        scales = stored.scales.view(torch.float32)
+    if stored.reader == "bitsandbytes":
+        weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, BLOCK, "nf4", shape, dtype)
+        return weight
+    if stored.reader == "compiled" and scales.numel() * BLOCK == stored.outputs * stored.inputs:
+        values: Tensor = _one_kernel(codes.dtype)(codes, scales, nf4_levels(codes.device), dtype)
+        return values.view(shape)
+    read, in_a_byte = _READ[codes.dtype], 2 if codes.dtype == torch.uint8 else 1
+    flat = torch.empty(stored.outputs * stored.inputs, dtype=dtype, device=codes.device)
+    piece = CPU_PIECE if codes.device.type == "cpu" else GPU_PIECE
+    for first in range(0, len(flat), piece):
+        part = flat[first : first + piece]
+        some = codes[first // in_a_byte : -(-(first + len(part)) // in_a_byte)]
+        read(some, scales[first // BLOCK : -(-(first + len(part)) // BLOCK)], part)
+    return flat.view(shape)
+
+
+@cache
+def _one_kernel(codes: torch.dtype) -> Callable[..., Tensor]:
+    """Of weights of whole blocks: (codes, scales, levels of nf4, dtype) to floats, without anything between."""
+    return torch.compile(_nf4_at_once if codes == torch.uint8 else _int8_at_once, dynamic=True)
+
+
+def _nf4_at_once(codes: Tensor, scales: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    values = levels.index_select(0, torch.stack([codes >> 4, codes & 15], dim=1).view(-1).int())
+    return (values.view(-1, BLOCK) * scales[:, None]).to(dtype)
+
+
+def _int8_at_once(codes: Tensor, scales: Tensor, _levels: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.float().view(-1, BLOCK) * scales[:, None]).to(dtype)
+
+
+def ready(reader: str) -> str:
+    """The same, its operators known to torch. Raises UserError when bitsandbytes is gone since the plan was made."""
+    if reader == "bitsandbytes":
+        try:
+            import bitsandbytes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # its operators
+        except ImportError as error:
+            raise UserError(
+                "the plan reads the 4-bit weights with bitsandbytes, which is not here any more",
+                remedy="pip install --no-deps 'bitsandbytes>=0.50.0'",
+            ) from error
+    return reader
+
+
+def quantised_product(x: Tensor, stored: Buffers) -> Tensor:
+    """x [..., I] times the weight, [..., O], in the dtype of x. The gradient goes to x alone."""
+    result: Tensor = _ahead(x, *stored)
+    return result
+
+
+class _Context(Protocol):
+    saved_tensors: tuple[Tensor, ...]
+    sizes: tuple[int, int, str]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+@torch.library.custom_op("bloomery::quantised_product", mutates_args=())
+def _ahead(x: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        weight_OI = dequantised(Buffers(codes, scales, outer, outputs, inputs, reader), x.dtype)
+        return torch.nn.functional.linear(x, weight_OI)
+
+
+@torch.library.custom_op("bloomery::quantised_product_backward", mutates_args=())
+def _back(grad: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
+    with torch.autocast(grad.device.type, enabled=False):
+        return grad @ dequantised(Buffers(codes, scales, outer, outputs, inputs, reader), grad.dtype)
+
+
+def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.sizes = inputs[4:]
+
+
+def _differentiate(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _back(grad, *ctx.saved_tensors, *ctx.sizes), *[None] * 6
+
+
+@_ahead.register_fake
+def _ahead_fake(x: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, outputs: int, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+@_back.register_fake
+def _back_fake(
+    grad: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, _outputs: int, inputs: int, *_: Any
+) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], inputs)
+
+
+_ahead.register_autograd(_differentiate, setup_context=_save)
+
 
 AT_ONCE = 2**20  # weights that are quantised together: some 16 bytes each while that lasts
 
@@ -48,8 +282,8 @@ class QuantisedWeight(nn.Module):
         self.register_buffer("outer", outer, persistent=False)
 
     @property
-    def stored(self) -> Stored:
-        return Stored(self.codes, self.scales, self.outer, self.outputs, self.inputs, self.reader)
+    def stored(self) -> Buffers:
+        return Buffers(self.codes, self.scales, self.outer, self.outputs, self.inputs, self.reader)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., I] times the weight, plus the bias, in the dtype that autocast gives products."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.decoder import Attention, Decoder
-from bloomery.model.transformers_backend.checks import check_head, check_rows
+from bloomery.model.transformers_backend.backbone import check_head, check_rows
 from bloomery.plan.types import Plan
 from bloomery.train.forward import looking, precision_context
 from bloomery.train.run import Unsound

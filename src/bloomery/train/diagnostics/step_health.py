@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.loading.loader import Batch
-from bloomery.model.divergence import Divergence
-from bloomery.model.heads import LabelScores
+from bloomery.model.heads import Divergence, LabelScores
 from bloomery.monitor.events import Vitals
 from bloomery.train.objectives.build import Objective
 

@@ -12,8 +12,8 @@ from bloomery.hub import local_model
 from bloomery.model.attention.support import supports
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.divergence import Divergence, Teacher
 from bloomery.model.families.presets import read_config
+from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import load_decoder
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
 from bloomery.plan.types import Plan

@@ -20,7 +20,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.adapters.targets import ALL_LINEAR, unknown_module
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
-from bloomery.model.families.weight_names import places
+from bloomery.model.io.stored import places
 from bloomery.recipe.schema import Peft
 
 # The tuners of PEFT 0.21 that change matrices of a model and that Bloomery has not of its own.

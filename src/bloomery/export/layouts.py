@@ -1,0 +1,385 @@
+"""Models for other programs: a whole model for transformers, vLLM and kin, an adapter for PEFT, or both merged."""
+
+import copy
+import glob
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import abandoned, remove
+from bloomery.core.units import format_bytes
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export.card import model_card, training_of
+from bloomery.model.adapters.base_model import (
+    CONFIG,
+    TENSORS,
+    base_of,
+    is_adapter_folder,
+    read_settings,
+    refuse_other_base,
+)
+from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
+from bloomery.model.adapters.peft_files import read_adaptation, read_trained
+from bloomery.model.adapters.peft_methods import has_method, merge_methods
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
+from bloomery.model.families.presets import read_config
+from bloomery.model.families.registry import config_to_hf
+from bloomery.model.io.safetensors import Reader
+from bloomery.model.io.stored import find_tensors
+from bloomery.model.io.weights import StoredModel, load_decoder, write_model, write_model_piecewise
+from bloomery.train.model_folder import Found
+from bloomery.train.use import Use
+
+TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`proofs` says what was checked, one sentence each; empty without verification."""
+
+    folder: Path
+    bytes: int
+    proofs: tuple[str, ...]
+
+
+def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+    """Copies the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
+
+    `out` appears whole or not at all. Verification reads it back, compares every tensor with the source, runs it, and
+    opens it in transformers where that is installed. Raises UserError when `out` exists or the copy does not hold.
+    """
+    if is_adapter_folder(source):
+        raise UserError(
+            "this is an adapter: there is no whole model to copy", where=str(source), code=2,
+            remedy="--to merged writes a whole model, --to adapter the adapter alone",
+        )  # fmt: skip
+    config = read_config(source)
+    with draft_of(out) as draft:
+        dtype = _copy_weights(source, draft)
+        write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+        write_json(draft / "generation_config.json", generation_settings(source, config))
+        load_tokenizer(source).save(draft)
+        (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
+        proofs = tuple(_proofs(source, draft, use or Use("cpu"))) if verify else ()
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
+
+
+@contextmanager
+def draft_of(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name when the block ends well, and disappears when it does not."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError("this place is taken; nothing is overwritten", where=str(out), remedy="choose another --out")
+    draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    try:
+        for left in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
+            if abandoned(left):
+                remove(left)
+        draft.mkdir(parents=True)
+        yield draft
+        draft.replace(out)
+    except OSError as error:
+        problem = f"the export cannot be written: {error.strerror or error}"
+        raise UserError(problem, where=str(out), remedy="choose another --out, or make room") from error
+    finally:
+        if draft.exists():
+            shutil.rmtree(draft)
+
+
+def _copy_weights(source: Path, draft: Path) -> str:
+    """Copies the weight files; answers the dtype of the first tensor."""
+    tensors = find_tensors(source)
+    for path in sorted({stored.path for stored in tensors.values()}):
+        shutil.copyfile(path, draft / path.name)
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        shutil.copyfile(index, draft / index.name)
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
+    """The settings that came with the model, else its token ids."""
+    stated = source / "generation_config.json"
+    if stated.is_file():
+        try:
+            settings: dict[str, object] = json.loads(stated.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problem = f"generation_config.json is not JSON: {error}"
+            raise UserError(problem, where=str(stated), remedy="mend or delete that file") from error
+        return settings
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
+
+
+def _proofs(source: Path, draft: Path, use: Use) -> Iterator[str]:
+    yield _same_tensors(source, draft)
+    decoder = load_to_check(draft, use)
+    logits, config = finite(probe(decoder), source), decoder.config
+    del decoder
+    if importlib.util.find_spec("transformers") is not None:
+        yield opens_in_transformers(draft, logits, config)
+
+
+def load_to_check(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
+    """The model in float32 on the device. Raises UserError where it does not fit, before memory is taken."""
+
+    def refuse_full(decoder: Decoder) -> None:
+        needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
+        if needed > free:
+            problem = f"to check the export takes {format_bytes(needed)}, and {use.name} has {format_bytes(free)} free"
+            remedy = "--no-verify leaves the check out" + (", or --devices cpu" if use.device == "cuda" else "")
+            raise UserError(problem, where=str(folder), remedy=remedy)
+
+    return load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
+
+
+def _same_tensors(source: Path, draft: Path) -> str:
+    ours, theirs = find_tensors(source), find_tensors(draft)
+    with Reader() as reader:
+        for name, stored in ours.items():
+            copies = [reader.read(each, 0, each.shape[0] if each.shape else 1) for each in (stored, theirs[name])]
+            if not torch.equal(copies[0].view(torch.uint8), copies[1].view(torch.uint8)):
+                raise UserError(f"{name} changed while it was copied", where=str(draft), remedy="check the disk")
+    return f"read back: all {len(ours)} tensors are the same"
+
+
+def probe(decoder: Decoder) -> torch.Tensor:
+    with torch.no_grad():
+        device = decoder.model.embed_tokens.weight.device
+        logits: torch.Tensor = decoder(probe_tokens(decoder.config).to(device))
+    return logits.cpu()
+
+
+def finite(logits: torch.Tensor, source: Path) -> torch.Tensor:
+    """The same logits. Raises UserError when they are no numbers."""
+    if not bool(torch.isfinite(logits).all()):
+        problem = "the exported model answers with numbers that are not finite"
+        raise UserError(problem, where=str(source), remedy="choose an earlier --step")
+    return logits
+
+
+def probe_tokens(config: ModelConfig) -> torch.Tensor:
+    length = min(PROBE_TOKENS, config.max_positions)
+    return torch.arange(length)[None] * 7919 % config.vocab_size
+
+
+def last_value(values_BT: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Of the probe's values the one that transformers' classifiers give: of the last token that is not padding."""
+    kept = (probe_tokens(config)[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
+    return values_BT[:, int(kept.max())]
+
+
+def opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
+    transformers = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    values, tokens = config.head == "values", probe_tokens(config)
+    kind = transformers.AutoModelForSequenceClassification if values else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
+    transformers.AutoTokenizer.from_pretrained(draft)
+    with torch.no_grad():
+        theirs = model.eval()(tokens).logits
+    logits = last_value(logits, config) if values else logits
+    error = float((theirs - logits).abs().max())
+    if error > TOLERANCE * max(1.0, float(logits.abs().max())):
+        problem = f"transformers computes other logits (they differ by {error:.2g})"
+        raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
+    return f"transformers {transformers.__version__} opens it: logits within {error:.1e}"
+
+
+def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
+
+    Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
+    UserError.
+    """
+    if found.base is None:
+        problem, remedy = "this is a whole model: it has no adapter", "--to hf copies a whole model"
+        raise UserError(problem, where=str(found.weights), remedy=remedy, code=2)
+    base = base_of(found.base).name
+    with draft_of(out) as draft:
+        said = read_settings(found.weights) | {"base_model_name_or_path": base}
+        (draft / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        shutil.copyfile(found.weights / TENSORS, draft / TENSORS)
+        load_tokenizer(found.tokenizer).save(draft)
+        card = model_card(out.name, _adapted_config(draft, found.base), training_of(found.weights), base=base)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+        proofs = tuple(_adapter_proofs(found, draft, use or Use("cpu"))) if verify else ()
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
+
+
+def _adapted_config(draft: Path, base: Path) -> ModelConfig:
+    """With the vocabulary and the head that the adapter brings."""
+    config = read_config(base)
+    return read_adaptation(draft, config)[1] if read_settings(draft)["peft_type"] == "LORA" else config
+
+
+def _adapter_proofs(found: Found, draft: Path, use: Use) -> Iterator[str]:
+    if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
+        raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), remedy="check the disk")
+    decoder = load_to_check(draft, use, base=found.base)
+    logits, config = finite(probe(decoder), found.weights), decoder.config
+    del decoder
+    yield "read back: the tensors are the same, and the base takes them"
+    if all(importlib.util.find_spec(name) is not None for name in ("peft", "transformers")):
+        with warnings.catch_warnings(action="ignore"):  # what both libraries say of each other
+            yield _opens_in_peft(found, draft, logits, config)
+
+
+def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
+    peft: Any = importlib.import_module("peft")
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    kind = transformers.AutoModelForCausalLM
+    if config.head == "values":  # the base has no such head: it is drawn, and the adapter replaces it
+        kind, settings["num_labels"] = transformers.AutoModelForSequenceClassification, 1
+        logits = last_value(logits, config)
+    model = kind.from_pretrained(found.base, **settings)
+    if config.vocab_size > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    model = peft.PeftModel.from_pretrained(model, draft).eval()
+    with torch.no_grad():
+        theirs = model(probe_tokens(config)).logits
+    error = float((theirs - logits).abs().max())
+    if error > TOLERANCE * max(1.0, float(logits.abs().max())):
+        problem = f"PEFT computes other logits (they differ by {error:.2g})"
+        raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
+    return f"PEFT {peft.__version__} opens it: logits within {error:.1e}"
+
+
+@torch.no_grad()
+def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every parameter of the base by name, with what the adapters add: computed in float32, rounded to `dtype` once."""
+    if has_method(model):
+        model = copy.deepcopy(model).float()
+        merge_methods(model)
+    state = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
+        module = model.get_submodule(name.rpartition(".")[0])
+        whole = module.merged_weight() if isinstance(module, LoraLinear) and name.endswith(".weight") else parameter
+        state[name] = whole.detach().to(dtype)
+    return state
+
+
+@contextmanager
+def merged_pieces(
+    folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
+) -> Iterator[tuple[Callable[[str], Tensor], ModelConfig]]:
+    """`merged_state` of a low-rank adapter, a parameter at a time: of the base no more than that is in memory.
+
+    Raises UserError as `load_decoder` does.
+    """
+    refuse_other_base(folder, base)
+    settings, config = read_adaptation(folder, read_config(base))
+    with torch.device("meta"):
+        model = Decoder(config)
+        adapt_as(model, settings)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_adapter(name) or parameter.requires_grad:
+                held = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+                setattr(module, name, nn.Parameter(held))
+        if isinstance(module, LoraLinear) and module.pissa:
+            module.first_A, module.first_B = (torch.empty_like(each) for each in (module.lora_A, module.lora_B))
+    model.tie()
+    with torch.no_grad():
+        read_trained(model, settings, config, folder, shared=True)
+    with StoredModel(config, base, seed=0) as stored:
+
+        @torch.no_grad()
+        def piece(name: str) -> Tensor:
+            parameter = model.get_parameter(name)
+            if not parameter.is_meta:  # trained in full
+                return parameter.detach().to(dtype)
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            stored.fill(name, whole)
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, LoraLinear) and name.endswith(".weight"):
+                module.weight = nn.Parameter(whole)
+                whole = module.merged_weight()
+                module.weight = parameter
+            return whole.to(dtype)
+
+        yield piece, config
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the largest logit: float32 repeats the unmerged model's arithmetic in another order, 16 bits round every weight.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+def export_merged(
+    found: Found, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+) -> Exported:
+    """Writes the new folder `out`, whole or not at all. `dtype`: None keeps the base's.
+
+    Weights are merged in float32 and rounded once, one at a time and on the device of `use`. The base is the one that
+    is stored, also where the run trained over it in few bits. Verification reads the folder back, compares its logits
+    with those of base and adapter, and opens it in transformers where that is installed. Raises UserError.
+    """
+    if found.base is None:
+        remedy = "--to hf copies a whole model"
+        raise UserError("there is no adapter to merge here", where=str(found.weights), remedy=remedy, code=2)
+    use = use or Use("cpu")
+    with draft_of(out) as draft:
+        config, kept = _write_merged(found, found.base, draft, dtype, use)
+        write_json(draft / "generation_config.json", generation_settings(found.base, config))
+        load_tokenizer(found.tokenizer).save(draft)
+        (draft / "README.md").write_text(model_card(out.name, config, training_of(found.weights)), encoding="utf-8")
+        proofs = (*_stated(found), *(_merged_proofs(found, draft, kept, use) if verify else ()))
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
+
+
+def _write_merged(
+    found: Found, base: Path, draft: Path, asked: str | None, use: Use
+) -> tuple[ModelConfig, torch.dtype]:
+    """Piece by piece where that can be; PEFT's own methods and foreign layers merge as a whole."""
+    if read_settings(found.weights)["peft_type"] == "LORA" and read_config(base).foreign is None:
+        stored = find_tensors(base)
+        kept = next(iter(stored.values())).dtype if asked is None else DTYPES[asked]
+        with merged_pieces(found.weights, base, kept, use.device) as (piece, config):
+            write_model_piecewise(piece, config, kept, draft)
+        return config, kept
+    decoder = load_decoder(found.weights, base=base, dtype=torch.float32 if asked == "float32" else None)
+    kept = decoder.model.embed_tokens.weight.dtype if asked is None else DTYPES[asked]
+    write_model(merged_state(decoder, kept), decoder.config, draft)
+    return decoder.config, kept
+
+
+def _stated(found: Found) -> Iterator[str]:
+    if found.trained is not None and (bits := found.trained.quantize.base) != "none":
+        yield f"the base is merged as it is stored; the run trained over it in {bits}, so figures differ a little"
+
+
+def _merged_proofs(found: Found, draft: Path, dtype: torch.dtype, use: Use) -> Iterator[str]:
+    """One model at a time is in memory."""
+    expected = finite(probe(load_to_check(found.weights, use, base=found.base)), found.weights)
+    merged = load_to_check(draft, use)
+    logits, config = probe(merged), merged.config
+    del merged
+    error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
+    if error > TOLERANCES[dtype] * scale:
+        problem = f"the merged model computes other logits (they differ by {error:.2g} of {scale:.2g})"
+        raise UserError(problem, where=str(draft), remedy="choose --type float32, which rounds less")
+    yield f"base and adapter compute the same: logits within {error:.1e}"
+    if importlib.util.find_spec("transformers") is not None:
+        yield opens_in_transformers(draft, logits, config)
