@@ -281,9 +281,12 @@ def any_tokenizer() -> Any:
 
 def probed(names: tuple[str, ...]) -> Found:
     """The doctor's own probes; they are remembered, and the later parts are planned by them."""
+    from bloomery.bench import attention_probes
     from bloomery.hardware.probes.run import run_probes
 
-    found = run_probes(detect(), only=names, on_progress=lambda name, _done, _of: print(name, flush=True))
+    here = detect()
+    extra = attention_probes.specs(here)
+    found = run_probes(here, extra=extra, only=names, on_progress=lambda name, _done, _of: print(name, flush=True))
     bad = [f"{each.name} {each.outcome}" for each in found if each.outcome not in ("ok", "absent")]
     good = sum(each.outcome == "ok" for each in found)
     said = f"{good} of {len(found)} ok" + (f"; {', '.join(bad)}" if bad else "")

@@ -218,7 +218,7 @@ def test_probes_are_run_shown_and_judged(monkeypatch):
     from bloomery.hardware.probes import run as probes
 
     found = (Probe(name="device", outcome="ok"), Probe(name="compile", outcome="hung", said="no answer within 120 s"))
-    monkeypatch.setattr(probes, "run_probes", lambda machine, on_progress: found)
+    monkeypatch.setattr(probes, "run_probes", lambda machine, extra, on_progress: found)
     told = json.loads(doctor("--probe", "--json").output)
     assert "probe-compile" in [finding["id"] for finding in told["findings"]]
     assert "Probed here: 1 of 2 work." in doctor("--probe").output

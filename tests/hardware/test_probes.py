@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.bench import attention_probes
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
 from bloomery.hardware.probes import run as probes
-from bloomery.hardware.probes.run import MODEL_BACKENDS, Spec, cache_key, cached_probes, probe, run_probes, specs
+from bloomery.hardware.probes.run import Spec, cache_key, cached_probes, probe, run_probes, specs
 from bloomery.hardware.profile import build_profile
-from bloomery.model.attention.support import BACKENDS
 
 HERE = Path(__file__).parent
 FAULTY = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
@@ -80,7 +80,8 @@ def test_progress_names_each_probe_and_counts():
 
 def test_the_processor_is_probed_and_remembered_until_torch_changes(tmp_path):
     here = detect()
-    found = run_probes(here, only={"device", "matmul-float32", "attention", "backend-sdpa"})
+    extra = attention_probes.specs(here)
+    found = run_probes(here, extra=extra, only={"device", "matmul-float32", "attention", "backend-sdpa"})
     assert {each.name: each.outcome for each in found} == {
         "device": "ok", "matmul-float32": "ok", "attention-flash": "ok", "attention-math": "ok", "backend-sdpa": "ok",
     }  # fmt: skip
@@ -130,10 +131,10 @@ def test_what_is_probed_depends_on_the_machine():
         return {spec.name for spec in specs(subject, build_profile(subject))}
 
     alone = names(machine())
-    assert {"matmul-bfloat16", "attention-flash", "backend-per_document", "all-reduce"} <= alone
+    assert {"matmul-bfloat16", "attention-flash", "all-reduce"} <= alone
     assert not {"blas-hipblaslt", "p2p", "attention-efficient", "compile"} & alone  # no compiler on that host
     amd = names(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
-    assert {"blas-hipblaslt", "blas-rocblas", "attention-efficient", "backend-varlen", "compile"} <= amd
+    assert {"blas-hipblaslt", "blas-rocblas", "attention-efficient", "compile"} <= amd
     assert not {"p2p", "all-reduce", "attention-cudnn", "device-1"} & amd
     two = names(machine(CARD, CARD.model_copy(update={"index": 1}), build="rocm", torch="2.13.0+rocm7.2"))
     assert {"p2p", "all-reduce", "device-1"} <= two
@@ -157,6 +158,8 @@ def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatc
     assert masks(HIP_VISIBLE_DEVICES="0,1") == ["0,1", "0,1"]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_every_backend_of_a_device_is_probed(kind):
-    assert set(MODEL_BACKENDS[kind]) == {name for name, facts in BACKENDS.items() if kind in facts.devices}
+def test_every_backend_of_a_device_is_probed():
+    alone = {spec.name for spec in attention_probes.specs(machine())}
+    assert "backend-per_document" in alone and "backend-varlen" not in alone
+    amd = attention_probes.specs(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
+    assert {spec.name for spec in amd} >= {"backend-varlen", "backend-flex", "backend-blockwise"}

@@ -1,4 +1,4 @@
-"""Probes of the backends of model.attention on packed rows: a child of `hardware.probes`, started by its name.
+"""Probes of the backends of model.attention on packed rows, to be handed to `hardware.probes`, and their child.
 
 Each is run forward and backward on rows of several documents against float64 on the CPU, and timed.
 """
@@ -6,14 +6,25 @@ Each is run forward and backward on rows of several documents against float64 on
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from bloomery.hardware.machine import Machine
 from bloomery.hardware.probes.checks import Found, backward, best_seconds, difference, judged, worst
+from bloomery.hardware.probes.run import Spec
 from bloomery.hardware.probes.worker import leave, main
+from bloomery.hardware.profile import build_profile
+from bloomery.model.attention.support import BACKENDS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENS = 256
 TIMED_TOKENS = {"cpu": 1024, "cuda": 4096}
+
+
+def specs(machine: Machine) -> tuple[Spec, ...]:
+    """A probe of every backend that the device of the machine has."""
+    where = build_profile(machine).device.value
+    names = (name for name, facts in BACKENDS.items() if where in facts.devices)
+    return tuple(Spec(name=f"backend-{name}", module=__name__, seconds=90) for name in names)
 
 
 def backend(name: str, job: Mapping[str, Any]) -> Found:

@@ -99,6 +99,7 @@ def _one_at_a_time(**flags: bool) -> None:
 
 def examine(file: Path | None, *, probe: bool) -> "Machine":
     """The machine of `file`, or this one with what its probes found, now or earlier."""
+    from bloomery.bench import attention_probes
     from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.probes.run import run_probes
 
@@ -108,7 +109,9 @@ def examine(file: Path | None, *, probe: bool) -> "Machine":
     if not probe:
         return here
     fresh = here.model_copy(update={"probes": ()})  # what failed earlier decides nothing now
-    return fresh.model_copy(update={"probes": run_probes(fresh, on_progress=_progress)})
+    return fresh.model_copy(
+        update={"probes": run_probes(fresh, extra=attention_probes.specs(fresh), on_progress=_progress)}
+    )
 
 
 def read_record(file: Path) -> "Machine":

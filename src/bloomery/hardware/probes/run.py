@@ -27,11 +27,6 @@ KEPT = 20  # machines, or states of one, in the cache
 Progress = Callable[[str, int, int], None]  # the probe that begins, how many are done, how many there are
 
 TORCH_PROBES = "bloomery.hardware.probes.worker"
-MODEL_PROBES = "bloomery.bench.attention_probes"  # above this layer, and reached by name alone
-MODEL_BACKENDS = {  # of model.attention, by device
-    "cpu": ("sdpa", "mask", "per_document", "blockwise", "math"),
-    "cuda": ("sdpa", "mask", "varlen", "flex", "blockwise", "math"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +44,21 @@ class Spec:
 
 
 def run_probes(
-    machine: Machine, *, only: Collection[str] | None = None, on_progress: Progress | None = None
+    machine: Machine,
+    *,
+    extra: Sequence[Spec] = (),
+    only: Collection[str] | None = None,
+    on_progress: Progress | None = None,
 ) -> tuple[Probe, ...]:
     """Every probe that makes sense here, or those named in `only` (a name, or its first word: "matmul"). Cached.
 
+    `extra`: the caller's own, such as `bench.attention_probes.specs`; they follow the others.
     Empty without an installed torch. Nothing that a probe does can harm or hold up the caller.
     """
     if machine.software.torch is None:
         return ()
     profile = build_profile(machine)
-    wanted = [spec for spec in specs(machine, profile) if only is None or _named(spec.name, only)]
+    wanted = [spec for spec in (*specs(machine, profile), *extra) if only is None or _named(spec.name, only)]
     arch = profile.accelerator.arch if profile.accelerator else ""
     job = {"device": profile.device.value, "dtype": profile.dtype.value, "arch": arch}
     ours = private_caches(profile.environment.value)
@@ -83,7 +83,7 @@ def specs(machine: Machine, profile: Profile) -> tuple[Spec, ...]:
 
 
 def _specs(machine: Machine, profile: Profile) -> Iterator[Spec]:
-    where, chosen = profile.device.value, profile.accelerator
+    chosen = profile.accelerator
     peers = [device for device in visible_devices(machine) if chosen is not None and device.vendor == chosen.vendor]
     yield Spec(name="device")
     for number, peer in enumerate(peers):
@@ -97,7 +97,6 @@ def _specs(machine: Machine, profile: Profile) -> Iterator[Spec]:
     yield from (Spec(name=f"attention-{kernel}") for kernel in kernels)
     yield Spec(name="bitsandbytes")
     yield Spec(name="flash-attn")
-    yield from (Spec(name=f"backend-{each}", module=MODEL_PROBES, seconds=90) for each in MODEL_BACKENDS[where])
     if machine.software.build == "rocm" and chosen is not None:
         yield Spec(name="blas-hipblaslt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "1"})
         yield Spec(name="blas-rocblas", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"})
