@@ -5,13 +5,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, final
 
 import click
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean
 from bloomery.core.version import __version__
 
 STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C before there was anything to resume
@@ -67,8 +67,7 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            near = get_close_matches(args[0], known, n=1)
-            remedy = f"did you mean `bloomery {near[0]}`?" if near else "`bloomery --help` lists the verbs"
+            remedy = did_you_mean(args[0], known, "`bloomery --help` lists the verbs", shown="`bloomery {}`")
             raise UserError(f"there is no verb {args[0]!r}", where="the command line", remedy=remedy, code=2)
         return super().resolve_command(ctx, args)
 

@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from bloomery.cli.common import (
 )
 from bloomery.cli.sampling import SETTINGS, drawing_options, finite, setting
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded, harmless
+from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.chat.examples import Message
 
 if TYPE_CHECKING:
@@ -229,8 +228,7 @@ class Terminal:
     def _command(self, name: str) -> Callable[[str], None]:
         if name in self.commands:
             return self.commands[name]
-        near = get_close_matches(name, [*self.commands, "quit"], n=1)
-        remedy = f"did you mean /{near[0]}?" if near else "/help lists them"
+        remedy = did_you_mean(name, [*self.commands, "quit"], "/help lists them", shown="/{}")
         raise UserError(f"there is no command /{name[:40]}", where="the chat", remedy=remedy)
 
     def _answer(self, text: str) -> None:

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded, harmless
+from bloomery.core.text import closest, expanded, harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -193,7 +192,7 @@ def find_run(name: str) -> Path:
         remedy = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
         raise UserError(f"there is no run {name!r}, and no other run either", where=where, remedy=remedy, code=2)
     names = [folder.name for folder in runs]
-    near = get_close_matches(name, ["last", *names], n=3, cutoff=0.4) or names[-3:]
+    near = closest(name, ["last", *names], count=3, cutoff=0.4) or names[-3:]
     raise UserError(f"there is no run {name!r}", where=where, remedy="runs near that name: " + ", ".join(near), code=2)
 
 

@@ -1,6 +1,5 @@
 """`bloomery recipes`: the packaged recipes."""
 
-from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 
@@ -8,6 +7,7 @@ import click
 
 from bloomery.cli.common import NewPath, find_run, print_json, say
 from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean
 
 
 @click.group(invoke_without_command=True)
@@ -77,8 +77,7 @@ def _packaged(name: str) -> Path:
         return find_run(name) / "recipe.yaml"
     except UserError:  # what is said is of recipes
         pass
-    near = get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
+    remedy = did_you_mean(name, known, "packaged recipes: " + ", ".join(known))
     raise UserError(f"there is no packaged recipe {name!r}", remedy=remedy, code=2)
 
 

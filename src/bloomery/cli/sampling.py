@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import click
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 Value = int | float | None
@@ -46,8 +46,7 @@ def setting(words: str) -> tuple[str, Value]:
     name, _, text = words.replace("=", " ", 1).strip().partition(" ")
     name, text = name.lstrip("-").replace("-", "_").lower(), text.strip()
     if name not in SETTINGS:
-        near = get_close_matches(name, SETTINGS, n=1)
-        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
+        known = did_you_mean(name, SETTINGS, f"there are {', '.join(SETTINGS)}")
         raise UserError(f"there is no setting {name[:40]!r}", where="/set", remedy=known, code=2)
     kind, default, _ = SETTINGS[name]
     if default is None and text.lower() in ("", "off", "none"):

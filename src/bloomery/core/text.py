@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$")
@@ -62,6 +62,19 @@ def expanded(name: str | Path) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         return Path(name)
+
+
+def closest(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The `known` names that are at least `cutoff` like the word by difflib's ratio, the `count` nearest first."""
+    from difflib import get_close_matches
+
+    return get_close_matches(word, list(known), n=count, cutoff=cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, *, shown: str = "{}", cutoff: float = 0.6) -> str:
+    """The question about a name that does not exist, with its answer as in `shown`; `otherwise` when none is near."""
+    near = closest(word, known, cutoff=cutoff)
+    return f"did you mean {shown.format(near[0])}?" if near else otherwise
 
 
 def broken(command: str, width: int) -> list[str]:

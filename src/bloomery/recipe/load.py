@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded
+from bloomery.core.text import closest, expanded
 from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
@@ -144,8 +143,8 @@ def _find(source: str | Path, folder: Path | None = None) -> _Found:
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a recipe", where=str(path), remedy="name the YAML file in it", code=2)
     beside = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
-    near = [beside[stem] for stem in get_close_matches(path.stem, beside, n=1, cutoff=0.5)]
-    near = near or get_close_matches(path.stem, known, n=1, cutoff=0.5)
+    near = [beside[stem] for stem in closest(path.stem, beside, cutoff=0.5)]
+    near = near or closest(path.stem, known, cutoff=0.5)
     remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
     raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), remedy=remedy, code=2)
 

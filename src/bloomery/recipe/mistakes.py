@@ -3,14 +3,13 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import scrub
+from bloomery.core.text import closest, did_you_mean, scrub
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, Mistake, Origin
 
@@ -197,8 +196,7 @@ def _shown(value: object) -> str:
 
 
 def _nearest(value: object, words: list[str]) -> str:
-    near = get_close_matches(str(value), words, n=1, cutoff=0.5) if value is not None else []
-    return f"did you mean {near[0]}?" if near else ""
+    return "" if value is None else did_you_mean(str(value), words, "", cutoff=0.5)
 
 
 def models_at(path: KeyPath) -> list[type[BaseModel]]:
@@ -232,7 +230,7 @@ def all_keys(model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()) -> Ite
 def _nearest_key(path: KeyPath) -> str:
     key = str(path[-1])
     siblings = [name for model in models_at(path[:-1]) for name in _fields(model)]
-    near = get_close_matches(key, siblings, n=1, cutoff=0.6)
+    near = closest(key, siblings)
     elsewhere = dict.fromkeys(".".join(known) for known in all_keys() if known[-1] == key)
     meant = near or list(elsewhere)
     prefix = ".".join(map(str, path[:-1])) + "." if near and len(path) > 1 else ""

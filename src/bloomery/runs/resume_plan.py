@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.probes.run import remembering
 from bloomery.hardware.visible import mask_of, only, visible_devices
@@ -47,8 +47,7 @@ def _refuse_unknown(key: str) -> None:
     """Raises UserError (code 2) for a key that no recipe has, naming the one that was probably meant."""
     known = [".".join(path) for path in all_keys()]
     if key not in known:
-        near = get_close_matches(key, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "`bloomery recipes show everything` shows every key"
+        remedy = did_you_mean(key, known, "`bloomery recipes show everything` shows every key")
         raise UserError(f"{key}: there is no such key", where="bloomery resume", remedy=remedy, code=2)
 
 

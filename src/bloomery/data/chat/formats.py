@@ -1,11 +1,11 @@
 """Rows as OpenAI, ShareGPT, Alpaca, TRL and KTO write them, to examples."""
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.chat.examples import Example, Message, Role, Turns
 from bloomery.data.sources.streams import Flaw, text_of
@@ -122,8 +122,7 @@ def _names(turn: Row) -> str:
 def _role(said: str, where: str) -> Role:
     if said in ROLES:
         return ROLES[said]
-    near = difflib.get_close_matches(said, ROLES, n=1)
-    known = f"did you mean {near[0]}?" if near else "known are system, user, assistant and tool"
+    known = did_you_mean(said, ROLES, "known are system, user, assistant and tool")
     raise Wrong(where, f"is an unknown role, {said[:40]!r}; {known}")
 
 

@@ -1,6 +1,5 @@
 """Which chat template a recipe means: the tokenizer's own, a file, or one that comes with Bloomery."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
+from bloomery.core.text import closest
 from bloomery.core.units import MIB
 
 BUILTIN = ("chatml", "llama2", "llama3", "qwen", "mistral", "gemma")
@@ -54,7 +54,7 @@ def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
     path = Path(asked)
     if path.is_file():
         return ChatTemplate(_read(path), str(path))
-    near = difflib.get_close_matches(asked, [*own, *BUILTIN], n=1)
+    near = closest(asked, [*own, *BUILTIN])
     meant = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"there is no chat template and no file {asked!r}{meant}", where=_WHERE, remedy=_CHOICES)
 

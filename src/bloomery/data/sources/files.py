@@ -1,6 +1,5 @@
 """Which files a source means, in an order that no file system decides, and what format each has."""
 
-import difflib
 import fnmatch
 import json
 import os
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.core.errors import UserError, one_line
+from bloomery.core.text import closest
 from bloomery.core.units import counted
 from bloomery.data.sources.streams import COMPRESSED
 from bloomery.hub import PREFIX, data_place
@@ -103,7 +103,7 @@ def _near(root: Path) -> str:
     """What to do about a path that does not exist: the name beside it that was probably meant."""
     beside = list(root.parent.iterdir()) if root.parent.is_dir() else []
     names = {path.stem: path for path in sorted(beside, key=lambda path: (path.suffix == root.suffix, path.name))}
-    near = difflib.get_close_matches(root.stem, names, n=1)  # that both end in .jsonl makes no two names alike
+    near = closest(root.stem, names)  # that both end in .jsonl makes no two names alike
     return f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "mend data.path"
 
 

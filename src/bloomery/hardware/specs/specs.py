@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import closest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import Accelerator, Host
 from bloomery.hardware.specs.wheels import series
@@ -335,9 +336,7 @@ def _by_arch(text: str) -> list[GpuSpec]:
 
 
 def _nearest(text: str) -> str:
-    import difflib
-
     keys = {_key(spec.name): spec.name for spec in table().gpu}
-    near = difflib.get_close_matches(_key(text), list(keys), n=3, cutoff=0.5)
+    near = closest(_key(text), keys, count=3, cutoff=0.5)
     every = "`bloomery plan RECIPE --gpu all` shows every name; a GPU can be added to gpus.toml"
     return "did you mean " + " or ".join(keys[key] for key in near) + "?" if near else every

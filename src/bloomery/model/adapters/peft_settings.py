@@ -10,13 +10,13 @@ import types
 import typing
 import warnings
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import closest, did_you_mean
 from bloomery.model.adapters.targets import ALL_LINEAR, unknown_module
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
@@ -51,7 +51,7 @@ def named(method: str) -> str:
         problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
         raise UserError(problem, where="adapter.method", remedy="set adapter.kind=lora", code=2)
     if name not in METHODS:
-        near = get_close_matches(name, METHODS, n=1)
+        near = closest(name, METHODS)
         known = "PEFT has: " + ", ".join(sorted(METHODS)).lower()
         remedy = f"did you mean adapter.method={near[0].lower()}?" if near else known
         raise UserError(f"PEFT has no method {method!r}", where="adapter.method", remedy=remedy, code=2)
@@ -59,8 +59,7 @@ def named(method: str) -> str:
 
 
 def unknown_key(method: str, name: str, known: Iterable[str]) -> UserError:
-    near = get_close_matches(name, sorted(known), n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"its keys are those of PEFT's {method}"
+    remedy = did_you_mean(name, sorted(known), f"its keys are those of PEFT's {method}")
     return UserError(f"{method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
 
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import closest
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_shapes
 from bloomery.model.io.stored import places
@@ -142,7 +142,7 @@ def unknown_module(name: str, known: list[str], where: str, more: str) -> UserEr
     """For a name that matches none of `known`, with those near it; `more`: what else may be written there."""
     leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in known))
     wanted = name.rpartition(".")[2]
-    near = get_close_matches(wanted, leaves, n=3, cutoff=0.5)
+    near = closest(wanted, leaves, count=3, cutoff=0.5)
     remedy = f"near it: {', '.join(near)}" if near and wanted not in leaves else f"known: {', '.join(leaves)}, {more}"
     return UserError(f"{name[:80]!r} matches no module of this model", where=where, remedy=remedy, code=2)
 
