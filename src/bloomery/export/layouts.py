@@ -45,6 +45,9 @@ from bloomery.train.use import Use
 
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
 PROBE_TOKENS = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the largest logit: float32 repeats the unmerged model's arithmetic in another order, 16 bits round every weight.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,90 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
             "this is an adapter: there is no whole model to copy", where=str(source), code=2,
             remedy="--to merged writes a whole model, --to adapter the adapter alone",
         )  # fmt: skip
-    config = read_config(source)
+    config, proofs = read_config(source), []
     with draft_of(out) as draft:
-        dtype = _copy_weights(source, draft)
+        tensors, index = find_tensors(source), source / "model.safetensors.index.json"
+        for path in {stored.path for stored in tensors.values()} | ({index} if index.is_file() else set()):
+            shutil.copyfile(path, draft / path.name)
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
-        write_json(draft / "generation_config.json", generation_settings(source, config))
+        write_json(draft / "generation_config.json", _generation_settings(source, config))
         load_tokenizer(source).save(draft)
         (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
-        proofs = tuple(_proofs(source, draft, use or Use("cpu"))) if verify else ()
-    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
+        if verify:
+            copies = find_tensors(draft)
+            with Reader() as reader:
+                for name, stored in tensors.items():
+                    rows = stored.shape[0] if stored.shape else 1
+                    one, other = (reader.read(each, 0, rows).view(torch.uint8) for each in (stored, copies[name]))
+                    if not torch.equal(one, other):
+                        problem = f"{name} changed while it was copied"
+                        raise UserError(problem, where=str(draft), remedy="check the disk")
+            proofs.append(f"read back: all {len(tensors)} tensors are the same")
+            proofs += _opens_elsewhere(draft, *_probed(draft, use or Use("cpu"), where=source))
+    return _exported(out, proofs)
+
+
+def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
+
+    Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
+    UserError.
+    """
+    if found.base is None:
+        problem, remedy = "this is a whole model: it has no adapter", "--to hf copies a whole model"
+        raise UserError(problem, where=str(found.weights), remedy=remedy, code=2)
+    base, proofs = base_of(found.base).name, []
+    with draft_of(out) as draft:
+        write_json(draft / CONFIG, read_settings(found.weights) | {"base_model_name_or_path": base})
+        shutil.copyfile(found.weights / TENSORS, draft / TENSORS)
+        load_tokenizer(found.tokenizer).save(draft)
+        config = read_config(found.base)
+        if read_settings(draft)["peft_type"] == "LORA":  # with the vocabulary and the head that the adapter brings
+            config = read_adaptation(draft, config)[1]
+        card = model_card(out.name, config, training_of(found.weights), base=base)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+        if verify:
+            if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
+                raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), remedy="check the disk")
+            probed = _probed(draft, use or Use("cpu"), base=found.base, where=found.weights)
+            proofs.append("read back: the tensors are the same, and the base takes them")
+            proofs += _opens_elsewhere(draft, *probed, base=found.base)
+    return _exported(out, proofs)
+
+
+def export_merged(
+    found: Found, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+) -> Exported:
+    """Writes the new folder `out`, whole or not at all. `dtype`: None keeps the base's.
+
+    Weights are merged in float32 and rounded once, one at a time and on the device of `use`. The base is the one that
+    is stored, also where the run trained over it in few bits. Verification reads the folder back, compares its logits
+    with those of base and adapter, and opens it in transformers where that is installed. Raises UserError.
+    """
+    if found.base is None:
+        remedy = "--to hf copies a whole model"
+        raise UserError("there is no adapter to merge here", where=str(found.weights), remedy=remedy, code=2)
+    use, proofs = use or Use("cpu"), []
+    if found.trained is not None and (bits := found.trained.quantize.base) != "none":
+        proofs.append(
+            f"the base is merged as it is stored; the run trained over it in {bits}, so figures differ a little"
+        )
+    with draft_of(out) as draft:
+        config, kept = _write_merged(found, found.base, draft, dtype, use)
+        write_json(draft / "generation_config.json", _generation_settings(found.base, config))
+        load_tokenizer(found.tokenizer).save(draft)
+        (draft / "README.md").write_text(model_card(out.name, config, training_of(found.weights)), encoding="utf-8")
+        if verify:  # one model at a time is in memory
+            expected, _ = _probed(found.weights, use, base=found.base, where=found.weights)
+            logits, config = _probed(draft, use, where=draft)
+            error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
+            if error > TOLERANCES[kept] * scale:
+                problem = f"the merged model computes other logits (they differ by {error:.2g} of {scale:.2g})"
+                raise UserError(problem, where=str(draft), remedy="choose --type float32, which rounds less")
+            proofs.append(f"base and adapter compute the same: logits within {error:.1e}")
+            proofs += _opens_elsewhere(draft, logits, config)
+    return _exported(out, proofs)
 
 
 @contextmanager
@@ -99,22 +177,15 @@ def draft_of(out: Path) -> Iterator[Path]:
             shutil.rmtree(draft)
 
 
-def _copy_weights(source: Path, draft: Path) -> str:
-    """Copies the weight files; answers the dtype of the first tensor."""
-    tensors = find_tensors(source)
-    for path in sorted({stored.path for stored in tensors.values()}):
-        shutil.copyfile(path, draft / path.name)
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        shutil.copyfile(index, draft / index.name)
-    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+def _exported(out: Path, proofs: list[str]) -> Exported:
+    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), tuple(proofs))
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
+def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
     """The settings that came with the model, else its token ids."""
     stated = source / "generation_config.json"
     if stated.is_file():
@@ -128,17 +199,14 @@ def generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
 
 
-def _proofs(source: Path, draft: Path, use: Use) -> Iterator[str]:
-    yield _same_tensors(source, draft)
-    decoder = load_to_check(draft, use)
-    logits, config = finite(probe(decoder), source), decoder.config
-    del decoder
-    if importlib.util.find_spec("transformers") is not None:
-        yield opens_in_transformers(draft, logits, config)
+def _probe_tokens(config: ModelConfig) -> Tensor:
+    return torch.arange(min(PROBE_TOKENS, config.max_positions))[None] * 7919 % config.vocab_size
 
 
-def load_to_check(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
-    """The model in float32 on the device. Raises UserError where it does not fit, before memory is taken."""
+def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
+    """Logits of a few tokens, computed in float32 on the device. Raises UserError where the model does not fit, before
+    memory is taken, and, of the model in `where`, when its logits are no numbers.
+    """
 
     def refuse_full(decoder: Decoder) -> None:
         needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
@@ -147,121 +215,48 @@ def load_to_check(folder: Path, use: Use, *, base: Path | None = None) -> Decode
             remedy = "--no-verify leaves the check out" + (", or --devices cpu" if use.device == "cuda" else "")
             raise UserError(problem, where=str(folder), remedy=remedy)
 
-    return load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
-
-
-def _same_tensors(source: Path, draft: Path) -> str:
-    ours, theirs = find_tensors(source), find_tensors(draft)
-    with Reader() as reader:
-        for name, stored in ours.items():
-            copies = [reader.read(each, 0, each.shape[0] if each.shape else 1) for each in (stored, theirs[name])]
-            if not torch.equal(copies[0].view(torch.uint8), copies[1].view(torch.uint8)):
-                raise UserError(f"{name} changed while it was copied", where=str(draft), remedy="check the disk")
-    return f"read back: all {len(ours)} tensors are the same"
-
-
-def probe(decoder: Decoder) -> torch.Tensor:
+    decoder = load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
     with torch.no_grad():
         device = decoder.model.embed_tokens.weight.device
-        logits: torch.Tensor = decoder(probe_tokens(decoder.config).to(device))
-    return logits.cpu()
-
-
-def finite(logits: torch.Tensor, source: Path) -> torch.Tensor:
-    """The same logits. Raises UserError when they are no numbers."""
+        logits: Tensor = decoder(_probe_tokens(decoder.config).to(device)).cpu()
     if not bool(torch.isfinite(logits).all()):
         problem = "the exported model answers with numbers that are not finite"
-        raise UserError(problem, where=str(source), remedy="choose an earlier --step")
-    return logits
+        raise UserError(problem, where=str(where), remedy="choose an earlier --step")
+    return logits, decoder.config
 
 
-def probe_tokens(config: ModelConfig) -> torch.Tensor:
-    length = min(PROBE_TOKENS, config.max_positions)
-    return torch.arange(length)[None] * 7919 % config.vocab_size
-
-
-def last_value(values_BT: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Of the probe's values the one that transformers' classifiers give: of the last token that is not padding."""
-    kept = (probe_tokens(config)[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
-    return values_BT[:, int(kept.max())]
-
-
-def opens_in_transformers(draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
-    transformers = importlib.import_module("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    values, tokens = config.head == "values", probe_tokens(config)
-    kind = transformers.AutoModelForSequenceClassification if values else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
-    transformers.AutoTokenizer.from_pretrained(draft)
-    with torch.no_grad():
-        theirs = model.eval()(tokens).logits
-    logits = last_value(logits, config) if values else logits
-    error = float((theirs - logits).abs().max())
-    if error > TOLERANCE * max(1.0, float(logits.abs().max())):
-        problem = f"transformers computes other logits (they differ by {error:.2g})"
-        raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
-    return f"transformers {transformers.__version__} opens it: logits within {error:.1e}"
-
-
-def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
-    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
-
-    Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
-    UserError.
-    """
-    if found.base is None:
-        problem, remedy = "this is a whole model: it has no adapter", "--to hf copies a whole model"
-        raise UserError(problem, where=str(found.weights), remedy=remedy, code=2)
-    base = base_of(found.base).name
-    with draft_of(out) as draft:
-        said = read_settings(found.weights) | {"base_model_name_or_path": base}
-        (draft / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-        shutil.copyfile(found.weights / TENSORS, draft / TENSORS)
-        load_tokenizer(found.tokenizer).save(draft)
-        card = model_card(out.name, _adapted_config(draft, found.base), training_of(found.weights), base=base)
-        (draft / "README.md").write_text(card, encoding="utf-8")
-        proofs = tuple(_adapter_proofs(found, draft, use or Use("cpu"))) if verify else ()
-    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
-
-
-def _adapted_config(draft: Path, base: Path) -> ModelConfig:
-    """With the vocabulary and the head that the adapter brings."""
-    config = read_config(base)
-    return read_adaptation(draft, config)[1] if read_settings(draft)["peft_type"] == "LORA" else config
-
-
-def _adapter_proofs(found: Found, draft: Path, use: Use) -> Iterator[str]:
-    if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
-        raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), remedy="check the disk")
-    decoder = load_to_check(draft, use, base=found.base)
-    logits, config = finite(probe(decoder), found.weights), decoder.config
-    del decoder
-    yield "read back: the tensors are the same, and the base takes them"
-    if all(importlib.util.find_spec(name) is not None for name in ("peft", "transformers")):
-        with warnings.catch_warnings(action="ignore"):  # what both libraries say of each other
-            yield _opens_in_peft(found, draft, logits, config)
-
-
-def _opens_in_peft(found: Found, draft: Path, logits: torch.Tensor, config: ModelConfig) -> str:
-    peft: Any = importlib.import_module("peft")
+def _opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None) -> list[str]:
+    """What transformers says of a whole model, or PEFT of an adapter on its `base`; nothing where they are missing."""
+    needed = ("transformers",) if base is None else ("peft", "transformers")
+    if any(importlib.util.find_spec(name) is None for name in needed):
+        return []
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
+    program, name = (transformers, "transformers") if base is None else (importlib.import_module("peft"), "PEFT")
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    kind = transformers.AutoModelForCausalLM
-    if config.head == "values":  # the base has no such head: it is drawn, and the adapter replaces it
-        kind, settings["num_labels"] = transformers.AutoModelForSequenceClassification, 1
-        logits = last_value(logits, config)
-    model = kind.from_pretrained(found.base, **settings)
-    if config.vocab_size > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(config.vocab_size, mean_resizing=False)
-    model = peft.PeftModel.from_pretrained(model, draft).eval()
-    with torch.no_grad():
-        theirs = model(probe_tokens(config)).logits
+    tokens, kind = _probe_tokens(config), transformers.AutoModelForCausalLM
+    if config.head == "values":  # transformers' classifiers give that of the last token that is not padding
+        kind = transformers.AutoModelForSequenceClassification
+        kept = (tokens[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
+        logits = logits[:, int(kept.max())]
+        settings |= {} if base is None else {"num_labels": 1}  # a head that is drawn, and the adapter replaces it
+    with warnings.catch_warnings(
+        action="ignore" if base is not None else None
+    ):  # what both libraries say of each other
+        model = kind.from_pretrained(draft if base is None else base, **settings)
+        if base is None:
+            transformers.AutoTokenizer.from_pretrained(draft)
+        else:
+            if config.vocab_size > model.get_input_embeddings().num_embeddings:
+                model.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+            model = program.PeftModel.from_pretrained(model, draft)
+        with torch.no_grad():
+            theirs = model.eval()(tokens).logits
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
-        problem = f"PEFT computes other logits (they differ by {error:.2g})"
+        problem = f"{name} computes other logits (they differ by {error:.2g})"
         raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
-    return f"PEFT {peft.__version__} opens it: logits within {error:.1e}"
+    return [f"{name} {program.__version__} opens it: logits within {error:.1e}"]
 
 
 @torch.no_grad()
@@ -322,33 +317,6 @@ def merged_pieces(
         yield piece, config
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of the largest logit: float32 repeats the unmerged model's arithmetic in another order, 16 bits round every weight.
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-def export_merged(
-    found: Found, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
-) -> Exported:
-    """Writes the new folder `out`, whole or not at all. `dtype`: None keeps the base's.
-
-    Weights are merged in float32 and rounded once, one at a time and on the device of `use`. The base is the one that
-    is stored, also where the run trained over it in few bits. Verification reads the folder back, compares its logits
-    with those of base and adapter, and opens it in transformers where that is installed. Raises UserError.
-    """
-    if found.base is None:
-        remedy = "--to hf copies a whole model"
-        raise UserError("there is no adapter to merge here", where=str(found.weights), remedy=remedy, code=2)
-    use = use or Use("cpu")
-    with draft_of(out) as draft:
-        config, kept = _write_merged(found, found.base, draft, dtype, use)
-        write_json(draft / "generation_config.json", generation_settings(found.base, config))
-        load_tokenizer(found.tokenizer).save(draft)
-        (draft / "README.md").write_text(model_card(out.name, config, training_of(found.weights)), encoding="utf-8")
-        proofs = (*_stated(found), *(_merged_proofs(found, draft, kept, use) if verify else ()))
-    return Exported(out, sum(path.stat().st_size for path in out.iterdir()), proofs)
-
-
 def _write_merged(
     found: Found, base: Path, draft: Path, asked: str | None, use: Use
 ) -> tuple[ModelConfig, torch.dtype]:
@@ -363,23 +331,3 @@ def _write_merged(
     kept = decoder.model.embed_tokens.weight.dtype if asked is None else DTYPES[asked]
     write_model(merged_state(decoder, kept), decoder.config, draft)
     return decoder.config, kept
-
-
-def _stated(found: Found) -> Iterator[str]:
-    if found.trained is not None and (bits := found.trained.quantize.base) != "none":
-        yield f"the base is merged as it is stored; the run trained over it in {bits}, so figures differ a little"
-
-
-def _merged_proofs(found: Found, draft: Path, dtype: torch.dtype, use: Use) -> Iterator[str]:
-    """One model at a time is in memory."""
-    expected = finite(probe(load_to_check(found.weights, use, base=found.base)), found.weights)
-    merged = load_to_check(draft, use)
-    logits, config = probe(merged), merged.config
-    del merged
-    error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
-    if error > TOLERANCES[dtype] * scale:
-        problem = f"the merged model computes other logits (they differ by {error:.2g} of {scale:.2g})"
-        raise UserError(problem, where=str(draft), remedy="choose --type float32, which rounds less")
-    yield f"base and adapter compute the same: logits within {error:.1e}"
-    if importlib.util.find_spec("transformers") is not None:
-        yield opens_in_transformers(draft, logits, config)
