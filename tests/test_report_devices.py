@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from bloomery.monitor.devices import format_joules
+from bloomery.monitor.console.words import format_joules
 from bloomery.monitor.events import PROCESSOR, Event, EventLog, GpuSampled, RunEnded, StepDone
 from bloomery.report import write_report
 

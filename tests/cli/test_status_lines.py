@@ -37,7 +37,7 @@ def test_phases_of_a_rehearsal():
     seen = type("Seen", (), {"plan": type("Plan", (), {"train": None})})
     with redirect_stderr(Terminal()), rehearsing() as status:
         tell(seen, Phase(name=STRANGE, done=1, total=2), status)
-        assert f"{STRANGE}, 50%" in str(status.renderable.text)
+        assert f"{STRANGE} 50%" in str(status.renderable.text)
 
 
 def test_settings_of_a_bench():

@@ -6,10 +6,10 @@ import sys
 import pytest
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.devices import lines, summary
+from bloomery.monitor.console.words import lines
 from bloomery.monitor.events import PROCESSOR, EventLog, GpuSampled, from_json, to_json
 from bloomery.monitor.sinks import CommandSink, LogFile, write_metrics
-from bloomery.monitor.tally import tally_of
+from bloomery.monitor.tally import summary, tally_of
 from bloomery.monitor.trackers import TrackerSink
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.console.lines import HEADER, PlainView, header, showing
-from bloomery.monitor.console.watch import Screen, Seen, frame
+from bloomery.monitor.console.screen import Screen, Seen, frame
 from bloomery.monitor.events import (
     EvalDone,
     GpuSampled,
@@ -22,7 +22,7 @@ from bloomery.monitor.events import (
     Saved,
     Warned,
 )
-from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of, thinned
+from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of
 
 
 def lines_of(events, every=10, **facts):
@@ -183,7 +183,6 @@ def test_mfu_is_arithmetic_and_absent_where_the_peak_is_unknown():
 def test_sparkline():
     assert sparkline([3, 2, 1], 9) == "▇▄▁" and sparkline([1, 1], 9) == "▁▁"
     assert sparkline([], 9) == "" == sparkline([1, 2], 0)
-    assert thinned([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
 
 
 NOW = 1_800_000_000.0

@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.console.watch import Screen, Seen, frame, plot, settled_top
+from bloomery.monitor.console.screen import Screen, Seen, frame, plot, settled_top
 from bloomery.monitor.events import (
     EventLog,
     GpuSampled,

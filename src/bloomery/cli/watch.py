@@ -13,7 +13,6 @@ from bloomery.cli.common import find_run, print_json, say
 from bloomery.cli.runs import alive
 
 if TYPE_CHECKING:
-    from bloomery.monitor.console.watch import Screen
     from bloomery.monitor.tally import RunFacts
 
 WIDTH = 100  # of what is printed where there is no terminal
@@ -32,145 +31,110 @@ def command(run: str, once: bool, as_json: bool) -> None:
     Example: ssh -t that-machine 'cd my-models && bloomery watch last'
     """
     folder = find_run(run)
-    picture = _Picture(folder)
+    watched = _Watched(folder)
     if as_json:
-        print_json(picture.document())
+        print_json(watched.document())
         return
-    if once or not sys.stdout.isatty() or not alive(folder):
-        _print(picture)
-        return
-    try:
-        _follow(folder, picture)
-    except KeyboardInterrupt:
-        say(f"The run goes on; this only looked. `bloomery stop {_typed(folder)}` would stop it.")
-    else:
-        _print(picture)
+    if not once and sys.stdout.isatty() and alive(folder):
+        try:
+            watched.follow()
+        except KeyboardInterrupt:
+            say(f"The run goes on; this only looked. `bloomery stop {watched.name}` would stop it.")
+            return
+    watched.print()
 
 
-class _Picture:
+class _Watched:
     """The run as it stands each time that it is asked."""
 
     def __init__(self, folder: Path) -> None:
-        from bloomery.monitor.console.watch import Seen
+        from bloomery.monitor.console.screen import Seen
         from bloomery.monitor.events import Tail
+        from bloomery.train.run import name_of
 
         self._folder, self._seen, self._tail = folder, Seen(), Tail(folder / "events.jsonl")
         self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
         self._known: RunFacts | None = None
+        self.name = name_of(folder.absolute())  # as one types it
 
-    def screen(self, width: int, height: int | None = None) -> "Screen":
-        from bloomery.monitor.console.watch import Screen
+    def print(self) -> None:
+        from bloomery.monitor.console.screen import Screen, frame
 
-        return Screen(width, height, self._plain)
+        state, facts = self._look()
+        screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._plain)
+        for line in frame(self._seen, facts, screen, state=state, now=time.time()):
+            say(line)
+        tail = self._tail
+        if tail.unknown_lines > 1:  # a line that a kill cut short is nothing, many are of another version
+            passed = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
+            say(f"\n{passed} are of another version, or damaged")
+        again = f"bloomery watch {self.name}     in a terminal it follows the run"
+        commands = {
+            "done": f"bloomery report {self.name}",
+            "running": again,
+            "paused": again,
+            "stopping": f"bloomery resume {self.name}   once it has stopped",
+        }
+        say(f"\n{'next':<11}{commands.get(state, f'bloomery resume {self.name}')}")
 
-    def lines(self, screen: "Screen") -> list[str]:
-        from bloomery.monitor.console.watch import frame
+    def follow(self) -> None:
+        """Until nobody works on the run any more."""
+        from rich.console import Console
+        from rich.live import Live
 
-        state = self._look()
-        told = frame(self._seen, self._facts(), screen, state=state, now=time.time())
-        return told if screen.height is not None else [*told, *self._strange(), "", *self._next(state)]
+        from bloomery.monitor.console.screen import Screen, picture
+
+        console = Console(highlight=False)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while alive(self._folder):
+                state, facts = self._look()
+                screen = Screen(console.size.width, console.size.height, self._plain)
+                live.update(picture(self._seen, facts, screen, state=state, now=time.time()), refresh=True)
+                time.sleep(REDRAW_SECONDS)
 
     def document(self) -> dict[str, Any]:
         from bloomery.monitor.sinks import reached
 
-        state = self._look()
-        tally, facts = self._seen.tally, self._facts()
-        incidents = [{"step": event.step, "time": event.time, "what": text} for event, text in self._seen.incidents]
+        state, facts = self._look()
+        seen, tally, running = self._seen, self._seen.tally, state == "running"
         return {
             "run": facts.name,
             "folder": str(self._folder),
             "state": state,
-            "phase": tally.phase.name if tally.phase is not None and state == "running" else None,
+            "phase": tally.phase.name if tally.phase is not None and running else None,
             **reached(tally),
             "steps_planned": tally.steps or facts.steps,
-            "seconds_left": tally.seconds_left if state == "running" else None,
+            "seconds_left": tally.seconds_left if running else None,
             "learning_rate": tally.last.learning_rate if tally.last else None,
             "grad_norm": tally.last.grad_norm if tally.last else None,
             "mfu": facts.utilisation(tally.tokens_per_second or 0.0) if tally.last else None,
             "memory_limit_gib": facts.memory_limit_gib,
-            "saved_step": self._seen.saved.step if self._seen.saved else None,
+            "saved_step": seen.saved.step if seen.saved else None,
             "now": [asdict(device.latest) for device in tally.devices.all],
-            "incidents": incidents,
+            "incidents": [{"step": event.step, "time": event.time, "what": text} for event, text in seen.incidents],
             "unreadable_lines": self._tail.unknown_lines,
         }
 
-    def _look(self) -> str:
-        """Reads what is new; the state of the run."""
-        working = alive(self._folder)  # before the look: a run that ends meanwhile has told so
+    def _look(self) -> tuple[str, "RunFacts"]:
+        """Reads what is new; the state of the run, and what its plan tells once there is one that can be read."""
+        from bloomery.core.errors import UserError
+        from bloomery.hardware.machine import read_machine
+        from bloomery.monitor.tally import RunFacts
+        from bloomery.plan.explained import run_facts
+        from bloomery.plan.store import read_plan
+
+        folder, tally = self._folder, self._seen.tally
+        working = alive(folder)  # before the look: a run that ends meanwhile has told so
         for event in self._tail.read():
             self._seen.add(event)
-        tally = self._seen.tally
         if not working:
-            return "killed" if tally.ended is None else tally.ended.why.partition(":")[0]
-        if tally.stopping:
-            return "stopping"
-        return "paused" if (self._folder / "pause").exists() else "running"
-
-    def _facts(self) -> "RunFacts":
-        """Of the plan, once there is one that this version can read."""
-        from bloomery.monitor.tally import RunFacts
-
-        self._known = self._known or _facts(self._folder)
-        return self._known or RunFacts(name=self._folder.name)
-
-    def _strange(self) -> list[str]:
-        """What was passed over: a line that a kill cut short is nothing, many are of another version."""
-        tail = self._tail
-        if tail.unknown_lines < 2:
-            return []
-        return [
-            "",
-            f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl are of another version, or damaged",
-        ]
-
-    def _next(self, state: str) -> list[str]:
-        name = _typed(self._folder)
-        commands = {
-            "done": f"bloomery report {name}",
-            "running": f"bloomery watch {name}     in a terminal it follows the run",
-            "paused": f"bloomery watch {name}     in a terminal it follows the run",
-            "stopping": f"bloomery resume {name}   once it has stopped",
-        }
-        return [f"{'next':<11}{commands.get(state, f'bloomery resume {name}')}"]
-
-
-def _typed(folder: Path) -> str:
-    """The run as it is named to a verb."""
-    from bloomery.train.run import name_of
-
-    return name_of(folder.absolute())
-
-
-def _print(picture: _Picture) -> None:
-    for line in picture.lines(picture.screen(get_terminal_size((WIDTH, 40)).columns)):
-        say(line)
-
-
-def _follow(folder: Path, picture: _Picture) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    from bloomery.monitor.console.watch import styled
-
-    console = Console(highlight=False)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while alive(folder):
-            size = console.size
-            rows = picture.lines(picture.screen(size.width, size.height))
-            live.update(styled(rows), refresh=True)
-            time.sleep(REDRAW_SECONDS)
-
-
-def _facts(folder: Path) -> "RunFacts | None":
-    """None while there is no plan, or one that this version cannot read."""
-    from bloomery.core.errors import UserError
-    from bloomery.hardware.machine import read_machine
-    from bloomery.plan.explained import run_facts
-    from bloomery.plan.store import read_plan
-
-    try:
-        plan = read_plan(folder / "plan.json")
-        machine = read_machine(folder / "machine.json")
-    except (UserError, OSError):
-        return None
-    return replace(run_facts(plan, machine), name=folder.name)
+            state = "killed" if tally.ended is None else tally.ended.why.partition(":")[0]
+        else:
+            state = "stopping" if tally.stopping else "paused" if (folder / "pause").exists() else "running"
+        if self._known is None:
+            try:
+                plan, machine = read_plan(folder / "plan.json"), read_machine(folder / "machine.json")
+                self._known = replace(run_facts(plan, machine), name=folder.name)
+            except (UserError, OSError):  # there is none yet, or one of another version
+                return state, RunFacts(name=folder.name)
+        return state, self._known

@@ -17,27 +17,17 @@ from typing import Any, Protocol, final
 
 from bloomery.core.files import open_regular, write_durably
 from bloomery.core.text import harmless, scrub
-from bloomery.core.units import MIB, format_bytes, format_seconds
-from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, lines, summary
+from bloomery.core.units import MIB
+from bloomery.monitor.console.words import sentence
 from bloomery.monitor.events import (
     EvalDone,
     Event,
     GpuSampled,
-    Phase,
-    Recovered,
-    Resumed,
-    RunEnded,
-    RunStarted,
-    Sampled,
-    Saved,
-    StepDone,
-    Vitals,
-    Warned,
     read_events,
     to_json,
     without_secrets,
 )
-from bloomery.monitor.tally import Tally, tally_of
+from bloomery.monitor.tally import JOULES_IN_KWH, Tally, summary, tally_of
 from bloomery.monitor.trackers import TrackerSink, paced
 
 Warn = Callable[[str], None]
@@ -70,54 +60,6 @@ class Pace:
         if due and event.seconds:
             self._sampled[event.device] = event.time
         return due and bool(event.seconds)
-
-
-def _told(metrics: dict[str, float]) -> str:
-    return "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
-
-
-def sentence(event: Event) -> str:
-    """An event as one line for people."""
-    match event:
-        case RunStarted():
-            return f"bloomery {event.version}: {event.parameters:,} parameters on {event.device}, {event.attention}"
-        case Phase():
-            return f"{event.name} {event.done:,.0f}" + (f" of {event.total:,.0f}" if event.total else "")
-        case StepDone():
-            return (
-                f"step {event.step}  loss {number(event.loss)}  gradient {number(event.grad_norm)}"
-                f"  rate {event.learning_rate:.3g}  {event.tokens_per_second:,.0f} tokens/s  {event.memory_gib:.2f} GiB"
-                + _told(event.metrics)
-            )
-        case Vitals():
-            moved = f"weights moved by {event.update_ratio:.2g} of their size" if event.update_ratio else "no update"
-            return f"vitals of step {event.step}  {moved}"
-        case EvalDone():
-            exam = f"  {event.bits_per_byte:.4f} bits/byte" if event.bits_per_byte is not None else ""
-            guess = f"  perplexity {number(event.perplexity)}" if not event.metrics or event.perplexity else ""
-            return f"exam at step {event.step}  loss {number(event.loss)}{guess}{exam}{_told(event.metrics)}"
-        case Sampled():
-            return f"sample {event.prompt!r} -> {event.text!r}"
-        case Saved():
-            kept = ", the best so far" if event.best else ""
-            return f"saved {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{kept})"
-        case Warned():
-            return f"warning: {event.because}"
-        case Recovered():
-            return f"recovered at step {event.step}: {event.because}; {event.action}"
-        case Resumed():
-            source = event.path or "the beginning"
-            return f"resumed at step {event.step} from {source} in {format_seconds(event.seconds)}"
-        case RunEnded():
-            return f"ended: {event.why}"
-        case GpuSampled():
-            return " ".join(lines([DeviceTally(latest=event)])[0].split())
-    return type(event).__name__
-
-
-def number(value: float | None) -> str:
-    """Four decimals; what was not finite is never shown as a number."""
-    return "skipped" if value is None else f"{value:.4f}"
 
 
 @final

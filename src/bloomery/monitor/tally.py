@@ -4,10 +4,11 @@ import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, final
 
-from bloomery.monitor.devices import Devices
 from bloomery.monitor.events import (
+    PROCESSOR,
     EvalDone,
     Event,
     GpuSampled,
@@ -24,6 +25,8 @@ from bloomery.monitor.events import (
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
 BARS = "▁▂▃▄▅▆▇█"
 NEWS = 0.1  # by how much the number of steps must change to be told
+JOULES_IN_KWH = 3.6e6
+_NOW = ("utilisation", "temperature", "power", "clock_mhz", "throttled")
 _RECENT = 50  # steps that the speed is taken from
 
 
@@ -44,6 +47,85 @@ class RunFacts:
         if not self.flops_per_token or not self.peak_flops:
             return None
         return tokens_per_second * self.flops_per_token / self.peak_flops
+
+
+@final
+@dataclass
+class DeviceTally:
+    """Mutable: one device after the samples that `add` was given."""
+
+    latest: GpuSampled  # each figure as it was told last
+    seconds: float = 0.0  # that samples stand for
+    busy_seconds: float = 0.0  # the load, as if it had been all or nothing
+    load_seconds: float = 0.0  # in which a load was told
+    peak_load: float | None = None
+    peak_heat: float | None = None
+    peak_gib: float | None = None
+    joules: float = 0.0
+    power_seconds: float = 0.0  # in which a power was told
+    slowed_seconds: dict[str, float] = field(default_factory=dict)  # by reason
+
+    def add(self, event: GpuSampled) -> None:
+        told: dict[str, Any] = {f.name: value for f in fields(event) if (value := getattr(event, f.name)) is not None}
+        if event.seconds:  # a look at the device: what it did not tell is not known any more
+            told = {**dict.fromkeys(_NOW), **told}
+        self.latest = replace(self.latest, **told)
+        self.seconds += event.seconds
+        peaks = {"peak_load": event.utilisation, "peak_heat": event.temperature, "peak_gib": event.memory_gib}
+        for name, value in peaks.items():
+            if value is not None:
+                setattr(self, name, max(getattr(self, name) or value, value))
+        if event.utilisation is not None:
+            self.busy_seconds += event.utilisation / 100 * event.seconds
+            self.load_seconds += event.seconds
+        if event.power is not None:
+            self.joules += event.power * event.seconds
+            self.power_seconds += event.seconds
+        for reason in filter(None, (event.throttled or "").split(", ")):
+            self.slowed_seconds[reason] = self.slowed_seconds.get(reason, 0.0) + event.seconds
+
+    @property
+    def name(self) -> str:
+        return "processor" if self.latest.device == PROCESSOR else f"GPU {self.latest.device}"
+
+    @property
+    def mean_load(self) -> float | None:
+        """Percent."""
+        return 100 * self.busy_seconds / self.load_seconds if self.load_seconds else None
+
+    @property
+    def mean_power(self) -> float | None:
+        """Watts."""
+        return self.joules / self.power_seconds if self.power_seconds else None
+
+
+@final
+@dataclass
+class Devices:
+    """Mutable: all devices of a run, by number."""
+
+    by_number: dict[int, DeviceTally] = field(default_factory=dict)
+
+    def add(self, event: GpuSampled) -> None:
+        self.by_number.setdefault(event.device, DeviceTally(latest=event)).add(event)
+
+    @property
+    def all(self) -> list[DeviceTally]:
+        """GPUs in order, then the processor."""
+        return sorted(
+            self.by_number.values(), key=lambda device: (device.latest.device == PROCESSOR, device.latest.device)
+        )
+
+    @property
+    def joules(self) -> float | None:
+        """Of every device whose power was told; None when none was."""
+        known = [device.joules for device in self.by_number.values() if device.power_seconds]
+        return sum(known) if known else None
+
+    @property
+    def covered_seconds(self) -> float:
+        """For how long a power was told by the device that told it longest."""
+        return max((device.power_seconds for device in self.by_number.values()), default=0.0)
 
 
 @dataclass
@@ -233,16 +315,32 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in shown[max(len(shown) - width, 0) :])
 
 
-def thinned(values: list[float], width: int) -> list[float]:
-    """At most `width` means of equal stretches."""
-    if len(values) <= width:
-        return values
-    edges = [round(i * len(values) / width) for i in range(width + 1)]
-    return [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
-
-
 def in_millions(tokens: float) -> str:
     """0.33 M, 3.19 B: two decimals so that columns stay aligned; below 10,000 the number itself."""
     if tokens < 10_000:
         return f"{tokens:,.0f}"
     return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
+
+
+def summary(device: DeviceTally) -> dict[str, Any]:
+    """What metrics.json holds of a device."""
+
+    def short(value: float | None) -> float | None:
+        return None if value is None else round(value, 3)
+
+    return {
+        "device": device.latest.device,
+        "name": device.latest.name,
+        "seconds": round(device.seconds, 1),
+        "utilisation_mean": short(device.mean_load),
+        "utilisation_peak": short(device.peak_load),
+        "temperature_peak": short(device.peak_heat),
+        "power_mean": short(device.mean_power),
+        "energy_kwh": device.joules / JOULES_IN_KWH if device.power_seconds else None,
+        "memory_peak_gib": short(device.peak_gib),
+        "power_shared_with": device.latest.shared_with,
+        "slowed_seconds": {reason: round(seconds, 1) for reason, seconds in device.slowed_seconds.items()},
+        "reserved_gib": short(device.latest.reserved_gib),
+        "fragmentation": short(device.latest.fragmentation),
+        "alloc_retries": device.latest.alloc_retries,
+    }

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from bloomery.core.units import format_seconds
-from bloomery.monitor.devices import JOULES_IN_KWH, DeviceTally, format_joules
+from bloomery.monitor.console.words import format_joules
 from bloomery.monitor.events import PROCESSOR, GpuSampled
+from bloomery.monitor.tally import JOULES_IN_KWH, DeviceTally
 from bloomery.report.charts import Point, Series, line_chart
 from bloomery.report.html import Html, el, join, table
 from bloomery.report.record import Record

@@ -7,7 +7,7 @@ from shlex import quote
 from statistics import fmean
 
 from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
-from bloomery.monitor.devices import format_joules
+from bloomery.monitor.console.words import format_joules
 from bloomery.monitor.tally import in_millions
 from bloomery.report.answers import Answered, draw_answers
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart

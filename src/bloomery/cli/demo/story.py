@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.lines import PlainView
+from bloomery.monitor.console.lines import TITLE, WIDTH, PlainView, titled
+from bloomery.monitor.console.words import doing
 from bloomery.monitor.events import EvalDone, Event, Phase, RunEnded, Saved, StepDone
 from bloomery.monitor.tally import RunFacts
-
-WIDTH, TITLE = 100, 11
 
 
 @final
@@ -38,8 +37,8 @@ class Story:
 
     def say(self, title: str = "", *lines: str) -> None:
         """The first line beside its title, the others below it."""
-        for index, line in enumerate(lines or ("",)):
-            self._write(f"{title if index == 0 else '':<{TITLE}}{line}".rstrip())
+        for line in titled(title, *lines):
+            self._write(line)
 
     def say_timed(self, title: str, line: str, seconds: float) -> None:
         """Seconds at the right margin."""
@@ -49,12 +48,8 @@ class Story:
         """Rows of the table: one per evaluation, with the checkpoint that was saved there; on a terminal, progress."""
         if isinstance(event, StepDone | EvalDone | Saved | RunEnded):
             self._view.write(event)
-        if isinstance(event, Phase):
-            self.doing(event.name + (f" {event.done / event.total:.0%}" if event.total and event.done else ""))
-        elif isinstance(event, StepDone):
-            whole = f" of {self._steps:,}" if self._steps else ""
-            loss = "" if event.loss is None else f" · loss {event.loss:.2f}"
-            self.doing(f"step {event.step:,}{whole}{loss} · {event.tokens_per_second:,.0f} tokens/s")
+        if isinstance(event, Phase | StepDone):
+            self.doing(doing(event, self._steps))
 
     def doing(self, what: str) -> None:
         """The moving line of a terminal; nothing elsewhere."""

@@ -14,7 +14,8 @@ from rich.live import Live
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.watch import Screen, Seen, frame, styled
+from bloomery.monitor.console.screen import Screen, Seen, picture
+from bloomery.monitor.console.words import happened, score
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -35,7 +36,7 @@ from bloomery.monitor.sinks import Sink
 from bloomery.monitor.tally import RunFacts, Tally, in_millions, sparkline
 
 WIDTH = 100
-_INDENT = 11
+TITLE = 11  # columns
 _BARS = 11
 _SAMPLE_LINES = 6
 _REDRAWS_PER_SECOND = 2
@@ -44,15 +45,24 @@ _PHASE_WORDS = {
     "stopping": "a checkpoint is written after this step, then the run ends",
     "paused": "training waits",
 }
-_EXAM, _NARROW_EXAM = 17, 13  # columns of an exam; the narrow one makes room for a column of memory
+
+
+def titled(title: str, *texts: str) -> list[str]:
+    """The first line beside its title, the others below it."""
+    return [f"{title if at == 0 else '':<{TITLE}}{text}".rstrip() for at, text in enumerate(texts or ("",))]
+
+
+def _columns(memory: bool) -> dict[str, int]:
+    """Widths. An exam makes room for a column of memory."""
+    wide = {"step": 6, "tokens": 11, "loss": 9, "exam": 13 if memory else 17, "tokens/s": 11, "left": 9}
+    return wide | ({"GiB": 7} if memory else {})
 
 
 def header(per: str = "token", *, memory: bool = False) -> str:
     """The titles of the columns. `per`: what the loss is about."""
-    wide, exam = (_NARROW_EXAM, "bits/byte") if memory else (_EXAM, "exam, bits/byte")
-    exam = {"token": exam, "label": "exam"}.get(per, "exam, right")  # labels beside a teacher: none is right or wrong
-    titles = f"{'step':>6}{'tokens':>11}{'loss':>9}{exam:>{wide}}{'tokens/s':>11}{'left':>9}"
-    return titles + (f"{'GiB':>7}" if memory else "")
+    exam = {"token": "bits/byte" if memory else "exam, bits/byte", "label": "exam"}.get(per, "exam, right")
+    titles = {"exam": exam}  # labels beside a teacher: none is right or wrong
+    return "".join(f"{titles.get(title, title):>{width}}" for title, width in _columns(memory).items())
 
 
 HEADER = header()
@@ -75,16 +85,15 @@ def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Ev
     for event in before:
         seen.add(event)
     seen.begin_again()
-    live = console.is_terminal
-    view: View = LiveView(facts, console, seen) if live else PlainView(facts, _printer(console), seen.tally)
+
+    def write(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    view: View = LiveView(facts, console, seen) if console.is_terminal else PlainView(facts, write, seen.tally)
     try:
         yield view
     finally:
         view.close()
-
-
-def _printer(console: Console) -> Callable[[str], None]:
-    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @final
@@ -119,7 +128,7 @@ class LiveView:
         plain = (self._console.encoding or "ascii").lower() not in ("utf-8", "utf8")
         screen = Screen(self._console.width, self._console.height - 1, plain)
         with self._lock:
-            return styled(frame(self._seen, self._facts, screen, state=self._seen.state, now=time.time()))
+            return picture(self._seen, self._facts, screen, state=self._seen.state, now=time.time())
 
 
 @dataclass
@@ -127,12 +136,7 @@ class _Line:
     """A step's line, held back until nothing can join it: its exam and its save come after its StepDone."""
 
     step: int
-    tokens: int
-    loss: float | None
-    tokens_per_second: float | None
-    seconds_left: float | None
-    memory: float | None
-    exam: str = ""
+    cells: dict[str, str]  # by the titles of their columns
     notes: list[str] = field(default_factory=list)
     after: list[Event] = field(default_factory=list)  # what happened at this step and is told below it
 
@@ -155,34 +159,37 @@ class PlainView:
         event = as_shown(event)  # before lines are cut: what is not seen takes no room
         announced = self._tally.announced
         self._tally.add(event)
+        line = self._line
         match event:
             case Phase(name="length") if self._tally.announced == announced:
                 pass
-            case StepDone():
-                self._step(event)
-            case EvalDone():
-                self._at(event.step).exam = _exam(event, self._tally.per)
-            case Saved() if event.step == self._tally.step:
-                self._at(event.step).notes.append(_saved(event))
-            case RunEnded():
-                self._end(event)
             case Vitals() | GpuSampled():
                 pass  # for a diagnosis, which says in words what is wrong, and for the live view
-            case Saved() | Sampled() | Recovered() | Warned() if self._joins_the_line(event):
-                assert self._line is not None
-                self._line.after.append(event)
+            case StepDone():
+                if line is not None and line.step != event.step:
+                    self._flush()
+                self._since.append(event)
+                if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._tally.steps:
+                    self._at(event.step)
+            case EvalDone():
+                short = score(event, self._tally.per, 2).removesuffix(" bits/byte").removesuffix(" right")
+                self._at(event.step).cells["exam"] = short
+            case Saved() if event.step == self._tally.step:
+                self._at(event.step).notes.append(happened(event) or "")
+            case Saved() | Sampled() | Recovered() | Warned() if line is not None and (
+                line.step == event.step or isinstance(event, Saved)  # a save that took some steps joins any line
+            ):
+                line.after.append(event)
+            case RunEnded():
+                self._end(event)
             case _:
                 self._flush()
                 self._say(event)
 
-    def _joins_the_line(self, event: Event) -> bool:
-        """What happened at the step of the line that is held back; a save that took some steps joins any line."""
-        return self._line is not None and (self._line.step == event.step or isinstance(event, Saved))
-
     def note(self, step: int, text: str) -> None:
         """A line among the steps, in their columns."""
         self._flush()
-        lines = textwrap.wrap(text, WIDTH - _INDENT) or [""]
+        lines = textwrap.wrap(text, WIDTH - TITLE) or [""]
         for at, line in zip([str(step)] + [""] * len(lines), lines, strict=False):
             self._write(f"{at:>6}     {line}")
 
@@ -198,18 +205,18 @@ class PlainView:
                 self._titled("runs", f"{event.parameters:,} parameters{some} {where}")
             case Phase():
                 self._say_phase(event)
-            case Sampled():
-                self._verbatim("sample", event.whole)
+            case Sampled():  # the first lines as they are, long ones cut
+                room = WIDTH - TITLE
+                text = event.whole.expandtabs(4).splitlines()[:_SAMPLE_LINES]
+                cut = [line if len(line) <= room else line[: room - 1] + "…" for line in text]
+                for line in titled("sample", *cut) if cut else ():
+                    self._write(line)
             case Warned():
                 self._titled("warning", event.because)
-            case Recovered():
-                self.note(event.step, f"{event.because}; {event.action}")
-            case Saved():
-                self.note(event.step, _saved(event))
-            case Resumed():
-                self._since.clear()
-                took = f"resumed in {format_seconds(event.seconds)}"
-                self.note(event.step, took if event.path else "no checkpoint was saved yet: starts over")
+            case Recovered() | Saved() | Resumed():
+                if isinstance(event, Resumed):
+                    self._since.clear()
+                self.note(event.step, happened(event) or "")
 
     def _say_phase(self, event: Phase) -> None:
         name, said = self._phase
@@ -223,60 +230,46 @@ class PlainView:
         self._titled(event.name, share)
 
     def _titled(self, title: str, text: str) -> None:
-        for index, line in enumerate(textwrap.wrap(text, WIDTH - _INDENT) or [""]):
-            self._write(f"{title if index == 0 else '':<{_INDENT}}{line}".rstrip())
-
-    def _verbatim(self, title: str, text: str) -> None:
-        """The first lines as they are, long ones cut."""
-        room = WIDTH - _INDENT
-        for index, line in enumerate(text.expandtabs(4).splitlines()[:_SAMPLE_LINES]):
-            cut = line if len(line) <= room else line[: room - 1] + "…"
-            self._write(f"{title if index == 0 else '':<{_INDENT}}{cut}".rstrip())
-
-    def _step(self, event: StepDone) -> None:
-        if self._line is not None and self._line.step != event.step:
-            self._flush()
-        self._since.append(event)
-        if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._tally.steps:
-            self._at(event.step)
+        for line in titled(title, *textwrap.wrap(text, WIDTH - TITLE)):
+            self._write(line)
 
     def _at(self, step: int) -> _Line:
-        if self._line is None or self._line.step != step:
-            self._flush()
-            self._line = self._draw(step)
-        return self._line
-
-    def _draw(self, step: int) -> _Line:
+        """The line of that step, drawn from the steps since the one before."""
+        if self._line is not None and self._line.step == step:
+            return self._line
+        self._flush()
         steps, self._since = self._since, []
         losses = [event.loss for event in steps if event.loss is not None]
         seconds = sum(event.step_seconds for event in steps)
-        speed = self._tally.tokens_per_second if not seconds else _tokens(steps) / seconds
+        tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
+        speed, left = tokens / seconds if seconds else self._tally.tokens_per_second, self._tally.seconds_left
         if losses:
             self._curve.append(fmean(losses))
-        skipped = bool(steps) and steps[-1].loss is None
-        loss = None if skipped or not self._curve else self._curve[-1]
-        memory = self._tally.peak_gib if self._facts.tells_memory and steps else None
-        return _Line(step, self._tally.tokens, loss, speed, self._tally.seconds_left, memory)
+        skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
+        cells = {
+            "step": str(step),
+            "tokens": in_millions(self._tally.tokens),
+            "loss": "skipped" if skipped else f"{self._curve[-1]:.2f}",
+            "tokens/s": "" if speed is None else f"{speed:,.0f}",
+            "left": "" if left is None else f"{left:.0f} s" if left < 10 else format_seconds(left),
+            "GiB": f"{self._tally.peak_gib:.2f}" if steps else "",
+        }
+        self._line = _Line(step, cells)
+        return self._line
 
     def _flush(self) -> None:
         line, self._line = self._line, None
         if line is None:
             return
+        memory = self._facts.tells_memory
         if not self._headed:
             self._write("")
-            self._write(header(self._tally.per, memory=self._facts.tells_memory))
+            self._write(header(self._tally.per, memory=memory))
             self._headed = True
-        loss = "skipped" if line.loss is None else f"{line.loss:.2f}"
-        speed = "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
-        left = "" if line.seconds_left is None else _whole_seconds(line.seconds_left)
-        wide = _NARROW_EXAM if self._facts.tells_memory else _EXAM
-        row = f"{line.step:>6}{in_millions(line.tokens):>11}{loss:>9}{line.exam:>{wide}}{speed:>11}{left:>9}"
-        if self._facts.tells_memory:
-            row += f"{'' if line.memory is None else f'{line.memory:.2f}':>7}"
+        row = "".join(f"{line.cells.get(title, ''):>{width}}" for title, width in _columns(memory).items())
         notes = ", ".join(line.notes)
         room = max(min(_BARS, WIDTH - len(row) - len(notes) - 5), 0)
-        bars = sparkline(self._curve, room)
-        self._write(f"{row}   {bars:<{room}}  {notes}".rstrip())
+        self._write(f"{row}   {sparkline(self._curve, room):<{room}}  {notes}".rstrip())
         for event in line.after:
             self._say(event)
 
@@ -290,24 +283,3 @@ class PlainView:
         self._flush()
         kind, colon, reason = event.why.partition(":")
         self._titled(kind, f"after {took}{colon}{reason}")
-
-
-def _whole_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 10 else format_seconds(seconds)
-
-
-def _saved(event: Saved) -> str:
-    return "saved, the best" if event.best else "saved"
-
-
-def _exam(event: EvalDone, per: str) -> str:
-    if event.loss is None:
-        return "not finite"
-    if per != "token":
-        right = event.metrics.get("accuracy")
-        return f"{event.loss:.2f}" + ("" if right is None else f", {right:.0%}")
-    return f"{event.bits_per_byte:.2f}" if event.bits_per_byte is not None else f"{event.loss:.2f} nats"
-
-
-def _tokens(steps: list[StepDone]) -> float:
-    return sum(step.tokens_per_second * step.step_seconds for step in steps)

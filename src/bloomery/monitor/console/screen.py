@@ -1,0 +1,340 @@
+"""A run as one picture of text, for whoever looks at it from outside: while it goes on or long after."""
+
+import textwrap
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import numpy as np
+from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.console import Group
+from rich.text import Text
+
+from bloomery.core.text import harmless
+from bloomery.core.units import format_seconds
+from bloomery.monitor.console.words import format_joules, happened, lines, score, short_lines
+from bloomery.monitor.events import (
+    Event,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    as_shown,
+)
+from bloomery.monitor.tally import BARS, RunFacts, Tally, in_millions
+
+Point = tuple[float, float]
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
+_LABEL = 9  # columns of the scale
+
+
+def plot(
+    line: Sequence[Point],
+    marks: Sequence[Point],
+    strips: Mapping[str, Sequence[Point]] | None = None,
+    *,
+    width: int,
+    height: int,
+    top: float | None = None,
+    plain: bool = False,
+) -> list[str]:
+    """`height` rows of at most `width` columns with a scale on the left, one with the first and the last step, then one
+    of bars from zero for each of `strips`, over the same steps.
+
+    `line` is drawn as the mean of each stretch, `marks` as `o`. What is above `top` touches the upper edge. `plain`:
+    ASCII alone. Empty without two points.
+    """
+    columns, across = width - _LABEL - 1, [x for x, _ in (*line, *marks)]
+    if len(line) < 2 or columns < 10 or height < 2:
+        return []
+    first, last = min(across), max(across)
+    span = max(last - first, 1e-9)
+
+    def means(points: Sequence[Point], stretches: int) -> np.ndarray:
+        """One value a stretch; one without a point lies on the way between its neighbours, or is NaN at the ends."""
+        x, y = np.array(points, dtype=float).T
+        at = np.minimum(((x - first) / span * stretches).astype(int), stretches - 1)
+        counts = np.bincount(at, minlength=stretches)
+        known = counts.nonzero()[0]
+        values = np.bincount(at, weights=y, minlength=stretches)[known] / counts[known]
+        return np.interp(np.arange(stretches), known, values, left=np.nan, right=np.nan)
+
+    curve = means(line, columns * (1 if plain else 2))
+    heights = [*curve[~np.isnan(curve)].tolist(), *(y for _, y in marks)]
+    low, high = min(heights), max(heights)
+    high = high if top is None else min(max(top, low), high)
+    room = (high - low) or abs(high) * 0.1 or 1.0
+
+    # What lies between two neighbouring columns is filled: the line holds.
+    fine = height * (1 if plain else 4)
+    bits = [[0] * columns for _ in range(height)]
+    before: int | None = None
+    for at, value in enumerate(curve.tolist()):
+        if value != value:
+            continue
+        level = min(int((value - low) / room * fine), fine - 1)
+        start = level if before is None else before + (level > before) - (level < before)
+        for up in range(min(start, level), max(start, level) + 1):
+            down = fine - 1 - up
+            if plain:
+                bits[down][at] = ord("*")
+            else:
+                bits[down // 4][at // 2] |= 0x2800 | _DOTS[at % 2][down % 4]
+        before = level
+    for x, y in marks:
+        row = height - 1 - min(int((y - low) / room * height), height - 1)
+        bits[row][min(int((x - first) / span * columns), columns - 1)] = ord("o")
+
+    scale = {0: high, height // 2: low + room * (height - 1 - height // 2) / max(height - 1, 1), height - 1: low}
+    rows = [
+        f"{f'{scale[at]:.4g}' if at in scale else '':>{_LABEL - 1}} {'|' if plain else '│'}"
+        + "".join(chr(cell or 32) for cell in row).rstrip()
+        for at, row in enumerate(bits)
+    ]
+    start_step, end_step = f"{first:,.0f}", f"{last:,.0f}"
+    rows.append(f"{'step':>{_LABEL - 1}}  {start_step}{end_step:>{columns - len(start_step)}}")
+    levels = " .:-=+*#" if plain else BARS
+    for name, points in (strips or {}).items():
+        if points:
+            values = means(points, columns)
+            most = float(np.nanmax(values))
+            shares = values * ((len(levels) - 1) / most if most > 0 else 0.0)
+            bars = "".join(" " if share != share else levels[max(round(share), 0)] for share in shares.tolist())
+            rows.append(f"{name:>{_LABEL - 1}}  {bars}".rstrip())
+    return rows
+
+
+def settled_top(line: Sequence[Point]) -> float | None:
+    """The height below which a curve stays after its first tenth, where that part would leave the rest flat."""
+    start = len(line) // 10
+    if start < 10:
+        return None
+    rest = [y for _, y in line[start:]]
+    low, high = min(y for _, y in line), max(y for _, y in line)
+    return max(rest) if max(rest) - low < 0.6 * (high - low) else None
+
+
+_TITLE = 11  # columns
+_KEPT = 200  # incidents
+_SAMPLES = 2
+_POINTS = 20_000  # of a curve that are kept: more than any screen shows
+_LEAST_ROOM = 11  # lines for the curve and what happened, below which other things are shortened
+_ROOM_FOR_STRIPS = 16  # of rate and speed below the curve
+_SHORT = 40  # columns of a device that shares its line
+_CLOCK_SECONDS = 600.0  # left, from which on the time of the end is told, too
+_ASCII = str.maketrans({"█": "#", "░": "-", "·": "-", "…": "~", "°": " ", "│": "|"})
+
+
+@final
+@dataclass
+class Seen:
+    """Mutable: what a watcher knows of a run after the events that `add` was given."""
+
+    tally: Tally = field(default_factory=Tally)
+    curve: list[Point] = field(default_factory=list)  # losses
+    rates: list[Point] = field(default_factory=list)
+    speeds: list[Point] = field(default_factory=list)
+    incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    saved: Saved | None = None
+    _open: bool = False  # steps were told and no end of them
+
+    def add(self, event: Event) -> None:
+        event = as_shown(event)
+        if isinstance(event, RunStarted | Resumed) and self._open:
+            self.incidents.append((replace(event, step=self.tally.step), "killed, without a word"))
+            self._open = False
+        self.tally.add(event)
+        match event:
+            case StepDone():
+                self._open = True
+                told = [
+                    (self.rates, event.learning_rate),
+                    (self.speeds, event.tokens_per_second),
+                    (self.curve, event.loss),
+                ]
+                for points, value in told:
+                    if value is not None:
+                        points.append((float(event.step), value))
+                    if len(points) > _POINTS:
+                        del points[1::2]
+            case Resumed() | Recovered():  # what came after it is given up
+                for points in (self.curve, self.rates, self.speeds):
+                    points[:] = [point for point in points if point[0] <= event.step]
+            case Sampled():
+                self.samples.append(event)
+            case Saved():
+                self.saved = event
+            case RunEnded():
+                self._open = False
+        text = happened(event)
+        if text is not None and not isinstance(event, Saved):
+            self.incidents.append((event, text))
+
+    def begin_again(self) -> None:
+        """Another process goes on: how the one before it ended is history, and no state of this one."""
+        self.tally.ended, self.tally.stopping, self.tally.phase = None, False, None
+        self.tally.recent.clear()
+        self.incidents.clear()
+
+    @property
+    def state(self) -> str:
+        """What the run does, as far as its events tell."""
+        if self.tally.ended is not None:
+            return self.tally.ended.why.partition(":")[0]
+        if self.tally.stopping:
+            return "stopping"
+        return "running" if self.tally.recent else "starting"
+
+
+@final
+@dataclass(frozen=True)
+class Screen:
+    """How much room there is, and whether only ASCII may be drawn. `height` None: as long as it takes."""
+
+    width: int
+    height: int | None = None
+    plain: bool = False
+
+
+def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
+    """The picture, no line wider than the screen. `state`: what the run does; `now`: seconds since 1970."""
+    width, head, figures = (
+        screen.width,
+        _head(seen.tally, facts, screen, state, now),
+        _figures(seen, facts, screen.width),
+    )
+    all_devices = seen.tally.devices.all
+    devices = lines(all_devices, width)
+    if screen.height is None:
+        chart, what, samples = _chart(seen, screen, 10), _happened(seen, width, 16, now=now), _samples(seen, width, 8)
+    else:
+        room = screen.height - len(head) - len(figures) - len(devices) - 4  # one of them between blocks
+        if room < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:
+            devices = short_lines(all_devices, width)
+            room = screen.height - len(head) - len(figures) - len(devices) - 4
+        wordy = bool(seen.incidents) and len(seen.incidents[-1][1]) > 2 * width - 40
+        lowest = 2 if wordy and room < _LEAST_ROOM else 3
+        chart = _chart(seen, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS)
+        left = max(room - len(chart), 0)
+        what = _happened(seen, width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now)
+        samples = _samples(seen, width, max(left - len(what) - 1, 0))
+    blocks = [head, chart, figures, devices, samples, what]
+    shown = []
+    for line in [line for block in blocks if block for line in ("", *block)][1:][: screen.height]:
+        line = harmless(line).replace("\t", " ").replace("\n", " ")
+        if screen.plain:
+            line = line.translate(_ASCII).encode("ascii", errors="replace").decode()
+        shown.append(line if cell_len(line) <= width else set_cell_size(line, width))
+    return shown
+
+
+def picture(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
+    """The same for rich. Colour is an ornament: nothing is told by it alone, and NO_COLOR takes it away."""
+    rows = frame(seen, facts, screen, state=state, now=now)
+    styles = ["bold" if at == 0 else "cyan" if at == 1 or "│" in row else "" for at, row in enumerate(rows)]
+    return Group(*(Text(row, style, no_wrap=True, overflow="crop") for row, style in zip(rows, styles, strict=True)))
+
+
+def _head(tally: Tally, facts: RunFacts, screen: Screen, state: str, now: float) -> list[str]:
+    """Name, state and step in one line, or two where a name is long; then a bar with the time gone and left."""
+    steps, phase = tally.steps or facts.steps, tally.phase
+    works = state in ("starting", "running")
+    doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
+    told = f"{state}{doing} · step {tally.step:,}" + (f" of {steps:,}" if steps else "")
+    whole = f"{facts.name} · {told}" if facts.name else told
+
+    lives = works or state in ("stopping", "paused")
+    times = format_seconds(tally.clock.until(now if lives or tally.latest is None else tally.latest))
+    if state == "running" and (seconds := tally.seconds_left):
+        times += f", {format_seconds(seconds)} left"
+        if seconds > _CLOCK_SECONDS:  # by the clock where one would have to count
+            end, today = time.localtime(now + seconds), time.localtime(now)
+            times += f", until {time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)}"
+    done, total = float(tally.step), float(tally.steps or 0)
+    if phase is not None and phase.total and not tally.last:
+        done, total = phase.done, phase.total
+    share = min(done / total, 1.0) if total else 0.0
+    room = max(screen.width - len(times) - 8, 4)
+    full = int(share * room)
+    bar = f"{'█' * full}{'░' * (room - full)} {share:>4.0%}  {times}"
+    return [*([whole] if cell_len(whole) <= screen.width else [facts.name, told]), bar]
+
+
+def _chart(seen: Seen, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
+    exams = [(float(step), told.loss) for step, told in sorted(seen.tally.evaluations.items()) if told.loss is not None]
+    top, below = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds} if strips else {}
+    drawn = plot(seen.curve, exams, below, width=screen.width, height=height, top=top, plain=screen.plain)
+    legend = f"loss, {seen.tally.unit}"
+    legend += "   o exam on held-out text" if exams else ""
+    legend += f"   (it began at {seen.curve[0][1]:.4g})" if top is not None else ""
+    return [legend, *drawn] if drawn else []
+
+
+def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
+    tally, last = seen.tally, seen.tally.last
+    if last is None:
+        return []
+    speed, exam, best = tally.tokens_per_second or 0.0, tally.evaluation, tally.best
+    used, joules, each = facts.utilisation(speed), tally.devices.joules, tally.joules_per_token
+    loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
+    limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
+    energy = "" if joules is None else format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
+    pairs = [
+        ("loss", loss if tally.smoothed is None else f"{loss}, smoothed {tally.smoothed:.4f}"),
+        ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
+        ("exam", "none yet" if exam is None else f"{score(exam, tally.per)} at {exam.step:,}"),
+        ("best", "" if best is None or best == exam else f"{score(best, tally.per)} at {best.step:,}"),
+        ("tokens", in_millions(tally.tokens)),
+        ("memory", f"{last.memory_gib:.2f}{limit} GiB"),
+        ("rate", f"{last.learning_rate:.3g}"),
+        ("gradient", "skipped" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
+        ("data", f"{tally.data_wait or 0:.1%} of the time waited for"),
+        ("energy", energy),
+        ("saved", "nothing yet" if seen.saved is None else f"step {seen.saved.step:,}"),
+    ]
+    half = width // 2
+    rows: list[str] = []
+    for cell in [f"{title:<{_TITLE}}{text}" for title, text in pairs if text]:
+        if rows and len(rows[-1]) < half and len(cell) <= width - half:  # what needs more has a line of its own
+            rows[-1] = f"{rows[-1]:<{half}}{cell}"
+        else:
+            rows.append(cell)
+    return rows
+
+
+def _samples(seen: Seen, width: int, room: int) -> list[str]:
+    """The beginnings of the newest samples; long lines go on in the next, their blanks kept."""
+    found: list[str] = []
+    told = [*seen.samples] if room >= _SAMPLES * 5 else [*seen.samples][-1:]
+    for sample in told:
+        whole = sample.whole.expandtabs(4).splitlines()
+        text = [part for line in whole for part in [*chop_cells(line, max(width - _TITLE, 10))] or [""]]
+        found += [
+            f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
+            for at, line in enumerate(text[: max(room // len(told), 1)])
+        ]
+    return found[:room]
+
+
+def _happened(seen: Seen, width: int, room: int, newest: int = 0, *, now: float) -> list[str]:
+    """The newest incidents, the newest last; where it is narrow, each in two lines, that one in up to `newest`."""
+    found: list[str] = []
+    today = all(time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in seen.incidents)
+    stamped, indent = ("%H:%M", 7) if today else ("%d %b %H:%M", 14)
+    for event, text in reversed(seen.incidents):
+        most = max(4 if room >= 8 else 2, 0 if found else newest)
+        stamp = time.strftime(stamped, time.localtime(event.time))
+        wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - indent, 20))
+        told = [f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])]
+        if len(wrapped) > most:
+            told[-1] = told[-1][: width - 1] + "…"
+        if found and len(found) + len(told) > room:
+            break
+        found = told + found
+    return found
