@@ -15,14 +15,25 @@ def bloomery(tmp_path: Path) -> Bloomery:
     return Bloomery(tmp_path)
 
 
-@pytest.fixture
-def dying_workshop(tmp_path: Path, monkeypatch) -> Path:
-    """The working folder, whose training child dies as `deaths.json` beside the run says (`dying_worker`)."""
-    write_workshop(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervise, "WORKER", "dying_worker")
+def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str) -> Path:
+    write_workshop(folder)
+    (folder / "runs").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(supervise, "WORKER", worker)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def dying_workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, whose training child dies as `deaths.json` beside the run says (`dying_worker`)."""
+    return dies(tmp_path, monkeypatch, "dying_worker")
+
+
+@pytest.fixture(params=["paper_worker", pytest.param("dying_worker", marks=pytest.mark.soak)])
+def paper_workshop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same for what only the launcher decides, with a child that computes nothing; `make soak` has the real one."""
+    return dies(tmp_path, monkeypatch, request.param)
 
 
 @pytest.fixture(scope="session")

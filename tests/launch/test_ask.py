@@ -20,7 +20,7 @@ from bloomery.train.sealed import NOT_SAVED, damage, saved_steps
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.length=4000 steps", "checkpoint.every=4000 steps")
 
 
-def test_a_run_saves_when_asked_then_stops_when_asked_and_goes_on(bloomery: Bloomery, undisturbed: Bloomery) -> None:
+def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> None:
     with bloomery.start(*TRAIN) as process:
         wait_for(bloomery.saw(StepDone, 2))
         saved = bloomery.run("save", "one")
@@ -31,6 +31,8 @@ def test_a_run_saves_when_asked_then_stops_when_asked_and_goes_on(bloomery: Bloo
         assert saved.stdout.strip().endswith(str(folder))
         assert damage(folder) is None
         wait_for(bloomery.saw(StepDone, step + 1))
+        recorded = bloomery.run("save", "one", "--profile", "2")
+        assert recorded.returncode == 0, recorded.stderr
         assert process.poll() is None  # it went on
         stopped = bloomery.run("stop", "last")
         assert stopped.returncode == 0, stopped.stderr
@@ -43,52 +45,31 @@ def test_a_run_saves_when_asked_then_stops_when_asked_and_goes_on(bloomery: Bloo
     assert "bloomery resume one" in stopped.stdout
     assert saved_steps(bloomery.run_dir / "checkpoints")[-1] == ended.step
 
-    again = bloomery.run("stop", "one")
-    assert again.returncode == 1
-    assert "no process is working on this run" in again.stderr
-    assert "bloomery resume one" in again.stderr
-
-
-def test_a_save_between_steps_changes_nothing(bloomery: Bloomery, undisturbed: Bloomery) -> None:
-    words = ("train", "tiny.yaml", "--run-dir", "runs/one")
-    with bloomery.start(*words) as process:
-        wait_for(bloomery.saw(StepDone, 1))
-        os.kill(process.pid, signal.SIGUSR2)
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0, err
-    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
-
-
-def test_a_wish_to_save_that_comes_before_training_is_kept_for_its_first_step(bloomery: Bloomery) -> None:
-    with bloomery.start(*TRAIN) as process:
-        wait_for(lambda: bool(holder_of(bloomery.run_dir / "lock")))
-        os.kill(process.pid, signal.SIGUSR2)
-        wait_for(bloomery.saw(Saved))
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=PATIENCE_SECONDS)
-    saves = [event.step for event in bloomery.events() if isinstance(event, Saved)]
-    assert saves[0] == 1
-    assert len(saves) <= 2
-
-
-def test_a_run_is_recorded_when_asked_and_goes_on(bloomery: Bloomery) -> None:
-    with bloomery.start(*TRAIN) as process:
-        wait_for(bloomery.saw(StepDone, 2))
-        recorded = bloomery.run("save", "one", "--profile", "2")
-        assert recorded.returncode == 0, recorded.stderr
-        assert process.poll() is None
-        stopped = bloomery.run("stop", "one")
-        assert stopped.returncode == 0
-        process.communicate()
     (trace,) = (bloomery.run_dir / "profile").glob("*.trace.json.gz")
     assert str(trace) in recorded.stdout
     names = {path.name.partition(".")[2] for path in (bloomery.run_dir / "profile").iterdir()}
     assert names == {"trace.json.gz", "operators.txt", "memory.txt"}
     assert not (bloomery.run_dir / "profile-asked").exists()
-    late = bloomery.run("save", "one", "--profile", "2")
-    assert late.returncode == 1
-    assert "no process is working on this run" in late.stderr
-    assert bloomery.run("save", "one", "--profile", "0").returncode == 2
+
+    for words in (("stop", "one"), ("save", "one", "--profile", "2")):
+        late = bloomery.here(*words)
+        assert late.returncode == 1
+        assert "no process is working on this run" in late.stderr
+        assert "bloomery resume one" in late.stderr
+    assert bloomery.here("save", "one", "--profile", "0").returncode == 2
+
+
+def test_wishes_to_save_before_training_and_between_steps_change_nothing(bloomery: Bloomery, undisturbed) -> None:
+    """The one that comes before there is a step is kept for the first."""
+    with bloomery.start("train", "tiny.yaml", "--run-dir", "runs/one") as process:
+        wait_for(lambda: bool(holder_of(bloomery.run_dir / "lock")))
+        os.kill(process.pid, signal.SIGUSR2)
+        wait_for(bloomery.saw(StepDone, 4))
+        os.kill(process.pid, signal.SIGUSR2)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, err
+    assert next(event.step for event in bloomery.events() if isinstance(event, Saved)) == 1
+    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
 
 
 def write_lock(folder: Path, pid: int, **changes) -> RunFolder:

@@ -18,12 +18,17 @@ def interrupt(bloomery: Bloomery, moment: Callable[[], bool], *words: str) -> No
     assert isinstance(bloomery.events()[-1], RunEnded)
 
 
-def test_ctrl_c_while_starting_stepping_saving_and_evaluating(bloomery: Bloomery, undisturbed: Bloomery) -> None:
-    interrupt(bloomery, (bloomery.run_dir / "plan.json").exists, *TRAIN)
-    interrupt(bloomery, bloomery.saw(StepDone, 2), *RESUME)
+@pytest.mark.parametrize("moments", ["starting saving", pytest.param("stepping evaluating", marks=pytest.mark.soak)])
+def test_one_ctrl_c_costs_nothing(bloomery: Bloomery, undisturbed: Bloomery, moments: str) -> None:
     saving = bloomery.run_dir / "checkpoints"
-    interrupt(bloomery, lambda: bloomery.saw(StepDone, 6)() and any(saving.glob(".tmp-*")), *RESUME)
-    interrupt(bloomery, bloomery.saw(EvalDone, 10), *RESUME)
+    when = {
+        "starting": (bloomery.run_dir / "plan.json").exists,
+        "stepping": bloomery.saw(StepDone, 2),
+        "saving": lambda: bloomery.saw(StepDone, 6)() and any(saving.glob(".tmp-*")),
+        "evaluating": bloomery.saw(EvalDone, 10),
+    }
+    for moment in moments.split():
+        interrupt(bloomery, when[moment], *bloomery.go_on)
     done = bloomery.run(*RESUME)
     assert done.returncode == 0, done.stderr
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)

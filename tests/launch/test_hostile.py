@@ -22,7 +22,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("away", ["deleted", "moved"])
+@pytest.mark.parametrize("away", [pytest.param("deleted", marks=pytest.mark.soak), "moved"])
 def test_a_run_whose_folder_goes_away_ends_and_does_not_come_back(bloomery: Bloomery, away: str) -> None:
     """It used to train on where nobody could see or stop it, and wrote checkpoints into a folder made anew."""
     with bloomery.start(*LONG) as process:
@@ -39,6 +39,7 @@ def test_a_run_whose_folder_goes_away_ends_and_does_not_come_back(bloomery: Bloo
     assert away == "deleted" or not bloomery.run_dir.exists()
 
 
+@pytest.mark.soak
 def test_a_disk_without_room_for_an_event_ends_the_run_and_resuming_makes_it_whole(
     bloomery: Bloomery, undisturbed: Bloomery
 ) -> None:
@@ -98,6 +99,7 @@ def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> No
     assert asked[0].returncode == 0 or asked[1].returncode == 0
 
 
+@pytest.mark.soak
 def test_the_same_signal_many_times_is_one_stop(bloomery: Bloomery) -> None:
     with bloomery.start(*LONG) as process:
         wait_for(bloomery.saw(StepDone, 3))

@@ -23,7 +23,6 @@ from test_flow import worker_of
 from bloomery.monitor.events import Phase, RunEnded, StepDone, Warned
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
-RESUME = ("resume", "one")
 
 
 def saving(bloomery: Bloomery) -> bool:
@@ -36,17 +35,27 @@ def finish(bloomery: Bloomery, undisturbed: Bloomery) -> None:
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
 
 
-def test_kills_in_preparing_stepping_and_saving_leave_no_trace(bloomery: Bloomery, undisturbed: Bloomery) -> None:
-    bloomery.kill_when(bloomery.saw(Phase), *TRAIN)
-    bloomery.kill_when(bloomery.saw(StepDone, 5), *RESUME)
-    bloomery.kill_when(lambda: bloomery.saw(StepDone, 10)() and saving(bloomery), *RESUME)
+def test_kills_from_set_up_to_saving_and_at_system_calls_leave_no_trace(
+    bloomery: Bloomery, undisturbed: Bloomery
+) -> None:
+    """Eight of the ten kills of `make test`; two more are in test_flow."""
+    for moment in (
+        (bloomery.run_dir / "recipe.yaml").exists,
+        bloomery.saw(Phase),
+        (bloomery.run_dir / "plan.json").exists,
+        bloomery.saw(StepDone, 4),
+        lambda: bloomery.saw(StepDone, 8)() and saving(bloomery),
+    ):
+        bloomery.kill_when(moment, *bloomery.go_on)
+    for call in ("fsync:signal=SIGKILL:when=5", "?rename:signal=SIGKILL:when=2", "unlinkat:signal=SIGKILL:when=4"):
+        strike(bloomery, call)
     finish(bloomery, undisturbed)
 
 
-def test_a_kill_in_set_up_leaves_a_run_that_starts_over(bloomery: Bloomery, undisturbed: Bloomery) -> None:
-    bloomery.kill_when(lambda: (bloomery.run_dir / "recipe.yaml").exists(), *TRAIN)
-    bloomery.kill_when(lambda: (bloomery.run_dir / "plan.json").exists(), *RESUME)
-    finish(bloomery, undisturbed)
+def strike(bloomery: Bloomery, fault: str, *words: str) -> None:
+    told = bloomery.faulted(fault, *bloomery.go_on, *(words if "train" in bloomery.go_on else ()))
+    assert told.returncode in ((-signal.SIGKILL, 1) if "SIGKILL" in fault else (0, 1)), (fault, told.stderr)
+    assert "Traceback" not in told.stderr and "stumbled" not in told.stderr
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +77,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bloomery]:
 SHORT = ("train.length=8 steps", "eval.every=4 steps")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "faults"), [
     ("dpo", ["fsync:signal=SIGKILL:when=12", "?rename:signal=SIGKILL:when=4", "fsync:error=ENOSPC:when=8"]),
     ("qlora", ["?rename:signal=SIGKILL:when=2", "?rename:signal=SIGKILL:when=5"]),
@@ -76,9 +86,7 @@ def test_faults_at_system_calls_leave_no_trace(kind: str, faults: list[str], tmp
     write_workshop(tmp_path, kind)
     bloomery = Bloomery(tmp_path)
     for fault in faults:
-        told = bloomery.faulted(fault, *bloomery.go_on, *(SHORT if "train" in bloomery.go_on else ()))
-        assert told.returncode in ((-signal.SIGKILL, 1) if "SIGKILL" in fault else (0, 1)), (fault, told.stderr)
-        assert "Traceback" not in told.stderr and "stumbled" not in told.stderr
+        strike(bloomery, fault, *SHORT)
     done = bloomery.run("resume", "one")
     assert done.returncode == 0, done.stderr
     assert_bitwise_equal(bloomery.run_dir, calm(kind, *SHORT).run_dir, step=8)

@@ -8,6 +8,7 @@ import torch
 from runs_of_bloomery import Bloomery
 from safetensors.torch import load_file, save_file
 
+from bloomery.monitor.events import Resumed, Saved, StepDone
 from models_for_tests import make_model
 
 RECIPE = """
@@ -33,6 +34,14 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
     """Ten seconds: four processes start torch, which is what is tested."""
     done = qlora.run("train", "qlora.yaml", "--rehearse", "--run-dir", "runs/one")
     assert done.returncode == 0, done.stderr
+    assert "none: the recipe holds out no text to validate on" in done.stdout
+    events = qlora.events()
+    saved = next(event for event in events if isinstance(event, Saved))
+    (resumed,) = [event for event in events if isinstance(event, Resumed)]
+    assert resumed.step == saved.step
+    repeated = [event.loss for event in events if isinstance(event, StepDone) and event.step == saved.step + 1]
+    assert len(repeated) == 2 and repeated[0] == repeated[1]
+    assert (qlora.run_dir / "report.html").is_file()
     assert "every loss equal to the last bit" in done.stdout and "in PEFT's layout" in done.stdout
     assert (qlora.run_dir / "export/adapter_model.safetensors").is_file()
     plan = json.loads((qlora.run_dir / "plan.json").read_text())

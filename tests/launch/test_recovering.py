@@ -12,9 +12,8 @@ from bloomery.core.errors import UserError
 from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
-from bloomery.runs.fallback import Descent, keep, next_rung, take_kept
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.lifecycle import resume, start
+from bloomery.runs.lifecycle import Descent, keep, next_rung, resume, start, take_kept
 from bloomery.runs.supervisor import Ending
 from bloomery.runs.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
 
@@ -22,12 +21,6 @@ SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
 INSTEAD = "instead of 0.01: another training from here on"
 HIP = "HIP error: an illegal memory access was encountered"
-
-
-@pytest.fixture
-def workshop(dying_workshop: Path) -> Path:
-    (dying_workshop / "runs").mkdir()
-    return dying_workshop
 
 
 def run_with(workshop: Path, *deaths: object, recover: bool, overrides: tuple[str, ...] = ()):
@@ -45,15 +38,15 @@ def of(workshop: Path, kind: type) -> list:
     return [event for event in read_events(workshop / "runs/one/events.jsonl") if isinstance(event, kind)]
 
 
-def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(workshop: Path) -> None:
+def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(paper_workshop: Path) -> None:
     deaths = (
         [{"attention": "mask"}, 5, SEGV],
         [{"precision": "bfloat16"}, 8, HIP],
         [{"precision": "float32", "rows": 2}, 11, KILL],
     )
-    code = run_with(workshop, *deaths, recover=True, overrides=("train.precision=bfloat16",))
+    code = run_with(paper_workshop, *deaths, recover=True, overrides=("train.precision=bfloat16",))
     assert code == 0
-    told = of(workshop, Recovered)
+    told = of(paper_workshop, Recovered)
     assert [event.step for event in told] == [4, 7, 10]
     assert [event.action for event in told] == [
         "restarted: blockwise attention instead of mask",
@@ -63,53 +56,54 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(wor
     assert "SIGSEGV" in told[0].because
     assert HIP in told[1].because
     assert "SIGKILL" in told[2].because
-    assert [event.step for event in of(workshop, Resumed)] == [3, 6, 9]
-    plan = read_plan(workshop / "runs/one/plan.json")
+    saved = (paper_workshop / "runs/one/checkpoints").exists()  # paper has none to go on from
+    assert [event.step for event in of(paper_workshop, Resumed)] == ([3, 6, 9] if saved else [0, 0, 0])
+    plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.model.attention, plan.train.precision, plan.train.micro_batch) == ("blockwise", "float32", 1)
     assert plan.train.tokens_per_step == 256
     because = {decision.key: decision.because for decision in plan.decisions}
     assert "SIGSEGV" in because["train.attention"]
-    assert len(losses(workshop / "runs/one")) == 16
-    assert not (workshop / "runs/one/safer.json").exists()
-    assert of(workshop, RunEnded)[-1].why == "done"
+    assert len(losses(paper_workshop / "runs/one")) == 16
+    assert not (paper_workshop / "runs/one/safer.json").exists()
+    assert of(paper_workshop, RunEnded)[-1].why == "done"
 
 
-def test_after_three_restarts_it_stops_and_says_how_to_go_on(workshop: Path) -> None:
+def test_after_three_restarts_it_stops_and_says_how_to_go_on(paper_workshop: Path) -> None:
     error = run_with(
-        workshop, [{}, 2, ABRT], recover=True, overrides=("train.precision=bfloat16", "train.micro_batch=4")
+        paper_workshop, [{}, 2, ABRT], recover=True, overrides=("train.precision=bfloat16", "train.micro_batch=4")
     )
     assert isinstance(error, UserError)
-    assert len(of(workshop, Recovered)) == 3
+    assert len(of(paper_workshop, Recovered)) == 3
     assert "(3 restarts did not help)" in error.problem
     assert str(error).splitlines()[-1].strip().startswith("`bloomery resume one --recover` goes on: ")
 
 
-def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(workshop: Path) -> None:
-    error = run_with(workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
+def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(paper_workshop: Path) -> None:
+    error = run_with(paper_workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
     last = str(error).splitlines()[-1].strip()
     assert last == "`bloomery resume one --recover` goes on: blockwise attention instead of mask"
-    assert of(workshop, Recovered) == []
-    assert read_plan(workshop / "runs/one/plan.json").model.attention == "mask"
+    assert of(paper_workshop, Recovered) == []
+    assert read_plan(paper_workshop / "runs/one/plan.json").model.attention == "mask"
 
-    assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
-    (told,) = of(workshop, Recovered)
+    assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
+    (told,) = of(paper_workshop, Recovered)
     assert told.action == "restarted: blockwise attention instead of mask"
-    assert read_plan(workshop / "runs/one/plan.json").model.attention == "blockwise"
+    assert read_plan(paper_workshop / "runs/one/plan.json").model.attention == "blockwise"
 
 
-def test_a_resume_without_the_flag_changes_nothing(workshop: Path, undisturbed) -> None:
-    run_with(workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
-    (workshop / "runs/deaths.json").write_text("[]")
-    assert resume(workshop / "runs/one", quiet=True).code == 0
-    assert of(workshop, Recovered) == []
-    assert_bitwise_equal(workshop / "runs/one", undisturbed.run_dir)
-    assert not (workshop / "runs/one/safer.json").exists()
+def test_a_resume_without_the_flag_changes_nothing(dying_workshop: Path, undisturbed) -> None:
+    run_with(dying_workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
+    (dying_workshop / "runs/deaths.json").write_text("[]")
+    assert resume(dying_workshop / "runs/one", quiet=True).code == 0
+    assert of(dying_workshop, Recovered) == []
+    assert_bitwise_equal(dying_workshop / "runs/one", undisturbed.run_dir)
+    assert not (dying_workshop / "runs/one/safer.json").exists()
 
 
-def test_a_mistake_is_not_answered_by_restarts(workshop: Path) -> None:
-    error = run_with(workshop, [{}, 3, "shape '[2, 3]' is invalid for input of size 7"], recover=True)
+def test_a_mistake_is_not_answered_by_restarts(paper_workshop: Path) -> None:
+    error = run_with(paper_workshop, [{}, 3, "shape '[2, 3]' is invalid for input of size 7"], recover=True)
     assert isinstance(error, UserError)
-    assert of(workshop, Recovered) == []
+    assert of(paper_workshop, Recovered) == []
     assert "--recover" not in error.remedy
 
 
@@ -200,36 +194,36 @@ def test_losses_that_stay_not_finite_end_after_a_few_rungs(precision: str, known
     assert taken == [(edit, False) for edit in [*first, *halves, *wide]]
 
 
-def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_time(workshop: Path) -> None:
-    code = run_with(workshop, [{"checkpointing": "none"}, 8, "memory"], recover=False)
+def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_time(dying_workshop: Path) -> None:
+    code = run_with(dying_workshop, [{"checkpointing": "none"}, 8, "memory"], recover=False)
     assert code == 0
-    told = of(workshop, Recovered)
+    told = of(dying_workshop, Recovered)
     assert [event.action.startswith("restarted: ") for event in told][-1:] == [True]
     assert {event.action.partition(" ")[0] for event in told[:-1]} == {"micro-batch"}
-    assert [event.step for event in of(workshop, Resumed)] == [7]  # saved where memory ran out: nothing was lost
-    assert len(losses(workshop / "runs/one")) == 16
-    plan = read_plan(workshop / "runs/one/plan.json")
+    assert [event.step for event in of(dying_workshop, Resumed)] == [7]  # saved where memory ran out: nothing was lost
+    assert len(losses(dying_workshop / "runs/one")) == 16
+    plan = read_plan(dying_workshop / "runs/one/plan.json")
     assert (plan.train.activation_checkpointing, plan.optimizer.states) == ("full", "float32")
 
 
-def test_numbers_change_only_when_asked(workshop: Path) -> None:
+def test_numbers_change_only_when_asked(paper_workshop: Path) -> None:
     """States in 8 bits are offered without the flag, taken with it, and kept by a resume."""
-    error = run_with(workshop, [{"states": "float32"}, 8, "memory"], recover=False)
+    error = run_with(paper_workshop, [{"states": "float32"}, 8, "memory"], recover=False)
     assert "`bloomery resume one --recover` goes on: optimizer states in int8 instead of float32" in str(error)
-    assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
-    assert read_plan(workshop / "runs/one/plan.json").optimizer.states == "int8"
-    assert of(workshop, Recovered)[-1].action.startswith("restarted: optimizer states in int8")
-    assert len(losses(workshop / "runs/one")) == 16
+    assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
+    assert read_plan(paper_workshop / "runs/one/plan.json").optimizer.states == "int8"
+    assert of(paper_workshop, Recovered)[-1].action.startswith("restarted: optimizer states in int8")
+    assert len(losses(paper_workshop / "runs/one")) == 16
 
 
-def test_losses_that_are_not_finite_lower_the_rate_when_asked(workshop: Path) -> None:
+def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Path) -> None:
     fast = ("optimizer.kind=adamw", "optimizer.learning_rate=0.02")
-    error = run_with(workshop, [{"rate": 0.02}, 5, "NaN"], recover=False, overrides=fast)
+    error = run_with(paper_workshop, [{"rate": 0.02}, 5, "NaN"], recover=False, overrides=fast)
     assert "`bloomery resume one --recover` goes on: learning rate 0.01 instead of 0.02" in str(error)
-    assert resume(workshop / "runs/one", recover=True, quiet=True).code == 0
-    plan = read_plan(workshop / "runs/one/plan.json")
+    assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
+    plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.optimizer.learning_rate, plan.recovered) == (0.01, ("optimizer.learning_rate",))
-    assert of(workshop, RunEnded)[-1].why == "done"
+    assert of(paper_workshop, RunEnded)[-1].why == "done"
 
 
 def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:

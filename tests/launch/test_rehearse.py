@@ -37,6 +37,7 @@ def test_a_rehearsal_does_all_that_a_run_does_and_leaves_nothing(bloomery: Bloom
     assert sorted(path.name for path in bloomery.folder.iterdir()) == ["prepared", "text", "tiny.yaml"]
 
 
+@pytest.mark.soak
 def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery) -> None:
     done = bloomery.run(*WORDS, "--rehearse", "--run-dir", "runs/one")
     assert done.returncode == 0, done.stderr
@@ -56,6 +57,7 @@ def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery)
     assert [run["state"] for run in listed["runs"]] == ["stopped"]
 
 
+@pytest.mark.soak
 def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evaluated(bloomery: Bloomery) -> None:
     words = (*WORDS, "data.validation=0", "train.length=100000 steps", "--rehearse", "--run-dir", "runs/one")
     done = bloomery.run(*words)
@@ -93,8 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk
 
 
 def test_what_would_fail_on_day_six_fails_now_and_is_kept(dying_workshop: Path) -> None:
-    folder = dying_workshop / "rehearsals"
-    folder.mkdir()
+    folder = dying_workshop / "runs"
     (folder / "deaths.json").write_text(json.dumps([[{}, 2, 11]]))
     with pytest.raises(UserError, match="SIGSEGV"):
         rehearse(load_recipe("tiny.yaml"), folder / "one", devices=None, told=lambda *_: None)

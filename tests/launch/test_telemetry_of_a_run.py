@@ -12,8 +12,7 @@ from bloomery.hardware.telemetry.reader import Reader
 from bloomery.hardware.telemetry.sysfs import Device, Reading
 from bloomery.monitor.events import PROCESSOR, GpuSampled, Phase, RunEnded, StepDone, Warned
 from bloomery.runs import telemetry
-from bloomery.runs.telemetry import Stretch, Watcher
-from bloomery.runs.thermal import Guard
+from bloomery.runs.telemetry import Guard, Stretch, Watcher
 
 
 def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_the_rest():

@@ -7,7 +7,7 @@ import pytest
 
 from bloomery.hardware.telemetry.sysfs import PROCESSOR, Reading
 from bloomery.monitor.events import Phase
-from bloomery.runs.thermal import BLIND_SECONDS, Guard, Waiting
+from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
 
 
 def looks(guard: Guard, *degrees: float | None, critical: float | None = 110.0, device: int = 0) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 
 import pytest
 from runs_of_bloomery import Bloomery
@@ -11,13 +12,7 @@ from bloomery.monitor.events import EvalDone, read_events
 from bloomery.recipe.load import load_recipe, packaged
 
 TWINS = sorted(name for name in packaged() if f"{name}-tiny" in packaged() and load_recipe(name).recipe.model.from_)
-# Cut short in `make test`: full weights on conversations, an adapter on pairs. All nine at full length in `make soak`.
-QUICK = {
-    "samantha-llama2-7b-full-24gb": ("train.length=40 steps", "eval.tokens=20000"),
-    "reward": ("train.length=20 steps", "eval.tokens=30000"),
-}
-WHOLE = [pytest.param(name, (), marks=pytest.mark.soak, id=name) for name in TWINS]
-SHORT = [pytest.param(name, words, id=f"{name}, cut short") for name, words in QUICK.items()]
+WHOLE = [pytest.param(name, marks=pytest.mark.soak) for name in TWINS]
 FIRST = {"token": math.log(2048), "pair": math.log(2)}  # of a model that knows nothing: every token, a coin
 LEARNS_MORE = {"rank", "alpha", "train_also"}  # a random base has nothing to adapt
 
@@ -53,10 +48,24 @@ def test_a_recipe_names_its_data_with_the_licence_and_how_to_take_other(name):
     assert "Model: " in comment
 
 
-@pytest.mark.parametrize(("name", "words"), [*SHORT, *WHOLE])
-def test_a_twin_trains_in_under_a_minute_and_lowers_its_held_out_loss(name, words, tmp_path):
+def test_a_twin_learns_small_pairs(tmp_path):
+    """In place of its own data, which takes as long to prepare as all nine to train for this: `make soak` has that."""
+    draw = random.Random(0)
+    says = lambda ending: " ".join(draw.choices(["we", "saw", "a", "tree", "there"], k=12)) + ending  # noqa: E731
+    rows = [{"prompt": says(""), "chosen": says(" yes"), "rejected": says(" no")} for _ in range(200)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("data.builtin=null", "data.path=pairs.jsonl", "tokenizer.train.vocab_size=300",
+             "train.length=8 steps")  # fmt: skip
+    done = Bloomery(tmp_path).run("train", "reward-tiny", "--run-dir", "run", *words)
+    assert done.returncode == 0, done.stderr
+    exams = [event.loss for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, EvalDone)]
+    assert exams[-1] < FIRST["pair"] - 0.005
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_twin_trains_in_under_a_minute_and_lowers_its_held_out_loss(name, tmp_path):
     began = sum(os.times()[2:4])  # of children
-    done = Bloomery(tmp_path).run("train", f"{name}-tiny", "--run-dir", "run", *words)
+    done = Bloomery(tmp_path).run("train", f"{name}-tiny", "--run-dir", "run")
     assert done.returncode == 0, done.stderr
     events = list(read_events(tmp_path / "run/events.jsonl"))
     exams = [event for event in events if isinstance(event, EvalDone)]

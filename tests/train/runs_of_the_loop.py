@@ -1,7 +1,10 @@
 """The loop, called in this process on a corpus of forty small files."""
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from plans_for_tests import tiny_config
 from safetensors.torch import load_file
@@ -68,3 +71,12 @@ def resumed_bitwise(plan, folder: Path) -> Run:
     assert first.losses() | second.losses() == whole.losses()
     assert_same_tensors(second.tensors(5), whole.tensors(5))
     return whole
+
+
+def crossed(*axes: Mapping[str, object], quick: str) -> list:
+    """Each combination of the axes' values as a parameter; those not named in `quick` are for `make soak`."""
+    named = quick.split()
+    cases = [("-".join(part[0] for part in each), [part[1] for part in each])
+             for each in itertools.product(*(axis.items() for axis in axes))]  # fmt: skip
+    assert {name for name, _ in cases} >= set(named)
+    return [pytest.param(*values, id=name, marks=[] if name in named else pytest.mark.soak) for name, values in cases]

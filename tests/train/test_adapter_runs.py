@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import PeftModel
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import CONFIG, Run, resumed_bitwise
+from runs_of_the_loop import CONFIG, Run, crossed, resumed_bitwise
 from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
@@ -30,11 +30,12 @@ def adapter_plan(prepared, base, *, adapter=None, **sections):
     return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update={"adapter": Lora(**facts)})
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
-@pytest.mark.parametrize("adapter", [
-    {"dropout": 0.2, "scale": "rslora"}, {"kind": "dora"}, {"init": "pissa", "dtype": "bfloat16"},
-    {"train_also": ["embed_tokens", "norms"]},
-], ids=["rslora", "dora", "pissa", "whole"])  # fmt: skip
+@pytest.mark.parametrize(("adapter", "precision"), crossed(
+    {"rslora": {"dropout": 0.2, "scale": "rslora"}, "dora": {"kind": "dora"},
+     "pissa": {"init": "pissa", "dtype": "bfloat16"}, "whole": {"train_also": ["embed_tokens", "norms"]}},
+    {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
+    quick="rslora-bfloat16 dora-float16 pissa-bfloat16-pure whole-float32",
+))  # fmt: skip
 def test_a_resumed_adapter_equals_the_undisturbed_one_bitwise(prepared, base, tmp_path, adapter, precision):
     plan = adapter_plan(prepared, base, adapter=adapter, train={"steps": 5, "precision": precision})
     losses = resumed_bitwise(plan, tmp_path).losses()

@@ -10,7 +10,7 @@ from runs_of_the_loop import CONFIG, Run
 
 from bloomery.core.units import GIB
 from bloomery.monitor.events import GpuSampled, Vitals
-from bloomery.train import loop
+from bloomery.train import job, loop
 from bloomery.train.process import allocator_sample, training_device
 
 MACHINES = Path(__file__).parents[1] / "machines"
@@ -41,13 +41,13 @@ def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, m
     opened = loop.open_job
 
     def on_a_gpu(plan, *rest):
-        job = opened(plan, *rest)
-        job.plan = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
-        return job
+        made = opened(plan, *rest)
+        made.plan = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
+        return made
 
     monkeypatch.setattr(loop, "open_job", on_a_gpu)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: STATS)
-    monkeypatch.setattr(loop, "peak_memory_gib", lambda device: 0.0)
+    monkeypatch.setattr(job, "peak_memory_gib", lambda device: 0.0)
     run = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 4}), tmp_path / "run")
     assert [event.step for event in run.of(GpuSampled)] == [event.step for event in run.of(Vitals)] != []
     assert run.of(GpuSampled)[0].reserved_gib == 8.0

@@ -10,8 +10,8 @@ from bloomery.parallel import offload as copies
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations
 from bloomery.train.optim import common as optim_pieces
+from bloomery.train.optim.adamw import Host
 from bloomery.train.optim.build import build_optimizer
-from bloomery.train.optim.offload import Host
 
 
 class Stream:

@@ -14,11 +14,9 @@ from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distil
-from bloomery.train.objectives.build import build_objective, distillation
-from bloomery.train.objectives.distill import teachers_attention
+from bloomery.train.objectives.build import build_objective, distillation, hollow_teacher, teachers_attention
 from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
-from bloomery.train.synthetic_batch import hollow_teacher
 from models_for_tests import make_model
 
 

@@ -15,6 +15,7 @@ from faulty_runs import (
     through_the_objective,
 )
 from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import crossed
 
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.recipe.schema import Preference
@@ -23,11 +24,10 @@ LLAMA = tiny_config(vocab_size=300, family="llama", qk_norm="none")
 WAYS = {"loader": through_the_loader, "objective": through_the_objective}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"train": {"seed": 7}}, {"config": LLAMA}, {"optimizer": {"kind": "muon", "learning_rate": 0.005}}],
-    ids=["as it is", "another seed", "llama", "muon"],
-)
+@pytest.mark.parametrize(("changes",), crossed(
+    {"plain": {}, "seed": {"train": {"seed": 7}}, "llama": {"config": LLAMA},
+     "muon": {"optimizer": {"kind": "muon", "learning_rate": 0.005}}}, quick="plain",
+))  # fmt: skip
 def test_nothing_is_said_of_a_sound_run(prepared, tmp_path, changes):
     assert said(healthy_plan(prepared, **changes), tmp_path / "run") == ()
 
@@ -44,11 +44,13 @@ def test_a_rate_a_thousand_times_too_low(prepared, tmp_path):
     assert "set optimizer.learning_rate=0.003 (it is 1e-05)" in sentence  # the sound run has 0.01
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("change", "asked_for"), [(labels_own, "it has just been shown"), (labels_after, "the token after the next")]
-)
-def test_labels_off_by_one(prepared, tmp_path, monkeypatch, way, change, asked_for):
+@pytest.mark.parametrize(("way", "asked"), crossed(
+    {way: way for way in WAYS},
+    {"own": (labels_own, "it has just been shown"), "after": (labels_after, "the token after the next")},
+    quick="loader-own objective-after",
+))  # fmt: skip
+def test_labels_off_by_one(prepared, tmp_path, monkeypatch, way, asked):
+    change, asked_for = asked
     WAYS[way](monkeypatch, change)
     (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
     assert sentence.startswith("the labels are off by one") and asked_for in sentence

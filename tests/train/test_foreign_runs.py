@@ -7,7 +7,7 @@ import torch
 from opened_in_peft import assert_opens_in_peft
 from peft import PeftModel
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import Run, resumed_bitwise
+from runs_of_the_loop import Run, crossed, resumed_bitwise
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -17,7 +17,7 @@ from bloomery.model.families.presets import build_config, read_config
 from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Distil, Lora, Model, Peft, Quantize
-from bloomery.train.objectives import distill as objectives_distil
+from bloomery.train.objectives import build as objectives_distil
 from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model
 
@@ -44,11 +44,13 @@ def foreign_plan(prepared, base, *, adapter=None, base_in="none", **sections):
     return Plan.model_validate_json(plan.model_dump_json())  # as a run reads it
 
 
-@pytest.mark.parametrize("train", [
-    {"precision": "float32"}, {"precision": "bfloat16", "activation_checkpointing": "full"},
-    {"precision": "bfloat16-pure"}, {"precision": "float16", "activation_checkpointing": "selective"},
-], ids=lambda train: train["precision"])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "train"), crossed(
+    {kind: kind for kind in KINDS},
+    {"float32": {"precision": "float32"}, "bfloat16": {"precision": "bfloat16", "activation_checkpointing": "full"},
+     "bfloat16-pure": {"precision": "bfloat16-pure"},
+     "float16": {"precision": "float16", "activation_checkpointing": "selective"}},
+    quick="gpt_neox-bfloat16 phi-float16 opt-bfloat16-pure",
+))  # fmt: skip
 def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(prepared, bases, tmp_path, kind, train):
     run = resumed_bitwise(foreign_plan(prepared, bases[kind], train={"steps": 5} | train), tmp_path)
     assert run.losses()[5] < run.losses()[1]
@@ -57,11 +59,14 @@ def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(prep
     assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("adapter", "base_in"), [
-    ({}, "none"), ({"kind": "dora"}, "none"), ({"train_also": ["embed_tokens", "lm_head"]}, "none"), ({}, "nf4"),
-], ids=["lora", "dora", "whole", "qlora"])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_path, kind, adapter, base_in):
+@pytest.mark.parametrize(("kind", "facts"), crossed(
+    {kind: kind for kind in KINDS},
+    {"lora": ({}, "none"), "dora": ({"kind": "dora"}, "none"),
+     "whole": ({"train_also": ["embed_tokens", "lm_head"]}, "none"), "qlora": ({}, "nf4")},
+    quick="gpt_neox-dora phi-whole opt-qlora",
+))  # fmt: skip
+def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_path, kind, facts):
+    adapter, base_in = facts
     if kind != "phi" and "train_also" in adapter:
         adapter = {"train_also": ["embed_tokens"]}
     adapter = {"targets": TARGETS[kind]} | adapter

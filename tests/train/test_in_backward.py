@@ -8,7 +8,7 @@ from test_step import OBJECTIVE, batch, poisoned, weights
 
 from bloomery.monitor.events import Vitals, Warned
 from bloomery.train import job
-from bloomery.train.optim.in_backward import InBackward
+from bloomery.train.optim.build import InBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
@@ -153,9 +153,11 @@ LEANEST = {"kind": "adafactor", "in_backward": True, "stochastic_rounding": True
 RUNS = [
     (LEANEST, {"precision": "bfloat16-pure", "activation_checkpointing": "full"}),
     ({"kind": "adamw", "states": "int8", "in_backward": True, "paged": True}, {"precision": "bfloat16"}),
-    ({"kind": "adamw", "states": "bfloat16", "in_backward": True}, {"precision": "float16"}),
-    ({"kind": "adamw", "states": "int8", "stochastic_rounding": True}, {"precision": "bfloat16-pure"}),
-]
+    *(pytest.param(*each, marks=pytest.mark.soak) for each in (
+        ({"kind": "adamw", "states": "bfloat16", "in_backward": True}, {"precision": "float16"}),
+        ({"kind": "adamw", "states": "int8", "stochastic_rounding": True}, {"precision": "bfloat16-pure"}),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("optimizer", "train"), RUNS)

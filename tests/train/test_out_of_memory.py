@@ -83,7 +83,7 @@ def cut(plan: Plan, rows: int) -> Plan:
     return plan.model_copy(update={"train": train, "model": model})
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", [pytest.param("forward", marks=pytest.mark.soak), "backward"])
 def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     """Bitwise, dropout and all: the run is the one that had the smaller micro-batch from the start."""
     short = run_short_of_memory(plan, tmp_path / "short", Allocator(place, rows=2))
@@ -105,7 +105,7 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     assert "memory ran out" in decision.because
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.soak)])
 def test_a_later_step_goes_on_as_if_resumed_with_the_smaller_micro_batch(plan, tmp_path, place):
     """Bitwise against a run that was stopped there and resumed with a plan of smaller micro-batches."""
     short = run_short_of_memory(plan, tmp_path / "short", Allocator(place, rows=4, since=4))
@@ -192,7 +192,7 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
     assert "not all samples were drawn after step 3: memory ran out (2.50 GiB more were wanted)" in told
 
 
-@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(prepared, tmp_path, rows):
     sections = {
         "train": {"steps": None, "seconds": 3.0, "min_steps": 12, "micro_batch": 2, "accumulation": 2},

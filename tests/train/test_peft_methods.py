@@ -8,7 +8,7 @@ import torch
 from opened_in_peft import assert_opens_in_peft
 from peft import AdaLoraConfig, get_peft_model
 from plans_for_tests import tiny_config, tiny_plan
-from runs_of_the_loop import CONFIG, Run, resumed_bitwise
+from runs_of_the_loop import CONFIG, Run, crossed, resumed_bitwise
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -54,7 +54,7 @@ def method_plan(prepared, base, said, **sections):
     return plan.model_copy(update={"adapter": Peft(kind="peft", **said)})
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name",), crossed({name: name for name in METHODS}, quick="adalora ia3"))
 def test_a_resumed_method_equals_the_undisturbed_one_bitwise(prepared, base, tmp_path, name):
     plan = method_plan(prepared, base, METHODS[name], train={"steps": 5})
     resumed_bitwise(plan, tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import CONFIG, Run, resumed_bitwise
+from runs_of_the_loop import CONFIG, Run, crossed, resumed_bitwise
 from safetensors.torch import load_file
 
 from bloomery.export.layouts import merged_state
@@ -28,14 +28,15 @@ def plan_of(prepared, base, *, quantize=None, adapter=None, **sections):
     return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update=changed)
 
 
-@pytest.mark.parametrize(("quantize", "adapter", "train"), [
-    ({"base": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
-    ({"base": "nf4", "double": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
-    ({"base": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
-    ({"base": "nf4"}, {"train_also": ["norms"], "targets": ["all-linear"]}, {"precision": "bfloat16-pure"}),
-    ({"base": "nf4"}, {}, {"activation_checkpointing": "selective"}),
-], ids=["lora", "dora", "pissa", "whole", "checkpointed"])  # fmt: skip
-def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, quantize, adapter, train):
+@pytest.mark.parametrize(("sections",), crossed({
+    "lora": ({"base": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
+    "dora": ({"base": "nf4", "double": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
+    "pissa": ({"base": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
+    "whole": ({"base": "nf4"}, {"train_also": ["norms"], "targets": ["all-linear"]}, {"precision": "bfloat16-pure"}),
+    "checkpointed": ({"base": "nf4"}, {}, {"activation_checkpointing": "selective"}),
+}, quick="dora pissa checkpointed"))  # fmt: skip
+def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, sections):
+    quantize, adapter, train = sections
     plan = plan_of(prepared, base, quantize=quantize, adapter=adapter, train={"steps": 5} | train)
     whole = resumed_bitwise(plan, tmp_path)
     assert whole.losses()[5] < whole.losses()[1]
