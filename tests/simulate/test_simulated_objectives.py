@@ -10,10 +10,9 @@ from steps_for_tests import _batch, counted, simulated, small_plan, some
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Distil, Kto, Lora, OrPo, Preference, Reward, SimPo
 from bloomery.simulate.step import weights
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.build import build_objective, completed
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
-from bloomery.train.synthetic_batch import completed
 
 ASKED = {
     "dpo": Preference(kind="dpo"), "simpo": SimPo(kind="simpo"), "orpo": OrPo(kind="orpo"),

@@ -14,11 +14,10 @@ from bloomery.core.units import GIB
 from bloomery.data.loading.loader import Batch, Cursor, Loader
 from bloomery.plan.types import Plan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.build import build_objective, completed
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
-from bloomery.train.synthetic_batch import completed
 
 MOST_ROUNDS = 20
 MUCH_LONGER = 4.0  # than asked for: a round after which no second one is taken

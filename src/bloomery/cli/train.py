@@ -146,7 +146,7 @@ def _use_of(run: "Run") -> list[str]:
     """What one does with the model of a run: a reward model says nothing, one that has learned answers is asked."""
     from bloomery.plan.store import read_plan
 
-    kind = read_plan(run.folder / "plan.json").objective.kind
-    if kind == "reward":
+    aim = read_plan(run.folder / "plan.json").objective.spec
+    if aim.values:
         return []
-    return [f'bloomery generate {run.name} --prompt "..."' if kind == "pretrain" else f"bloomery chat {run.name}"]
+    return [f'bloomery generate {run.name} --prompt "..."' if aim.reads_text else f"bloomery chat {run.name}"]

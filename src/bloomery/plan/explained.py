@@ -35,11 +35,12 @@ def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
 def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
     """Reads a sample of the shards: a tenth of a second. Text that is gone or damaged is not known."""
     config, train, optimizer, traits = plan.model.config, plan.train, plan.optimizer, _traits(plan)
-    estimate, kind = plan.step_seconds, plan.objective.kind
+    estimate, aim = plan.step_seconds, plan.objective.spec
+    nats = aim.loss_unit == "token"
     return Facts(
-        vocab_size=config.vocab_size if kind in ("pretrain", "sft") else None,  # a guess is worth ln V to these alone
-        fresh=plan.model.source is None and kind in ("pretrain", "sft"),  # other losses begin and fall otherwise
-        falls=kind in ("pretrain", "sft", "distil"),
+        vocab_size=config.vocab_size if nats else None,  # a guess is worth ln V to these alone
+        fresh=plan.model.source is None and nats,  # other losses begin and fall otherwise
+        falls=aim.falls,
         steps=train.steps,
         tokens_per_step=train.tokens_per_step,
         sequence_length=plan.data.sequence_length,
@@ -50,7 +51,7 @@ def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
         warmup_steps=optimizer.warmup_steps,
         clip=train.clip,
         precision=train.precision,
-        unigram_nats=traits.unigram_nats if traits and kind == "pretrain" else None,  # counted over all of the text
+        unigram_nats=traits.unigram_nats if traits and aim.reads_text else None,  # counted over all of the text
         bytes_per_token=traits.bytes_per_token if traits else None,
         duplicates=traits.duplicates if traits else None,
         text_tokens=traits.tokens if traits else None,

@@ -44,7 +44,7 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     """
     if recipe.model.from_ is not None:
         _fetch_model(recipe.model.from_, weights=weights)
-        _refuse_bad_weights(recipe.model, weights=weights, reward=recipe.objective.kind == "reward")
+        _refuse_bad_weights(recipe.model, weights=weights, reward=recipe.objective.spec.values)
     if weights and recipe.tokenizer.from_ not in (None, "same"):
         hub.fetch_tokenizer(str(recipe.tokenizer.from_))
     if isinstance(recipe.objective, Distil):

@@ -110,7 +110,7 @@ def model_config(recipe: Recipe, corpus: CorpusFacts | None) -> ModelConfig:
             eos_token_id=corpus.eos_id,
             pad_token_id=corpus.pad_id,
         )
-    return replace(config, head="values") if recipe.objective.kind == "reward" else config
+    return replace(config, head="values") if recipe.objective.spec.values else config
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _Resolution:
         tokens = batch.choose_tokens_per_step(
             recipe.train.tokens_per_step, config, recipe.data.sequence_length,
             rows_per_epoch=self.corpus.rows_per_epoch if self.corpus else None,
-            tuning=recipe.objective.kind != "pretrain" or recipe.adapter.kind != "none",
+            tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
         )  # fmt: skip
         precision = choose_precision(recipe, self.profile)
         attention = choose_attention(recipe, config, self.profile, precision=precision.value, torch=self.torch)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bloomery.core.units import Duration, parse_bytes, parse_count
+from bloomery.recipe.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.recipe.values import (
     Auto,
     ClaimedRange,
@@ -144,19 +145,29 @@ class Data(Section):
     prefetch: Auto | PositiveInt = "auto"
 
 
-class Pretrain(Section):
+class Aim(Section):
+    """What is minimised, by its `kind`."""
+
+    kind: str
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        return OBJECTIVES[self.kind]
+
+
+class Pretrain(Aim):
     """Every token is learned."""
 
     kind: Literal["pretrain"] = "pretrain"
 
 
-class Sft(Section):
+class Sft(Aim):
     """The answers of conversations are learned, as `data.chat.train_on` says."""
 
     kind: Literal["sft"]
 
 
-class Preference(Section):
+class Preference(Aim):
     """Of two answers, the chosen one is made likelier than the rejected one, compared with the model of the start."""
 
     kind: Literal["dpo", "ipo"]
@@ -164,7 +175,7 @@ class Preference(Section):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0  # dpo: the share of pairs that are wrong way round
 
 
-class SimPo(Section):
+class SimPo(Aim):
     """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
 
     kind: Literal["simpo"]
@@ -172,14 +183,14 @@ class SimPo(Section):
     gamma: NonNegativeFloat = 1.0
 
 
-class OrPo(Section):
+class OrPo(Aim):
     """The chosen answer is learned, and its odds are raised above the rejected one's (arXiv:2403.07691)."""
 
     kind: Literal["orpo"]
     beta: PositiveFloat = 0.1
 
 
-class Kto(Section):
+class Kto(Aim):
     """Single answers, each marked desirable or not (arXiv:2402.01306)."""
 
     kind: Literal["kto"]
@@ -188,13 +199,13 @@ class Kto(Section):
     undesirable_weight: PositiveFloat = 1.0
 
 
-class Reward(Section):
+class Reward(Aim):
     """One number a text, higher for the chosen answer of a pair."""
 
     kind: Literal["reward"]
 
 
-class Distil(Section):
+class Distil(Aim):
     """The probabilities of a larger model are learned, `share` of the loss, beside the labels."""
 
     kind: Literal["distil"]
@@ -203,7 +214,7 @@ class Distil(Section):
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
 
 
-class Online(Section):
+class Online(Aim):
     """The model writes answers that are then judged."""
 
     kind: Literal["ppo", "grpo"]

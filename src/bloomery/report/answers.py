@@ -41,7 +41,8 @@ def compare_answers(plan: Plan, checkpoints: Path, parameters: int, use: "Use | 
     from bloomery.train.model_folder import Found, find_model
     from bloomery.train.sealed import newest_valid
 
-    if plan.model.source is None or plan.objective.kind in ("pretrain", "reward") or parameters > MOST_PARAMETERS:
+    aim = plan.objective.spec
+    if plan.model.source is None or aim.reads_text or aim.values or parameters > MOST_PARAMETERS:
         return []
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:

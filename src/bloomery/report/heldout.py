@@ -45,7 +45,7 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int, use: "Use | N
     """Both prices of the first long enough document of the validation split, or why there are none."""
     from bloomery.train.sealed import newest_valid
 
-    if plan.objective.kind == "reward":
+    if plan.objective.spec.values:
         return "a reward model gives values and no text"
     if parameters > MOST_PARAMETERS:
         return "the model is too large to be loaded twice for a picture"

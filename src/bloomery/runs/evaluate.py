@@ -114,7 +114,7 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: Plan) -> t
     None where that is no loss of text, or nothing is held out. Raises UserError when no token can be scored.
     """
     held_out = read_manifest(plan.data.prepared).validation.tokens
-    if plan.objective.kind not in ("pretrain", "sft") or decoder.config.foreign is not None or not held_out:
+    if plan.objective.spec.loss_unit != "token" or decoder.config.foreign is not None or not held_out:
         return None
     own = plan.train.device == next(decoder.parameters()).device.type
     for module in decoder.modules():

@@ -21,7 +21,7 @@ from bloomery.core.errors import UserError, of_the_system
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
-from bloomery.runs.thermal import PAUSE, Waiting
+from bloomery.runs.telemetry import PAUSE, Waiting
 from bloomery.train.run import Diverged, MemoryFull, Unsound
 
 DONE, FAILED, STOPPED = 0, 1, 75

@@ -26,9 +26,8 @@ from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.step import batch_of, decoder_of, gradients, on_device, prepared, states, weights
 from bloomery.simulate.tracker import Tracker
 from bloomery.train.forward import precision_context
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.build import build_objective, hollow_teacher
 from bloomery.train.step import Trainee, clip_factor, global_norm, scale_gradients
-from bloomery.train.synthetic_batch import hollow_teacher
 
 Edge = Tensor | GradientEdge  # where backward begins
 

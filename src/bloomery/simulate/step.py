@@ -17,11 +17,10 @@ from bloomery.simulate.compiled import compile_blocks, fused_head
 from bloomery.simulate.gpu_kernels import gpu_kernels
 from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, shard
 from bloomery.simulate.tracker import Tracker
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.build import build_objective, completed, hollow_teacher
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, Trainee, train_step
-from bloomery.train.synthetic_batch import completed, hollow_teacher
 
 
 def simulated_step(
@@ -44,7 +43,7 @@ def simulated_step(
         trainee = prepared(decoder_of(plan), plan, tracker, mesh)
         tracker.ask(lambda: gradients(trainee))
         batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
-        teacher = hollow_teacher(plan) if plan.objective.kind == "distil" else None
+        teacher = hollow_teacher(plan) if plan.objective.spec.extra_forwards else None
         tracker.call("weights", (tensor for model in (trainee.model, teacher) if model for tensor in weights(model)))
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
         objective = build_objective(plan, lambda _: teacher or hollow_teacher(plan))

@@ -4,11 +4,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from bloomery.core.version import __version__
-from bloomery.data.loading.loader import Loader, Prefetcher
+from bloomery.data.loading.loader import Batch, Loader, Prefetcher
 from bloomery.data.shards.format import Name, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
@@ -16,7 +20,7 @@ from bloomery.model.adapters.base_model import digest
 from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.counting import parameter_count
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted
+from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted, StepDone
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.store import note_model, read_head
@@ -30,8 +34,9 @@ from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.objectives.build import Objective, build_objective
 from bloomery.train.objectives.reference import Watch, precompute, reference_file
-from bloomery.train.process import set_up_process, training_device
+from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
 from bloomery.train.state import TrainState, build_state, go_back
+from bloomery.train.step import StepResult
 
 
 def with_base(plan: Plan, run_dir: Path) -> Plan:
@@ -52,6 +57,13 @@ def _write(plan: Plan, folder: Path) -> None:
     write_model(model_state(fresh_decoder(plan.model.config, seed=plan.train.seed)), plan.model.config, draft)
     copy_tokenizer(plan.data.prepared, draft)
     draft.rename(folder)
+
+
+class BatchSource(Protocol):
+    """Where steps get micro-batches: a loader that reads ahead, or what the model of now has written."""
+
+    def next(self) -> Batch:
+        """The next one; blocks until it is there."""
 
 
 @dataclass
@@ -81,6 +93,44 @@ class Job:
     @property
     def step(self) -> int:
         return self.state.progress.step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the length is reached, or so many evaluations brought nothing that the run ends early."""
+        patience = self.plan.eval.stop_early
+        tired = patience is not None and self.state.progress.evaluations_since_best >= patience
+        return tired or (self.plan.train.steps is not None and self.step >= self.plan.train.steps)
+
+    def source(self) -> AbstractContextManager[BatchSource]:
+        """Micro-batches from where the run stands."""
+        data, rows = self.plan.data, self.plan.train.micro_batch
+        return Prefetcher(self.loader, self.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)
+
+    def tell_step(
+        self, result: StepResult, batches: Sequence[Batch], *, share: float, seconds: float, waited: float
+    ) -> None:
+        """What a step has learned from and came to, and how healthy the run is, where that was looked at."""
+        plan, trainee = self.plan.train, self.state.trainee
+        self.emit(
+            StepDone(
+                step=self.step,
+                loss=result.loss if result.taken else None,
+                learning_rate=self.plan.optimizer.learning_rate * share,
+                grad_norm=result.grad_norm if result.taken else None,
+                tokens=self.state.progress.tokens,
+                tokens_per_second=plan.tokens_per_step / seconds,
+                samples_per_second=plan.accumulation * plan.micro_batch / seconds,
+                step_seconds=seconds,
+                data_wait_seconds=waited,
+                memory_gib=peak_memory_gib(plan.device),
+                learned_tokens=result.learned,
+                metrics=result.metrics,
+            )
+        )
+        if trainee.checkup is not None:
+            self.emit(trainee.checkup.report(self.step, batches, self.objective, compiled=plan.compile))
+            if plan.device == "cuda":
+                self.emit(allocator_sample(torch.cuda.memory_stats(), step=self.step, device=self.device))
 
 
 def open_job(
@@ -204,9 +254,3 @@ def open_loader(plan: Plan, split: Name, reference: Path | None = None, run: str
         data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,
         reference=reference, run=run,
     )  # fmt: skip
-
-
-def read_ahead(job: Job) -> Prefetcher:
-    """Micro-batches from where the run stands."""
-    data, rows = job.plan.data, job.plan.train.micro_batch
-    return Prefetcher(job.loader, job.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)

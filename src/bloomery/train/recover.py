@@ -1,22 +1,34 @@
-"""What happens when memory runs out: nothing of the attempt is left, and the same work is done in smaller parts."""
+"""What a run survives, and the checkpoints that it goes back to: memory that runs out, losses that are no numbers.
+
+Of an attempt that memory was too small for nothing is left, and the same work is done in smaller parts.
+"""
 
 import gc
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Literal, TypeVar, final
 
 import torch
 
 from bloomery.core.units import GIB, format_bytes
+from bloomery.data.loading.loader import Batch
 from bloomery.hardware.detect.gpu_processes import Tenant, tenants
-from bloomery.plan.fallback import Rung, smaller_evaluation, smaller_micro_batch
+from bloomery.monitor.events import Recovered, Warned
+from bloomery.plan.fallback import smaller_micro_batch
+from bloomery.plan.store import write_plan
 from bloomery.plan.types import Plan
+from bloomery.train.checkpoint import newest_valid
+from bloomery.train.job import Job
+from bloomery.train.objectives.build import build_objective
 from bloomery.train.process import out_of_memory
-from bloomery.train.run import MemoryFull
-from bloomery.train.state import TrainState, random_states, set_random_states
+from bloomery.train.run import Diverged, MemoryFull
+from bloomery.train.state import TrainState, go_back, random_states, set_random_states
+from bloomery.train.step import StepResult
 
 R = TypeVar("R")
+Action = Literal["step", "skip", "rewind", "again"]
 
 
 @final
@@ -71,28 +83,39 @@ def _wanted(text: str) -> str:
     return format_bytes(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
 
 
-def smaller_step(plan: Plan, full: Full, *, step: int) -> Rung:
-    """For the step after `step`. Raises MemoryFull when its micro-batches are single rows, or cannot be cut."""
-    rung = smaller_micro_batch(plan, f"{full} in step {step + 1} with {plan.train.micro_batch}")
+def shrink(job: Job, full: Full) -> Action:
+    """The step that memory was too small for is taken again in smaller micro-batches; `plan.json` keeps them.
+
+    Raises MemoryFull when its micro-batches are single rows, or cannot be cut.
+    """
+    plan, begun = job.plan, job.step
+    rows, place = plan.train.micro_batch, f"{full} in step {begun + 1}"
+    if rows == 1 and not job.state.trainee.updating:  # this is the end, and nothing is lost
+        save(job)
+        job.saver.wait()
+    listed = f"; what filled memory is listed in {full.listed}" if full.listed else ""
+    rung = smaller_micro_batch(plan, f"{place} with {rows}")
     if rung is None:
+        at_once = "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
         raise MemoryFull(
-            f"{full} in step {step + 1}, with {_rows(plan)} of {plan.data.sequence_length:,} tokens at once"
-            + who_else(plan.train.device),
-            where=f"train.micro_batch={plan.train.micro_batch}"
-            + (f"; what filled memory is listed in {full.listed}" if full.listed else ""),
+            f"{place}, with {at_once} of {plan.data.sequence_length:,} tokens at once{who_else(plan.train.device)}",
+            where=f"train.micro_batch={rows}{listed}",
             remedy=_remedy(plan),
         )
-    return rung
+    replan(job, rung.plan)
+    action = rung.action
+    if job.state.trainee.updating:
+        return_to_checkpoint(job, policy=True)
+        action += f"; the update was half done, so the run goes back to step {job.step}"
+    job.emit(Recovered(step=job.step, because=place, action=action + listed))
+    return "again"
 
 
-def smaller_look(plan: Plan, full: Full, *, step: int) -> Rung | None:
-    """For the evaluation after `step`; None when it reads single rows already."""
-    return smaller_evaluation(plan, f"{full} in the evaluation after step {step} with {plan.eval.micro_batch}")
-
-
-def _rows(plan: Plan) -> str:
-    rows = plan.train.micro_batch
-    return "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
+def replan(job: Job, plan: Plan) -> None:
+    """Goes on with another plan of the same training; what was measured under the old one is forgotten."""
+    job.plan, job.objective = plan, build_objective(plan)
+    job.timer.forget()
+    write_plan(plan, job.run_dir / "plan.json")
 
 
 def _remedy(plan: Plan) -> str:
@@ -131,3 +154,68 @@ def told_tenants(found: tuple[Tenant, ...], *, others: int, total: int) -> str:
     named = ", ".join(f"{tenant.name} (process {tenant.pid}) {format_bytes(tenant.bytes)}" for tenant in found[:3])
     used = f"; others use {format_bytes(others)} of this GPU's {format_bytes(total)}"
     return used + (f" (on the GPUs of this machine: {named})" if named else "")
+
+
+def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
+    """What follows from a step that learned from `rows`; says so when it was not taken."""
+    if result.taken:
+        return job.state.policy.judge(True, step=job.step, rows=rows)
+    scale = job.state.trainee.scale
+    if result.overflowed and scale is not None:
+        because = f"step {job.step} overflowed float16 and was {result.left}; the loss scale is now {scale.value:,.0f}"
+        job.emit(Warned(step=job.step, because=because))
+        return "skip"
+    what = "gradient" if math.isfinite(result.loss) else "loss"
+    text = job.tokenizer.decode(first.tokens[0, :40].tolist())
+    where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data, which begin with {text!r}"
+    because = f"the {what} of step {job.step} is not a finite number ({where}): the step was {result.left}"
+    job.emit(Warned(step=job.step, because=because))
+    exhausted = scale is not None and what == "gradient"
+    return job.state.policy.judge(False, step=job.step, rows=rows, what=what, exhausted=exhausted)
+
+
+def rewind(job: Job) -> None:
+    """Back to the newest undamaged checkpoint (or the start), and on with the data after the bad rows."""
+    bad_step, cursor = job.step, job.state.cursor
+    return_to_checkpoint(job)
+    job.state.cursor = cursor
+    job.emit(
+        Recovered(
+            step=job.step,
+            because=f"the loss was not a finite number up to step {bad_step}",
+            action=f"back to step {job.step}, and on with row {cursor.consumed:,} of the shuffled data",
+        )
+    )
+
+
+def return_to_checkpoint(job: Job, *, policy: bool = False) -> None:
+    """The newest undamaged one, or how the run began; the count of bad steps stays, or with `policy` goes back too."""
+    job.saver.drain()
+    folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
+    go_back(job.state, job.plan, folder, policy=policy)
+    job.saver.follow(folder)
+    job.saved_step, job.looked, job.evaluated, job.state.progress.look_due = job.step, None, None, False
+
+
+def save(job: Job) -> None:
+    """A checkpoint of this step, unless it has one; the best so far is marked.
+
+    Raises Diverged when an update has overflowed: such weights are never saved, and older checkpoints stay.
+    """
+    if job.step == job.saved_step:
+        return
+    for name, parameter in job.state.trainee.model.named_parameters():
+        if parameter.requires_grad and not bool(parameter.isfinite().all()):
+            job.saver.drain()
+            raise Diverged(
+                f"after step {job.step} the weights are no longer finite numbers ({name}), and they are not saved",
+                where=f"step {job.step}",
+                remedy="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
+            )
+    job.saved_step, job.saving_due = job.step, False
+    loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
+    best = job.state.progress.note_save(loss)
+    job.state.progress.seconds = job.timer.elapsed
+    with job.timer.aside() as seconds:
+        job.saver.save(job.step, job.state.parts(), job.state.scalars(), best=best)
+        job.timer.note_save(seconds())

@@ -134,7 +134,7 @@ def tell_run(story: Story, plan: "Plan") -> None:
 
     manifest = read_manifest(plan.data.prepared)
     steps = f"{plan.train.steps:,} steps of {plan.train.tokens_per_step:,} tokens"
-    if plan.adapter.kind == "none" and plan.objective.kind == "pretrain":
+    if plan.adapter.kind == "none" and plan.objective.spec.reads_text:
         story.say("", steps)
         return
     trained = format_count(trained_parameters(plan))

@@ -36,12 +36,7 @@ _LEARNED_BY = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
 
 def wants_of(recipe: Recipe) -> Wants:
     """What the recipe's objective learns from."""
-    kind = recipe.objective.kind
-    if kind == "kto":
-        return "kto"
-    if kind in ("dpo", "ipo", "simpo", "orpo", "reward"):
-        return "pairs"
-    return "any" if kind == "pretrain" else "sft"
+    return recipe.objective.spec.data_kind
 
 
 def refuse_unknown_roles(source: Source) -> None:

@@ -87,7 +87,7 @@ def refuse_mixture(document: Document, kind: ShardKind) -> None:
 
 def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
     """Pretraining learns every token, of conversations, too."""
-    return "all" if recipe.objective.kind == "pretrain" else recipe.data.chat.train_on
+    return "all" if recipe.objective.spec.reads_text else recipe.data.chat.train_on
 
 
 def keep_template(tokenizer: Tokenizer, rendering: Rendering, folder: Path) -> None:
@@ -254,7 +254,7 @@ def learns_examples(recipe: Recipe) -> bool:
     """Whether chat settings can decide the tokens."""
     data = recipe.data
     formats = {data.format, *(source.format for source in data.sources)}
-    if recipe.objective.kind == "pretrain":
+    if recipe.objective.spec.reads_text:
         mined = data.builtin in ("stdlib-chat", "stdlib-pairs")
         return mined or data.chat != Chat() or bool(formats & set(CHAT))
     return data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}
@@ -262,4 +262,4 @@ def learns_examples(recipe: Recipe) -> bool:
 
 def verbatim(recipe: Recipe) -> bool:
     """Whether prompts and answers that are texts stay so whatever the chat template: pretraining reads text."""
-    return recipe.objective.kind == "pretrain"
+    return recipe.objective.spec.reads_text

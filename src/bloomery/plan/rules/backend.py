@@ -39,11 +39,10 @@ def refuse_foreign_misfits(recipe: Recipe, config: ModelConfig, *, devices: int)
     """Raises UserError for what transformers' layers do not have here."""
     if config.foreign is None:
         return
-    objective, where = recipe.objective.kind, "model.implementation=foreign"
-    problem = remedy = None
-    if objective == "reward":
+    where, problem, remedy = "model.implementation=foreign", None, None
+    if recipe.objective.spec.values:
         problem = f"a reward model's head stands on Bloomery's own decoder, which lacks {architecture_of(config)}"
-        where, remedy = f"objective.kind={objective}", "choose a model of the families in docs/models.md"
+        where, remedy = f"objective.kind={recipe.objective.kind}", "choose a model of the families in docs/models.md"
     elif devices > 1:
         problem = "transformers' layers train on one device here: no tensor, pipeline or context parallelism"
         remedy = "leave out --gpus and --nodes"

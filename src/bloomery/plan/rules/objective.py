@@ -12,14 +12,14 @@ from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.states import way_of
 from bloomery.plan.estimate.step_shape import setting_of
 from bloomery.plan.types import CorpusFacts, Plan
-from bloomery.recipe.schema import Adapter, Distil, Kto, Lora, Objective, Peft, Preference, Recipe
+from bloomery.recipe.schema import Adapter, Distil, Lora, Objective, Peft, Recipe
 
 Reference = Literal["none", "precomputed", "adapters"]
 
 
 def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
     """`precomputed`: once, before the first step. `adapters`: beside each step, from the base without its adapters."""
-    if not isinstance(objective, Preference | Kto):
+    if not objective.spec.reference:
         return Choice("none", f"{objective.kind} compares with no other model")
     if isinstance(adapter, Peft):
         return Choice("precomputed", f"what the base is without {adapter.method} is not known here")
@@ -86,6 +86,6 @@ def _chat_choice(recipe: Recipe, corpus: CorpusFacts) -> Iterator[tuple[str, Cho
         because = "the tokenizer has no chat template"
         if recipe.data.chat.template == NONE:
             because = "the recipe sets none"
-        elif recipe.objective.kind == "pretrain":
+        elif recipe.objective.spec.reads_text:
             because = "pretraining reads text"
         yield key, Choice(NONE, f"{because}: prompt and answer are trained on as one text, without turns")

@@ -38,7 +38,7 @@ def refuse_method_misfits(recipe: Recipe) -> None:
         return
     name = named(recipe.adapter.method)
     method = f"adapter.method={recipe.adapter.method}"
-    if recipe.objective.kind == "reward":
+    if recipe.objective.spec.values:
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
         raise UserError(problem, where=method, remedy="set adapter.kind=lora, which trains it, too", code=2)
     if recipe.quantize.base != "none":

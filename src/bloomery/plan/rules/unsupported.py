@@ -26,7 +26,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
 
 def _unbuilt(recipe: Recipe) -> Iterator[str]:
     parallel = recipe.parallel
-    if recipe.objective.kind in ("ppo", "grpo"):
+    if recipe.objective.spec.rollouts:
         yield f"objective.kind={recipe.objective.kind}"
     for key in ("replicate", "shard", "tensor", "context", "pipeline", "microbatches"):
         if getattr(parallel, key) not in (1, "auto"):
@@ -50,14 +50,14 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
 def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:
     """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions."""
     length = recipe.data.sequence_length
-    if config.head == "values" and recipe.objective.kind != "reward":
+    if config.head == "values" and not recipe.objective.spec.values:
         raise UserError(
             "model.from is a reward model: it gives values and no text",
             where="objective.kind",
             remedy="set objective.kind=reward, or name the language model that it was made from",
             code=2,
         )
-    if recipe.objective.kind == "reward" and recipe.eval.prompts:
+    if recipe.objective.spec.values and recipe.eval.prompts:
         problem = "a reward model writes no text that eval.prompts could show"
         raise UserError(problem, where="eval.prompts", remedy="set eval.prompts=[]", code=2)
     if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:

@@ -101,7 +101,7 @@ def open_prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
     beginning of a text. Raises UserError for one that the template refuses.
     """
     prompts = plan.eval.prompts
-    if not prompts or plan.objective.kind == "pretrain" or not read_manifest(plan.data.prepared).turns:
+    if not prompts or plan.objective.spec.reads_text or not read_manifest(plan.data.prepared).turns:
         put = continuation(tokenizer)
         return Prompts(tuple((prompt, put([Message("user", prompt)])) for prompt in prompts))
     try:

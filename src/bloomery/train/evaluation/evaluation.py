@@ -1,21 +1,34 @@
-"""Looking at a model in the middle of training, without leaving a trace: the loss on the validation split."""
+"""Looking at a model in the middle of training, without leaving a trace: its loss on the validation split, samples."""
 
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from bloomery.data.loading.loader import Batch, Loader
 from bloomery.model.decoder import Decoder
-from bloomery.monitor.events import EvalDone
+from bloomery.model.sampling import NotFinite
+from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
+from bloomery.plan.fallback import smaller_evaluation
+from bloomery.plan.store import write_plan
 from bloomery.plan.types import EvalPlan
+from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import looking, to_device
+from bloomery.train.job import Job
+from bloomery.train.length import Costs, current, measured, with_next_block
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import added, means
+from bloomery.train.objectives.reference import Stopped
+from bloomery.train.recover import Full, attempt, replan
 from bloomery.train.step import compute_loss
+
+# A guess at checkpoints, for the share of a wall-time length that they take: a hash, a copy, a disk.
+WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
 
 
 @dataclass(frozen=True)
@@ -108,3 +121,126 @@ def completed(model: Decoder, batches: Iterable[Batch], objective: Objective) ->
 def scored_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
     """Bytes of the labels whose weight is not 0."""
     return int(token_bytes[batch.labels[batch.weights > 0].numpy()].sum())
+
+
+def look(job: Job) -> None:
+    """Evaluates and samples, once a step; the random numbers of training stay where they are.
+
+    Raises Stopped when the run is asked to stop meanwhile: then nothing of it counts, and a resumed run does it again.
+    """
+    if job.looked == job.step:
+        return
+    before = replace(job.state.progress, look_due=True)
+
+    def draw() -> None:
+        for prompt, text in samples(job.state.trainee.model, job.tokenizer, job.prompts, plan=job.plan):
+            job.emit(Sampled(step=job.step, prompt=prompt, text=text, answers=job.prompts.answers))
+
+    try:
+        with interruptible(job), job.timer.aside() as seconds:
+            found = evaluate_rows(job, job.plan.eval.rows)
+            if found is not None:
+                job.evaluated = (job.step, found.loss)
+                job.state.progress.note_evaluation(found.loss)
+                job.emit(found.event(job.step))
+            job.timer.note_evaluation(seconds(), job.plan)
+        with interruptible(job), job.timer.aside() as seconds:
+            if isinstance(drawn := attempt(draw, job.state), Full):
+                job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
+            job.timer.note_samples(seconds())
+    except NotFinite as error:  # the next steps' losses say so, too, and are skipped, rewound, or end the run
+        job.emit(Warned(step=job.step, because=f"no samples after step {job.step}: {error.problem}"))
+    except Stopped:
+        job.state.progress, job.evaluated = before, None
+        raise
+    job.looked, job.state.progress.look_due = job.step, False
+
+
+@contextmanager
+def interruptible(job: Job) -> Iterator[None]:
+    """Inside the block a request to stop is heard before each forward: each batch, each token. Raises Stopped."""
+
+    def ask(*_: object) -> None:
+        if job.stop():
+            raise Stopped
+
+    hook = job.state.trainee.model.register_forward_pre_hook(ask)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:
+    """None when there is no validation split, nothing in it to score, or no memory for even one row of it."""
+    if job.validation is None:
+        return None
+    work = partial(
+        evaluate, job.state.trainee.model, job.validation, token_bytes=job.tokenizer.token_bytes(), limit=limit
+    )
+    while True:
+        plan = job.plan
+        look_now = partial(work, job.objective, plan=plan.eval, precision=plan.train.precision)
+        where = f"the evaluation after step {job.step}"
+        found = attempt(look_now, job.state, partial(job.recorder.memory_full, plan, job.step, where))
+        if not isinstance(found, Full):
+            return found
+        rung = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch}")
+        if rung is None:
+            because = f"{where} was left out: {found} for a single row"
+            job.emit(Warned(step=job.step, because=because))
+            return None
+        replan(job, rung.plan)
+        action = rung.action + (f"; what filled memory is listed in {found.listed}" if found.listed else "")
+        job.emit(Recovered(step=job.step, because=f"{found} in {where}", action=action))
+
+
+def keep_time(job: Job) -> None:
+    """Of a wall-time run: fixes the schedule of the next steps, in `plan.json` first, so that a resume repeats it."""
+    if job.plan.train.seconds is None:
+        return
+    known = current(job.plan, step=job.step)
+    if known is not None:
+        job.plan = known
+        return
+    with interruptible(job), job.timer.aside():
+        if job.timer.costs is None and measured(job.plan, job.timer, step=job.step) is not None:
+            job.timer.costs = measure_costs(job)  # which may make evaluations smaller, in the plan, too
+        before, job.plan = job.plan.train.steps, with_next_block(job.plan, job.timer, step=job.step)
+        write_plan(job.plan, job.run_dir / "plan.json")
+    if job.plan.train.steps not in (None, before):
+        job.emit(Phase(step=job.step, name="length", done=job.step, total=job.plan.train.steps or 0))
+
+
+def measure_costs(job: Job) -> Costs:
+    """What the run repeats, timed on small parts of it that leave no trace."""
+    plan, clock = job.plan, job.timer.clock
+    evaluate_rows(job, plan.eval.micro_batch)  # the first one compiles
+    begun = clock()
+    evaluate_rows(job, plan.eval.micro_batch)
+    looked = clock()
+    try:
+        sampled = attempt(partial(sampling_seconds, job, tokens=16), job.state)
+    except NotFinite:  # then no samples are drawn, either
+        sampled = 0.0
+    token_seconds = 0.0 if isinstance(sampled, Full) else sampled / 16  # then none will be drawn, either
+    written = sum(tensor.nbytes for part in job.state.parts().values() for tensor in part.values())
+    save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
+    return Costs(
+        step=0.0,
+        row=(looked - begun) / plan.eval.micro_batch,
+        rows=0 if job.validation is None else job.validation.rows,
+        samples=len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
+        save=copy if plan.checkpoint.asynchronous else save,
+        end=save if plan.checkpoint.asynchronous else 0.0,
+    )
+
+
+def sampling_seconds(job: Job, *, tokens: int) -> float:
+    """Of so many tokens after the first prompt; the first call warms caches and is not counted."""
+    plan = job.plan.model_copy(update={"eval": job.plan.eval.model_copy(update={"max_tokens": tokens})})
+    draw = partial(samples, job.state.trainee.model, job.tokenizer, replace(job.prompts, asked=job.prompts.asked[:1]))
+    list(draw(plan=plan))
+    begun = job.timer.clock()
+    list(draw(plan=plan))
+    return job.timer.clock() - begun

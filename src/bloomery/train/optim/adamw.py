@@ -1,29 +1,257 @@
 """AdamW (arXiv:1711.05101) in pieces of bounded size: moments of 8 or 16 bits, in the device's memory or the host's."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.parallel import offload as copies
 from bloomery.train.optim.common import (
     Gate,
     Rounding,
     Span,
+    State,
     alike,
     counted,
     exact_gradient,
     gathered,
     no_steps,
     piece_size,
+    same_place,
     times,
     with_states,
 )
-from bloomery.train.optim.int8 import BLOCK, EightBit, Moment, moment
-from bloomery.train.optim.offload import Home
+
+BLOCK = 256  # numbers that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today
+SMALL = 4096  # tensors of fewer numbers keep float32 moments, as in bitsandbytes: they decide much and weigh nothing
+
+
+class Moment(Protocol):
+    """One number for each of a parameter. A flat piece of it is read as float32 and written back."""
+
+    @property
+    def slot(self) -> str: ...
+
+    def fresh(self, parameter: Tensor) -> State: ...
+
+    def raw(self, state: State, span: Span) -> list[Tensor]:
+        """Views of what is kept for a span, every tensor cut along its first dimension."""
+        ...
+
+    def decoded(self, raw: list[Tensor]) -> Tensor:
+        """float32, flat, of spans one behind the other; what is kept itself where that is float32."""
+        ...
+
+    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]: ...
+
+    def adopted(self, exact: Tensor) -> State:
+        """What `fresh` keeps, of numbers in the parameter's shape that another way of keeping them has saved."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Plain:
+    """float32, or bfloat16 rounded at random: to the nearest, an average that moves by less than 1/256 never moves."""
+
+    slot: str
+    dtype: torch.dtype
+    rounding: Rounding
+
+    def fresh(self, parameter: Tensor) -> State:
+        return {self.slot: torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format)}
+
+    def raw(self, state: State, span: Span) -> list[Tensor]:
+        return [state[self.slot].view(-1)[span.start : span.stop]]
+
+    def decoded(self, raw: list[Tensor]) -> Tensor:
+        return raw[0].to(torch.float32)
+
+    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:
+        if self.dtype == torch.float32:
+            return [exact]
+        parts = exact.split_with_sizes([span.size for span in spans])
+        drawn = [
+            self.rounding.to_bfloat16(part, span.parameter, step, span.start, self.slot)
+            for part, span in zip(parts, spans, strict=True)
+        ]
+        return [torch.cat(drawn)]
+
+    def adopted(self, exact: Tensor) -> State:
+        return {self.slot: exact.to(self.dtype)}
+
+
+@final
+@dataclass(frozen=True)
+class EightBit:
+    """A byte a number and a float32 scale a block of 256, the largest magnitude in it: 1.016 bytes.
+
+    Level k of n stands for (k/n)^4 of the scale. From the top down the decades have 56, 31, 18, 10, 6, ... levels a
+    side; those of dynamic tree quantisation (arXiv:2110.02861, section 2.2) have 64, 32, 16, 8, 4, ..., and need a
+    search through a table, where this takes two square roots. What is written and read again is written as the same
+    levels, so a moment that does not move keeps its bits. Squares (`signed` False) have 255 levels and never fall to
+    zero beside a larger one: a moment over the root of zero would be a step without bound.
+    """
+
+    slot: str
+    signed: bool
+
+    @property
+    def _levels(self) -> int:
+        return 127 if self.signed else 255
+
+    def fresh(self, parameter: Tensor) -> State:
+        blocks, device = -(-parameter.numel() // BLOCK), parameter.device
+        dtype = torch.int8 if self.signed else torch.uint8
+        levels = torch.zeros(blocks, BLOCK, dtype=dtype, device=device)
+        return {self.slot: levels, f"{self.slot}_scale": torch.zeros(blocks, dtype=torch.float32, device=device)}
+
+    def raw(self, state: State, span: Span) -> list[Tensor]:
+        blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
+        return [state[self.slot][blocks], state[f"{self.slot}_scale"][blocks]]
+
+    def decoded(self, raw: list[Tensor]) -> Tensor:
+        levels, scales = raw
+        shares = levels.to(torch.float32).div_(self._levels)
+        square = shares.square()
+        fourth = shares.mul_(shares.abs()).mul_(square) if self.signed else square.square_()
+        return fourth.mul_(scales[:, None]).view(-1)
+
+    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:  # noqa: ARG002 (a Moment's)
+        blocks = exact.view(-1, BLOCK)
+        scales = (blocks.abs() if self.signed else blocks).amax(1)
+        shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+        if not self.signed:
+            return [shares.sqrt_().sqrt_().mul_(255).round_().clamp_(min=1).to(torch.uint8), scales]
+        levels = shares.abs().sqrt_().sqrt_().mul_(127).round_().mul_(shares.sign_())
+        return [levels.to(torch.int8), scales]
+
+    def adopted(self, exact: Tensor) -> State:
+        flat = exact.to(torch.float32).flatten()
+        levels, scales = self.encoded(F.pad(flat, (0, -len(flat) % BLOCK)), [], 0)
+        return {self.slot: levels, f"{self.slot}_scale": scales}
+
+
+def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) -> Moment:
+    """`states`: float32, bfloat16 or int8. Of float32 a bfloat16 weight's moments are bfloat16, as torch's are."""
+    if states == "int8" and parameter.numel() >= SMALL:
+        return EightBit(slot, signed=slot == "exp_avg")
+    half = states == "bfloat16" or (states == "float32" and parameter.dtype == torch.bfloat16)
+    return Plain(slot, torch.bfloat16 if half else torch.float32, rounding)
+
+
+# Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
+Kept = list[list[list[Tensor]]]
+
+
+class Home(Protocol):
+    def place(self, fresh: Tensor) -> Tensor:
+        """A new state, or one from a checkpoint, where it is at home."""
+        ...
+
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
+        """The states of one piece after the other, on the device, spans one behind the other."""
+        ...
+
+    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
+        """What became of one moment of the piece that was last brought, back home."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when the host may read every state."""
+        ...
+
+
+@final
+class Beside:
+    """In the memory of the weights' own device."""
+
+    def place(self, fresh: Tensor) -> Tensor:
+        return fresh
+
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:  # noqa: ARG002 (a Home's)
+        for piece in pieces:
+            yield [[gathered(parts) for parts in moment] for moment in piece]
+
+    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
+        for value, parts in zip(values, targets, strict=True):
+            put_back(value, parts)
+
+    def settle(self) -> None:
+        return
+
+
+def put_back(value: Tensor, parts: Sequence[Tensor], *, non_blocking: bool = False) -> None:
+    """Cut where its parts were joined; nothing to do where it is the part itself."""
+    if len(parts) == 1:
+        if not same_place(value, parts[0]):
+            parts[0].copy_(value, non_blocking=non_blocking)
+        return
+    cut = value.split_with_sizes([len(part) for part in parts])
+    torch._foreach_copy_(list(parts), list(cut), non_blocking=non_blocking)
+
+
+@final
+class Host:
+    """In pinned memory of the host. Pieces visit the device in turn: one is worked on, one comes, one or two go.
+
+    Copies run beside the work. Device memory: four pieces of states at most, whatever the model's size. For weights on
+    the host it is the same as `Beside`.
+    """
+
+    def __init__(self) -> None:
+        self._beside, self._lane = Beside(), copies.Lane()
+
+    def place(self, fresh: Tensor) -> Tensor:
+        return copies.pinned_like(fresh).copy_(fresh) if copies.apart(fresh.device) else fresh
+
+    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
+        if not copies.apart(device):
+            yield from self._beside.visits(pieces, device)
+            return
+        ahead = self._bring(pieces[0], device)
+        for number in range(len(pieces)):
+            brought, here = ahead
+            if number + 1 < len(pieces):
+                ahead = self._bring(pieces[number + 1], device)
+            copies.wait_for(here, device)
+            yield brought
+
+    def _bring(self, piece: Kept, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:
+        rooms = [[_room(parts, device) for parts in moment] for moment in piece]
+
+        def copy() -> None:
+            for moment, kinds in zip(piece, rooms, strict=True):
+                for parts, room in zip(moment, kinds, strict=True):
+                    places = room.split_with_sizes([len(part) for part in parts])
+                    for part, place in zip(parts, places, strict=True):
+                        place.copy_(part, non_blocking=True)
+
+        return rooms, self._lane.after_work(device, copy)
+
+    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
+        if not copies.apart(values[0].device):
+            self._beside.send(values, targets)
+            return
+
+        def copy() -> None:
+            for value, parts in zip(values, targets, strict=True):
+                put_back(value, parts, non_blocking=True)
+
+        self._lane.out(values, copy, under_way=4)  # two moments a piece
+
+    def settle(self) -> None:
+        self._lane.settle()
+
+
+def _room(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    sizes = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    return torch.empty(sizes, dtype=parts[0].dtype, device=device)
 
 
 @final
