@@ -275,7 +275,7 @@ def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
         (held / "vram_4711").write_text(f"{size}\n")
         (tmp_path / f"proc/{pid}").mkdir(parents=True)
         (tmp_path / f"proc/{pid}/comm").write_text(f"{name}\n")
-    monkeypatch.setattr(gpu, "ask", lambda *_, **__: "91, 1024\n92, [N/A]\nnot a line\n")
+    monkeypatch.setattr(gpu, "output_of", lambda *_, **__: "91, 1024\n92, [N/A]\nnot a line\n")
     found = tenants(tmp_path / "sys", tmp_path / "proc")
     assert found == (Tenant(77, "blender", 3 * GIB), Tenant(91, "unknown", GIB), Tenant(78, "firefox", GIB // 2))
     said = memory.told_tenants(found[:1], others=4 * GIB, total=12 * GIB)
