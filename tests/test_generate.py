@@ -196,3 +196,19 @@ def test_a_past_that_was_interrupted_is_forgotten(folder: Path, monkeypatch: pyt
     assert past.ids == []
     ids = [1, 5, 9, *said, 6]
     assert list(sample_tokens(decoder, ids, cold, past)) == list(sample_tokens(decoder, ids, cold))
+
+
+def test_from_python(folder: Path, tmp_path: Path) -> None:
+    """Functions of `bloomery` that share a name with a package stay functions when that package is imported."""
+    import bloomery
+    from bloomery.export.layouts import Exported
+    from bloomery.plan.types import Plan
+
+    assert all(callable(getattr(bloomery, name)) for name in set(bloomery.__all__) - {"__version__"})
+    cold = Sampling(max_tokens=5, temperature=0.0)
+    text = bloomery.generate(folder, "def ", sampling=cold, device="cpu")
+    assert text == "".join(generate(*load_model(folder), "def ", cold))
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n")
+    assert bloomery.evaluate(folder, tmp_path / "a.txt", device="cpu").loss > 0
+    done = bloomery.export(folder, tmp_path / "out", verify=False, device="cpu")
+    assert isinstance(done, Exported) and done.folder == tmp_path / "out" and Plan is not None

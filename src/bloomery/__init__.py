@@ -1,8 +1,14 @@
-"""Bloomery: language models on whatever GPUs you have."""
+"""Bloomery: language models on whatever GPUs you have.
 
-import bloomery.plan  # first: a package that is imported later would take the function's name
+`bloomery.plan`, `bloomery.train` and `bloomery.export` are functions and packages. The functions have the attribute: a
+package that is imported for the first time takes its name on its parent, so these are imported before the functions
+are. `from bloomery.plan.types import Plan` finds the package all the same, as imports look into `sys.modules`.
+"""
+
+import bloomery.export
+import bloomery.plan
 import bloomery.train  # noqa: F401
-from bloomery.api import load, plan, train
+from bloomery.api import evaluate, export, generate, load, plan, train
 from bloomery.core.version import __version__
 
-__all__ = ["__version__", "load", "plan", "train"]
+__all__ = ["__version__", "evaluate", "export", "generate", "load", "plan", "train"]

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from command_line import assert_clear, here, write_workshop
 
 from bloomery.cli import cli
-from bloomery.cli.common import find_run
 from bloomery.cli.crash import _sentence
 from bloomery.hardware.detect.detect import detect
 from bloomery.recipe.load import load_recipe
+from bloomery.runs.names import find_run
 from models_for_tests import make_model
 
 ROWS = [{"question": f"What is {at} and {at}?", "answer": f"It is {2 * at}."} for at in range(40)]

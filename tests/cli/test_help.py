@@ -10,8 +10,9 @@ from click.testing import CliRunner
 
 import bloomery.cli
 from bloomery.cli import VERBS, cli, main
-from bloomery.cli.common import find_run, print_json
+from bloomery.cli.common import print_json
 from bloomery.core.errors import UserError
+from bloomery.runs.names import find_run
 
 HEAVY = ("torch", "numpy", "pydantic", "rich", "ruamel", "tokenizers", "transformers")
 

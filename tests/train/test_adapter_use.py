@@ -9,12 +9,12 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 from torch.testing import assert_close
 
-from bloomery.cli.common import model_path
 from bloomery.core.errors import UserError
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
 from bloomery.runs.evaluate import load_to_evaluate
 from bloomery.runs.generate import load_model
+from bloomery.runs.names import model_path
 from bloomery.train.model_folder import find_model
 from bloomery.train.state import build_state
 

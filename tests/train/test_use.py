@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     run, _ = run_of(prepared, base, tmp_path / "run", quantize="none")
     kept = []
     monkeypatch.setattr(Use, "free_bytes", lambda _: kept[0])
-    monkeypatch.setattr("bloomery.train.use.WORKSPACE", 0)
+    monkeypatch.setattr(sys.modules[Use.__module__], "WORKSPACE", 0)
     monkeypatch.setattr("bloomery.model.io.weights.give_memory", lambda *_: pytest.fail("memory was taken"))
     kept[:] = [90_000]
     with pytest.raises(UserError, match="and this model needs") as refused:

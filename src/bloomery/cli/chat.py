@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import (
-    chosen_use,
-    devices_option,
-    loading,
-    model_path,
-    quantize_option,
-    text_flags,
-)
+from bloomery.cli.common import devices_option, loading, quantize_option, text_flags
 from bloomery.cli.sampling import SETTINGS, drawing_options, finite, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.chat.examples import Message
+from bloomery.runs.names import chosen_use, model_path
 
 if TYPE_CHECKING:
     from bloomery.data.chat.prompting import Form

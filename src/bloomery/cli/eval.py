@@ -2,27 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import (
-    chosen_use,
-    data_path,
-    devices_option,
-    loading,
-    model_path,
-    print_json,
-    quantize_option,
-    say,
-    text_flags,
-)
-from bloomery.core.errors import UserError
+from bloomery.cli.common import data_path, devices_option, loading, print_json, quantize_option, say, text_flags
 from bloomery.core.units import counted
-
-if TYPE_CHECKING:
-    from bloomery.runs.evaluate import Evaluation
-    from bloomery.train.evaluation.scoring import Judgement
 
 
 @click.command()
@@ -51,66 +35,34 @@ def command(
 
     Example: bloomery eval last --data ~/my-texts
     """
-    folder = model_path(model)
-    text, row = _validation(folder) if data is None else (data_path(data), None)
-    use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.plan.store import read_plan
-    from bloomery.runs.evaluate import evaluate, evaluate_as_trained, judge, load_to_evaluate
+    from bloomery.api import evaluate
 
-    decoder, tokenizer = load_to_evaluate(folder, step=step, use=use, tell=loading)
-    result: Evaluation | Judgement
     with text_flags():
-        if decoder.config.head == "values":
-            result, notes = judge(decoder, tokenizer, text, template=template, row=row)
-            rows = _judged(result)
-        else:
-            same = None
-            if row is not None and not no_bos and template is None:
-                same = evaluate_as_trained(decoder, tokenizer, read_plan(folder / "plan.json"))
-            result, notes = same or evaluate(decoder, tokenizer, text, bos=not no_bos, template=template)
-            rows = _predicted(result)
-            if row is not None and same is None:
-                notes.append(
-                    f"the run evaluates packed sequences of {row:,} tokens while it trains; here each text is scored"
-                    f" whole, with up to {decoder.config.max_positions:,} tokens of context: the two losses differ"
-                )
-    for note in notes:
-        say(f"note: {note}", err=True)
+        result = evaluate(
+            model, None if data is None else data_path(data), step=step, bos=not no_bos, template=template,
+            device=devices, quantize=quantize, tell=loading, note=lambda text: say(f"note: {text}", err=True),
+        )  # fmt: skip
     if as_json:
         print_json(asdict(result))
         return
+    from bloomery.runs.evaluate import Evaluation
+
+    if isinstance(result, Evaluation):
+        bits = result.bits_per_byte
+        rows = {
+            "loss": f"{result.loss:.4f} nats a token",
+            "perplexity": f"{result.perplexity:.4g}",
+            "bits/byte": "unknown: these tokens stand for no text" if bits is None else f"{bits:.4f}",
+            "tokens": f"{result.tokens:,}",
+            "bytes": f"{result.bytes:,}",
+        }
+    else:
+        pairs = counted(result.pairs, "pairs")
+        sides = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
+        rows = {
+            "accuracy": f"{result.accuracy:.1%} of {pairs}: the chosen answer has the higher value",
+            "margin": f"{result.margin:.4f} on average: {sides}",
+            "loss": f"{result.loss:.4f} a pair",
+        }
     for name, value in rows.items():
         say(f"{name:<11}{value}")
-
-
-def _predicted(result: "Evaluation") -> dict[str, str]:
-    return {
-        "loss": f"{result.loss:.4f} nats a token",
-        "perplexity": f"{result.perplexity:.4g}",
-        "bits/byte": "unknown: these tokens stand for no text"
-        if result.bits_per_byte is None
-        else f"{result.bits_per_byte:.4f}",
-        "tokens": f"{result.tokens:,}",
-        "bytes": f"{result.bytes:,}",
-    }
-
-
-def _judged(result: "Judgement") -> dict[str, str]:
-    pairs = counted(result.pairs, "pairs")
-    sides = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
-    return {
-        "accuracy": f"{result.accuracy:.1%} of {pairs}: the chosen answer has the higher value",
-        "margin": f"{result.margin:.4f} on average: {sides}",
-        "loss": f"{result.loss:.4f} a pair",
-    }
-
-
-def _validation(folder: Path) -> tuple[Path, int]:
-    """The prepared folder of a run, and how long its rows are. Raises UserError for anything that has none."""
-    if not (folder / "plan.json").is_file():
-        remedy = "name a text, or pairs for a reward model: --data PATH"
-        raise UserError("this is no run with a text of its own", where=str(folder), remedy=remedy, code=2)
-    from bloomery.plan.store import read_plan
-
-    data = read_plan(folder / "plan.json").data
-    return data.prepared, data.sequence_length

@@ -1,33 +1,22 @@
 """`bloomery generate MODEL`: a model continues prompts."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import (
-    chosen_use,
-    devices_option,
-    loading,
-    model_path,
-    print_json,
-    quantize_option,
-    refuse_undecoded,
-)
+from bloomery.cli.common import devices_option, loading, print_json, quantize_option, refuse_undecoded
 from bloomery.cli.sampling import drawing_options, finite
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.text import harmless
 from bloomery.core.units import MIB, format_bytes
+from bloomery.runs.names import chosen_use, model_path
 
 if TYPE_CHECKING:
-    from bloomery.data.tokenizer.tokenizer import Tokenizer
-    from bloomery.model.decoder import Decoder
-    from bloomery.model.sampling import Sampling
+    pass
 
 MOST_PROMPTS = 16 * MIB  # of a file of them
 _LONGEST_PROMPT = 4 * MIB  # of one that is piped in
@@ -65,11 +54,11 @@ def command(
     folder = model_path(model)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.model.sampling import Sampling
-    from bloomery.runs.generate import load_model
+    from bloomery.runs.generate import load_model, writer
 
     decoder, tokenizer = load_model(folder, step=step, use=use, tell=loading)
     sampling = Sampling(**drawing)
-    with _written(decoder, tokenizer, sampling, stop, chat=chat) as answer:
+    with writer(decoder, tokenizer, sampling, stop, chat=chat) as answer:
         if as_json:
             print_json({"results": [{"prompt": text, "text": "".join(answer(text))} for text in asked]})
             return
@@ -80,8 +69,15 @@ def command(
 
 
 def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
-    if prompt is None and prompts is None:
-        prompt = _piped()
+    if prompt is None and prompts is None and sys.stdin is not None and not sys.stdin.isatty():
+        data = sys.stdin.buffer.read(_LONGEST_PROMPT + 1)  # a pipe, or a file behind `<`, less its last line's end
+        if len(data) > _LONGEST_PROMPT:
+            problem = f"the prompt is longer than {format_bytes(_LONGEST_PROMPT)}"
+            raise UserError(problem, where="standard input", remedy="a model reads a few pages: pipe in less", code=2)
+        try:
+            prompt = data.decode("utf-8").removesuffix("\n") or None
+        except UnicodeDecodeError as error:
+            raise UserError("the prompt is not UTF-8", where="standard input", remedy="convert it", code=2) from error
     if (prompt is None) == (prompts is None):
         problem, remedy = "say either --prompt TEXT or --prompts FILE", 'add --prompt "...", or pipe text in'
         raise UserError(problem, where="`bloomery generate`", remedy=remedy, code=2)
@@ -98,42 +94,6 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
     if not lines:
         raise UserError("the file holds no prompt", where=str(prompts), remedy="write one on each line", code=2)
     return lines
-
-
-def _piped() -> str | None:
-    """What stands in a pipe or a file behind `<`, less its last line's end; None at a terminal, or without any text."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return None
-    data = sys.stdin.buffer.read(_LONGEST_PROMPT + 1)
-    if len(data) > _LONGEST_PROMPT:
-        problem = f"the prompt is longer than {format_bytes(_LONGEST_PROMPT)}"
-        raise UserError(problem, where="standard input", remedy="a model reads a few pages: pipe in less", code=2)
-    try:
-        return data.decode("utf-8").removesuffix("\n") or None
-    except UnicodeDecodeError as error:
-        raise UserError("the prompt is not UTF-8", where="standard input", remedy="convert it", code=2) from error
-
-
-@contextmanager
-def _written(
-    decoder: "Decoder", tokenizer: "Tokenizer", sampling: "Sampling", stop: tuple[str, ...], *, chat: bool
-) -> Iterator[Callable[[str], Iterator[str]]]:
-    """What goes on with a prompt, or answers it. Raises UserError for a chat with a model that has no template."""
-    from bloomery.runs.generate import continued, generate
-
-    if not chat:
-        yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
-        return
-    from bloomery.data.chat.examples import Message
-    from bloomery.data.chat.prompting import chat_form
-    from bloomery.data.chat.templates import own_templates
-
-    if not own_templates(tokenizer.config):
-        remedy = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
-        raise UserError("this model has no chat template", where="--chat", remedy=remedy)
-    with chat_form(tokenizer, None) as form:
-        drawn, ends = replace(sampling, stop_ids=form.ends), (*stop, *form.stops)
-        yield lambda prompt: continued(decoder, tokenizer, form.put([Message("user", prompt)]), drawn, ends)
 
 
 def _stream(prompt: str, pieces: Iterator[str]) -> None:

@@ -5,9 +5,10 @@ from textwrap import shorten
 
 import click
 
-from bloomery.cli.common import NewPath, find_run, print_json, say
+from bloomery.cli.common import NewPath, print_json, say
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
+from bloomery.runs.names import find_run
 
 
 @click.group(invoke_without_command=True)

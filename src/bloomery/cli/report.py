@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import (
-    chosen_use,
-    data_path,
-    devices_option,
-    find_run,
-    is_run,
-    model_path,
-    refuse_undecoded,
-    text_flags,
-)
+from bloomery.cli.common import data_path, devices_option, refuse_undecoded, text_flags
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
+from bloomery.runs.names import chosen_use, find_run, is_run, model_path
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer.tokenizer import Tokenizer

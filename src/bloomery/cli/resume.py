@@ -2,7 +2,8 @@
 
 import click
 
-from bloomery.cli.common import find_run, overrides_argument, say
+from bloomery.cli.common import overrides_argument, say
+from bloomery.runs.names import find_run
 
 
 @click.command()

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import all_runs, print_json, say
+from bloomery.cli.common import print_json, say
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.monitor.events import read_events
 from bloomery.monitor.tally import Tally, tally_of
+from bloomery.runs.names import all_runs
 
 _HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
 

@@ -2,8 +2,9 @@
 
 import click
 
-from bloomery.cli.common import find_run, say
+from bloomery.cli.common import say
 from bloomery.recipe.schema import LONGEST_TRACE
+from bloomery.runs.names import find_run
 
 
 @click.command()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import find_run, literal, say
+from bloomery.cli.common import literal, say
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Event, Phase, Saved, StepDone
+from bloomery.runs.names import find_run
 
 
 @click.command()

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import find_run, is_run, recipe_argument
+from bloomery.cli.common import recipe_argument
 from bloomery.core.text import expanded
+from bloomery.runs.names import find_run, is_run
 
 
 @click.group()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import find_run, print_json, say
+from bloomery.cli.common import print_json, say
 from bloomery.cli.runs import alive
+from bloomery.runs.names import find_run
 
 if TYPE_CHECKING:
     from bloomery.monitor.tally import RunFacts

@@ -22,6 +22,7 @@ from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Attention, Backbone, Decoder
+from bloomery.plan.store import read_plan
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Source
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_rows
@@ -59,6 +60,39 @@ class Text:
     @property
     def scored(self) -> int:
         return max(len(self.tokens) - 1, 0) if self.learned is None else int(self.learned[1:].sum())
+
+
+def evaluate_model(
+    model: Path, data: Path | None, *, step: str = "best", bos: bool = True, template: str | None = None,
+    use: Use | None = None, tell: Tell = lambda _: None,
+) -> tuple[Evaluation | Judgement, list[str]]:  # fmt: skip
+    """How a model predicts `data`, or a reward model judges the pairs in it, and what a reader of that must know.
+
+    `model`: what `find_model` takes. `data`: None means a run's own validation split. Raises UserError.
+    """
+    plan = None
+    if data is None:
+        if not (model / "plan.json").is_file():
+            remedy = "name a text, or pairs for a reward model: --data PATH"
+            raise UserError("this is no run with a text of its own", where=str(model), remedy=remedy, code=2)
+        plan = read_plan(model / "plan.json")
+        data = plan.data.prepared
+    decoder, tokenizer = load_to_evaluate(model, step=step, use=use, tell=tell)
+    if decoder.config.head == "values":
+        row = None if plan is None else plan.data.sequence_length
+        return judge(decoder, tokenizer, data, template=template, row=row)
+    if plan is not None and bos and template is None:
+        same = evaluate_as_trained(decoder, tokenizer, plan)
+        if same is not None:
+            return same
+    result, found = evaluate(decoder, tokenizer, data, bos=bos, template=template)
+    if plan is not None:
+        found.append(
+            f"the run evaluates packed sequences of {plan.data.sequence_length:,} tokens while it trains; here each"
+            f" text is scored whole, with up to {decoder.config.max_positions:,} tokens of context: the two losses"
+            " differ"
+        )
+    return result, found
 
 
 def load_to_evaluate(

@@ -1,11 +1,15 @@
 """A model continues a text, piece by piece."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Message
+from bloomery.data.chat.prompting import chat_form
+from bloomery.data.chat.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
@@ -42,6 +46,25 @@ def generate(
         problem = "this tokenizer has no BOS token: an empty prompt gives the model nothing to start from"
         raise UserError(problem, where="--prompt", remedy="write a prompt")
     return continued(decoder, tokenizer, ids, sampling, stop)
+
+
+@contextmanager
+def writer(
+    decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str] = (), *, chat: bool = False
+) -> Iterator[Callable[[str], Iterator[str]]]:
+    """What goes on with a prompt, or (`chat`) answers it by the model's own template, in pieces.
+
+    Raises UserError for a chat with a model that has no template.
+    """
+    if not chat:
+        yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
+        return
+    if not own_templates(tokenizer.config):
+        remedy = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
+        raise UserError("this model has no chat template", where="--chat", remedy=remedy)
+    with chat_form(tokenizer, None) as form:
+        drawn, ends = replace(sampling, stop_ids=form.ends), (*stop, *form.stops)
+        yield lambda prompt: continued(decoder, tokenizer, form.put([Message("user", prompt)]), drawn, ends)
 
 
 def continued(

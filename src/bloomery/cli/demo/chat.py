@@ -53,7 +53,7 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
 
 def find_base() -> Path | None:
     """The newest finished run of `bloomery demo`, as a folder that transformers opens."""
-    from bloomery.cli.common import all_runs
+    from bloomery.runs.names import all_runs
 
     for folder in reversed(all_runs()):
         events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").is_file() else []

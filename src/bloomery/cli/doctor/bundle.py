@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bloomery.cli.common import all_runs, plain
+from bloomery.cli.common import plain
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded, scrub
 from bloomery.core.version import __version__
 from bloomery.hardware.machine import Machine
+from bloomery.runs.names import all_runs
 
 LOG_LINES = 200
 COMMON_GROUPS = frozenset(("root", "video", "render", "sudo", "wheel", "docker", "users", "adm", "dialout", "nogroup"))
