@@ -12,7 +12,7 @@ from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  #
 from bloomery.cli import main
 from bloomery.cli.doctor.page import step_lines
 from bloomery.core.errors import UserError
-from bloomery.hardware.doctor.docker import run_lines
+from bloomery.hardware.doctor.access import run_lines
 from bloomery.hardware.machine import read_machine
 
 

@@ -6,16 +6,14 @@ import pty
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
 from bloomery.cli.doctor.bundle import nameless, private
-from bloomery.cli.doctor.fix import BACKUP, _typed, changes, mend
+from bloomery.cli.doctor.fix import mend
 from bloomery.core.errors import UserError
 from bloomery.hardware.doctor.diagnose import diagnose
-from bloomery.hardware.doctor.finding import Fix
 from bloomery.hardware.machine import read_machine
 
 # --fix
@@ -31,180 +29,59 @@ def on_a_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
 
 
-def test_a_line_of_a_shell_file_is_silenced_and_a_copy_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    on_a_terminal(monkeypatch)
-    bashrc = tmp_path / ".bashrc"
-    before = "alias ll='ls -l'\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\necho hi\n"
-    bashrc.write_text(before)
-    asked = []
-    mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: asked.append(question) or True)
-    assert asked
-    assert bashrc.read_text() == before.replace("export HSA", "# export HSA")
-    assert (tmp_path / f".bashrc{BACKUP}").read_text() == before
-
-
-NAME = "HSA_OVERRIDE_GFX_VERSION"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"if [ -d /opt/rocm ]; then\n  export {NAME}=10.3.0\nfi\n",
-        f"if true; then\nexport {NAME}=10.3.0\nfi\n",
-        f"setting() {{\n\n{NAME}='10.3.0'  # once\n}}\nsetting\n",
-        f"case x in\n  x)\n    export {NAME}=10.3.0\n    ;;\nesac\n",
-        f"export {NAME}=10.3.0;\n",
-    ],
-)
-def test_a_shell_still_reads_what_was_changed(tmp_path, monkeypatch, text):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".bashrc").write_text(text)
-    line = next(number for number, one in enumerate(text.splitlines(), 1) if NAME in one)
-    fix = Fix(kind="unset", name=NAME, file="~/.bashrc", line=line)
-    (changed,) = changes(fix, read_machine(MACHINES / "wsl.json")).values()
-    script = changed + f'echo "${{{NAME}:-unset}}"\n'
-    done = subprocess.run(
-        ["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
-    )
-    assert (done.stdout, done.stderr) == ("unset\n", "")
-
-
-@pytest.mark.parametrize(
-    ("before", "line"),
-    [
-        ("", f"cd /opt && export {NAME}=10.3.0; export OTHER=1"),
-        ("", f"export OTHER=1 {NAME}=10.3.0"),
-        ("export OTHER=1 \\", f"  {NAME}=10.3.0"),
-        ("", f"export {NAME}=10.3.0 OTHER=1"),
-        ("", f"export {NAME}=$(rocminfo | head -1)"),
-        ("", f'{{"env_vars": {{"{NAME}": "10.3.0"}}}}'),
-    ],
-)
-def test_a_line_that_does_more_is_left_to_the_user(tmp_path, monkeypatch, before, line):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".bashrc").write_text(f"{before}\n{line}\n")
-    with pytest.raises(UserError, match="does more than set") as caught:
-        changes(Fix(kind="unset", name=NAME, file="~/.bashrc", line=2), read_machine(MACHINES / "wsl.json"))
-    assert "+2 ~/.bashrc" in caught.value.remedy
-
-
-def test_condas_own_file_is_condas_to_change(tmp_path):
-    file = tmp_path / "conda-meta/state"
-    file.parent.mkdir()
-    file.write_text(f'{{"env_vars": {{"{NAME}": "10.3.0"}}}}')
-    with pytest.raises(UserError) as caught:
-        changes(Fix(kind="unset", name=NAME, file=str(file), line=1), read_machine(MACHINES / "wsl.json"))
-    assert caught.value.remedy == f"conda env config vars unset {NAME}"
-
-
-def test_no_leaves_everything_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    on_a_terminal(monkeypatch)
-    bashrc = tmp_path / ".bashrc"
-    bashrc.write_text("\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\n")
-    before = bashrc.read_text()
-    mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: False)
-    assert bashrc.read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == [".bashrc"]
-
-
-def test_without_a_terminal_the_command_is_said_instead(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".bashrc").write_text("\n" * 117 + "export HSA_OVERRIDE_GFX_VERSION=10.3.0\n")
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115, PTH123 (as long as the test)
-    with pytest.raises(UserError, match="nobody is there to ask") as caught:
-        mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: True)
-    command = caught.value.remedy.partition("or type: ")[2]
-    subprocess.run(["bash", "-c", command], check=True, env={**os.environ, "HOME": str(tmp_path)})
-    assert "# export HSA_OVERRIDE" in (tmp_path / ".bashrc").read_text()
-
-
-def test_a_line_that_moved_is_not_touched(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".bashrc").write_text("something else\n")
-    with pytest.raises(UserError, match="no longer sets"):
-        changes(
-            Fix(kind="unset", name="HSA_OVERRIDE_GFX_VERSION", file="~/.bashrc", line=1),
-            read_machine(MACHINES / "wsl.json"),
-        )
-
-
-@pytest.mark.parametrize(
-    "config",
-    [None, "", "[global]\ntimeout = 60\n", "[install]\nno-compile = true\n", "[install]\nconstraint = {file}\n"],
-)
-def test_the_pin_is_what_the_doctor_looks_for(tmp_path, monkeypatch, config):
-    """pip itself is asked whether the constraint holds."""
+@pytest.fixture
+def pip_of_a_venv(tmp_path, monkeypatch):
+    """An environment whose python writes down what it was asked, and ends with the number in `code`."""
     monkeypatch.setattr("sys.prefix", str(tmp_path))
-    file = tmp_path / "mine.txt"
-    file.write_text("numpy<3\ntorch==1.0\n")
-    if config is not None:
-        (tmp_path / "pip.conf").write_text(config.replace("{file}", str(file)))
-    machine = read_machine(MACHINES / "mi300x-node.json")
-    for path, text in changes(Fix(kind="pin"), machine).items():
-        path.write_text(text)
-    pip_there = "import runpy, sys; sys.prefix = sys.argv.pop(1); runpy.run_module('pip', run_name='__main__')"
-    told = subprocess.run(
-        [sys.executable, "-c", pip_there, str(tmp_path), "config", "get", "install.constraint"],
-        capture_output=True, text=True, check=True, env={k: v for k, v in os.environ.items() if k[:4] != "PIP_"},
-    ).stdout.strip()  # fmt: skip
-    pinned = Path(told.removeprefix("file://")).read_text().splitlines()
-    assert f"torch=={machine.software.torch}" in pinned
-    assert "torch==1.0" not in pinned
-    if config and "constraint" in config:
-        assert "numpy<3" in pinned
-    if config and "timeout" in config:
-        assert "timeout = 60" in (tmp_path / "pip.conf").read_text()
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ("constraint = x\n", "pip itself cannot read"),
-        ("[install\n", "pip itself cannot read"),
-        ("[install]\nconstraint = https://example.org/pins.txt\n", "lie on a server"),
-    ],
-)
-def test_pip_settings_that_cannot_be_changed_are_said(tmp_path, monkeypatch, config, said):
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    (tmp_path / "pip.conf").write_text(config)
-    with pytest.raises(UserError, match=said):
-        changes(Fix(kind="pin"), read_machine(MACHINES / "mi300x-node.json"))
-
-
-def test_of_several_constraints_the_one_that_names_torch_is_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
-    first.write_text("numpy<3\n")
-    second.write_text("torch==1.0\n")
-    (tmp_path / "pip.conf").write_text(f"[install]\nconstraint = https://example.org/x {first} {second.as_uri()}\n")
-    machine = read_machine(MACHINES / "mi300x-node.json")
-    assert list(changes(Fix(kind="pin"), machine)) == [second]
-
-
-def test_the_pin_goes_where_pip_looks_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    file = tmp_path / "pins.txt"
-    file.write_text("numpy<3\n")
-    monkeypatch.setenv("PIP_CONSTRAINT", str(file))
-    changed = changes(Fix(kind="pin"), read_machine(MACHINES / "mi300x-node.json"))
-    assert list(changed) == [file] and "torch==" in changed[file] and "numpy<3" in changed[file]
-
-
-def test_what_a_person_types_instead_survives_blanks_and_quotes(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.prefix", str(tmp_path / "my env"))
-    (tmp_path / "my env").mkdir()
     monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
-    (tmp_path / "my env/torch-pin.txt").write_text("numpy<3; python_version > '3.8'\n")
-    typed = _typed(Fix(kind="pin"), changes(Fix(kind="pin"), read_machine(MACHINES / "mi300x-node.json")))
-    subprocess.run(typed.splitlines()[0], shell=True, check=True)
-    assert "numpy<3; python_version > '3.8'" in (tmp_path / "my env/torch-pin.txt").read_text().splitlines()
-    rc = tmp_path / "my rc"
-    rc.write_text("export A=1\nexport HSA_OVERRIDE_GFX_VERSION=1\n")
-    subprocess.run(_typed(Fix(kind="unset", file=str(rc), line=2, name="HSA_OVERRIDE_GFX_VERSION"), {}),
-                   shell=True, check=True)  # fmt: skip
-    assert rc.read_text().splitlines()[1].startswith("#")
+    python = tmp_path / "its python"
+    python.write_text(
+        f"#!/bin/sh\ncase $4 in get) cat {tmp_path}/constraint; exit;; esac\n"
+        f'echo "$PIP_CONSTRAINT:$*" >> {tmp_path}/asked; exit $(cat {tmp_path}/code)\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "code").write_text("0")
+    (tmp_path / "constraint").write_text("")
+    monkeypatch.setattr("sys.executable", str(python))
+    return tmp_path
+
+
+def test_the_pin_is_written_as_set_up_writes_it(pip_of_a_venv, monkeypatch, capsys):
+    """One file of the environment's own folder, and pip's own command that names it."""
+    on_a_terminal(monkeypatch)
+    pin = finding_of("container-without-kfd", "torch-not-pinned")
+    file = pip_of_a_venv / "torch-pin.txt"
+    mend(*pin, ask=lambda question: False)
+    assert not file.exists() and not (pip_of_a_venv / "asked").exists()
+    mend(*pin, ask=lambda question: True)
+    assert f"torch=={pin[2].software.torch}" in file.read_text().splitlines()
+    asked = (pip_of_a_venv / "asked").read_text()
+    assert asked == f":-m pip config --site set install.constraint {file.as_uri()}\n"
+    assert asked[1:-1].partition("-m pip")[2] in capsys.readouterr().out
+
+
+def test_constraints_of_somebody_else_are_theirs_to_change(pip_of_a_venv, monkeypatch):
+    on_a_terminal(monkeypatch)
+    (pip_of_a_venv / "constraint").write_text("/srv/company.txt\n")
+    with pytest.raises(UserError, match="are yours to change") as caught:
+        mend(*finding_of("container-without-kfd", "torch-not-pinned"), ask=lambda question: True)
+    assert caught.value.where == "/srv/company.txt" and "torch==" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "name, id", [("container-without-kfd", "torch-not-pinned"), ("rx-6700-xt-wrong-wheel", "wrong-build")]
+)
+def test_without_a_terminal_the_commands_are_said_instead(pip_of_a_venv, name, id):
+    with pytest.raises(UserError, match="nobody is there to ask") as caught:
+        mend(*finding_of(name, id), ask=lambda question: True)
+    assert "pip" in caught.value.remedy and not (pip_of_a_venv / "asked").exists()
+
+
+def test_a_line_of_a_shell_file_is_the_users_to_change(monkeypatch):
+    on_a_terminal(monkeypatch)
+    with pytest.raises(UserError, match="yours to mend") as caught:
+        mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: True)
+    assert caught.value.remedy.startswith("unset HSA_OVERRIDE_GFX_VERSION")
 
 
 def test_a_wrong_build_is_never_pinned():
@@ -221,18 +98,6 @@ def test_what_only_the_user_can_do_is_said():
     with pytest.raises(UserError, match="there is no finding 9") as caught:
         mend(9, findings, machine, ask=lambda question: True)
     assert caught.value.code == 2
-
-
-@pytest.fixture
-def pip_of_a_venv(tmp_path, monkeypatch):
-    """An environment whose python writes down what it was asked, and ends with the number in `code`."""
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$PIP_CONSTRAINT:$*" >> {tmp_path}/asked; exit $(cat {tmp_path}/code)\n')
-    python.chmod(0o755)
-    (tmp_path / "code").write_text("0")
-    monkeypatch.setattr("sys.executable", str(python))
-    return tmp_path
 
 
 def test_pip_is_called_after_asking(pip_of_a_venv, monkeypatch, capsys):
@@ -257,9 +122,9 @@ def test_a_pip_that_fails_is_not_called_a_success(pip_of_a_venv, monkeypatch):
 
 def test_a_pin_of_the_wrong_build_is_moved_to_the_new_one(pip_of_a_venv, monkeypatch):
     on_a_terminal(monkeypatch)
-    (pip_of_a_venv / "pip.conf").write_text(f"[install]\nconstraint = {pip_of_a_venv}/torch-pin.txt\n")
     pin = pip_of_a_venv / "torch-pin.txt"
     pin.write_text("torch==2.13.0+cu130\n")
+    (pip_of_a_venv / "constraint").write_text(f"{pin.as_uri()}\n")
     machine = read_machine(MACHINES / "rx-6700-xt-wrong-wheel.json")
     pinned = machine.model_copy(
         update={"software": machine.software.model_copy(update={"pinned": "torch==2.13.0+cu130"})}
@@ -279,7 +144,7 @@ def test_the_systems_python_is_left_alone(monkeypatch):
 
 def test_what_can_be_done_for_the_user_is_said():
     output = doctor("--machine", record("rx-6700-xt-wrong-wheel-override")).output
-    assert "fix       1 and 2 can be done for you, after asking: bloomery doctor --fix 1" in output
+    assert "fix       1 can be done for you, after asking: bloomery doctor --fix 1" in output
     assert "can be done for you" not in doctor("--machine", record("user-outside-render")).output
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.doctor.diagnose import diagnose, ready
-from bloomery.hardware.doctor.torch_build import claimed
+from bloomery.hardware.doctor.software import claimed
 from bloomery.hardware.machine import Accelerator, Package, Probe, Setting
 from bloomery.hardware.specs.wheels import torch_builds
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
@@ -161,10 +161,10 @@ def test_who_brought_the_wrong_wheel_is_named():
     assert "asked for by name" in only(machine("rx-7900-xt-cuda-wheel"), "wrong-build").evidence
 
 
-def test_the_line_that_sets_the_override_is_named_and_can_be_taken_away():
+def test_the_line_that_sets_the_override_is_named():
     found = only(machine("rx-6700-xt-override"), "override-harms")
     assert found.evidence == "~/.bashrc line 118"
-    assert [(fix.kind, fix.file, fix.line) for fix in found.fixes] == [("unset", "~/.bashrc", 118)]
+    assert found.mend == ("unset HSA_OVERRIDE_GFX_VERSION  # and delete that line",) and not found.run
     assert "has kernels for gfx1031 itself" in found.what
 
 
@@ -411,7 +411,7 @@ def test_an_old_driver_that_works_is_a_note_and_the_build_that_fits_it_is_named(
     found = only(old, "amd-driver-old")
     assert found.evidence == "amdgpu 6.8.5 came with ROCm 6.2, torch 2.13.0+rocm7.2 brings ROCm 7.2"
     assert "torch==2.9.1+rocm6.4" in found.mend[-1]  # of September's driver 6.4 is two releases away
-    assert [fix.command in found.mend[-1] for fix in found.fixes] == [True]
+    assert found.run and found.run in found.mend[-1]
     probed = old.model_copy(update={"probes": (Probe(name="matmul-float32", outcome="ok"),)})
     assert only(probed, "amd-driver-old").level == "note"
 

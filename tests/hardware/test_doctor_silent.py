@@ -60,7 +60,7 @@ def test_of_two_makers_cards_the_build_decides():
 def test_a_python_without_rocm_wheels_is_said():
     one = machine(software__python="3.15.0", software__torch=None, software__build=None)
     assert only(one, "no-torch").mend[0].endswith("  # for the CPU: no ROCm wheel exists for Python 3.15")
-    assert not only(one, "no-torch").fixes
+    assert not only(one, "no-torch").run
 
 
 def test_an_nvidia_card_that_nvidia_smi_does_not_list():

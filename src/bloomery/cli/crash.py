@@ -32,7 +32,7 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
         return known
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         from bloomery.hardware.detect.detect import detect
-        from bloomery.hardware.doctor.torch_build import torch_missing
+        from bloomery.hardware.doctor.software import torch_missing
 
         return torch_missing(detect())
     if isinstance(error, MemoryError):

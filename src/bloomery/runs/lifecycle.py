@@ -23,7 +23,7 @@ from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
 from bloomery.data.shards.format import MANIFEST, read_manifest
 from bloomery.hardware.detect.detect import detect
-from bloomery.hardware.doctor.torch_build import torch_missing
+from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned

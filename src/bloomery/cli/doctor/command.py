@@ -17,7 +17,7 @@ from bloomery.core.files import open_input, read_input
 from bloomery.core.text import expanded
 
 if TYPE_CHECKING:
-    from bloomery.hardware.doctor.finding import Finding
+    from bloomery.hardware.doctor.symptoms import Finding
     from bloomery.hardware.machine import Machine
 
 LOOKS_LIKE_A_FILE = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
@@ -156,8 +156,7 @@ def document(finding: "Finding") -> dict[str, Any]:
 def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
     """What is known of a message: on this machine, else on any."""
     from bloomery.cli.doctor.page import explained_lines
-    from bloomery.hardware.doctor.finding import Finding
-    from bloomery.hardware.doctor.symptoms import match
+    from bloomery.hardware.doctor.symptoms import Finding, match
 
     told = _told(text)
     if not told.strip() and not as_json:
@@ -221,7 +220,7 @@ def end_of(file: Path) -> str:
 
 
 def _docker(machine: "Machine") -> int:
-    from bloomery.hardware.doctor.docker import run_lines
+    from bloomery.hardware.doctor.access import run_lines
 
     click.echo("\n".join(run_lines(machine)))
     return 0

@@ -10,8 +10,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import broken
 from bloomery.core.units import GIB, format_bytes, format_seconds
 from bloomery.hardware.doctor.diagnose import ready
-from bloomery.hardware.doctor.finding import PROBE, Finding
-from bloomery.hardware.doctor.torch_build import OVERRIDE
+from bloomery.hardware.doctor.software import OVERRIDE
+from bloomery.hardware.doctor.symptoms import PROBE, Finding
 from bloomery.hardware.fitting import best_device, with_gpu
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.plan.local import plan_here
@@ -111,7 +111,7 @@ def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then:
 
 def _fixable(findings: Sequence[Finding]) -> list[str]:
     """Which of them need not be typed, as long as their own lines do not say it."""
-    numbers = [str(n) for n, one in enumerate(findings, 1) if one.fixes and "doctor --fix" not in one.mend[0]]
+    numbers = [str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.mend[0]]
     if not numbers:
         return []
     return [f"{' and '.join(numbers)} can be done for you, after asking: bloomery doctor --fix {numbers[0]}"]

@@ -1,14 +1,12 @@
-"""The doctor's rules about probes: what failed, crashed, hung or was wrong when it was tried."""
+"""The doctor: rules about what was tried and about the machine around the GPU, and all rules in their order."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bloomery.hardware.doctor import access as doctor_access
-from bloomery.hardware.doctor import driver as doctor_driver
-from bloomery.hardware.doctor import system as doctor_system
-from bloomery.hardware.doctor import torch_build as doctor_torch
-from bloomery.hardware.doctor.finding import NUMBER, PROBE, Finding, Rule
-from bloomery.hardware.doctor.symptoms import Level, match
+from bloomery.core.units import GIB, format_bytes
+from bloomery.hardware.doctor import access, software
+from bloomery.hardware.doctor.symptoms import NUMBER, PROBE, Finding, Level, Rule, found, match
 from bloomery.hardware.fitting import best_device, install
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.hardware.profile import build_profile
@@ -32,20 +30,17 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
     "device": ("the GPU", "stops", ""),
     "matmul": ("a matrix product", "slows", ""),
 }
+SMALL_SHM = GIB
+USED_SHARE, USED_BYTES = 0.10, 1.5 * GIB  # of a card, by others: a desktop takes about half a GiB
+LITTLE_DISK, NO_DISK = 10 * GIB, GIB
+CARVED_OUT = 0.5  # of what the driver lends
 
 
 def experimental_attention(machine: Machine) -> Iterator[Finding]:
     """Fused attention is there and switched off."""
     off = [probe for probe in machine.probes if EXPERIMENTAL in probe.said and probe.outcome != "ok"]
     if off and machine.software.environment.get(EXPERIMENTAL) != "1":
-        yield Finding(
-            id="attention-is-math",
-            level="slows",
-            what="PyTorch computes attention with plain products here: fused kernels exist and are switched off",
-            evidence=f"{', '.join(probe.name for probe in off)}: {off[0].said}",
-            mend=(f"export {EXPERIMENTAL}=1  # Bloomery's own runs set it",),
-            prove=PROBE,
-        )
+        yield found("attention-is-math", names=", ".join(probe.name for probe in off), said=off[0].said)
 
 
 def bad_probes(machine: Machine) -> Iterator[Finding]:
@@ -125,54 +120,119 @@ def flash_attention(machine: Machine) -> Iterator[Finding]:
     spec = arch_spec(device.arch) if device else None
     absent = next((p for p in machine.probes if p.name == "flash-attn" and p.outcome == "absent"), None)
     line = absent.facts.get("build") if absent else None
-    if device and line and (spec is None or spec.fused_attention != "yes"):
-        yield Finding(
-            id="flash-attn-absent",
-            level="note",
-            what=f"PyTorch has no settled fused attention for {device.arch}; the package flash-attn has",
-            evidence=absent.said if absent else "",
-            mend=(f"{line}  # half an hour of compiling; Bloomery's blockwise attention does without",),
-            prove=PROBE,
-        )
+    if device and absent and line and (spec is None or spec.fused_attention != "yes"):
+        yield found("flash-attn-absent", arch=device.arch, said=absent.said, line=line)
+
+
+def shared_memory(machine: Machine) -> Iterator[Finding]:
+    around, size = machine.host.around, machine.host.around.shared_memory_bytes
+    if size is None or size >= SMALL_SHM or not (around.container or len(machine.accelerators) > 1):
+        return
+    several = len(machine.accelerators) > 1
+    outside = "docker run --ipc=host ...  # or --shm-size=16g: bloomery doctor --docker"
+    yield found(
+        "shm-small",
+        level="stops" if several else "note",
+        mend=(outside if around.container else "sudo mount -o remount,size=16G /dev/shm",),
+        others="" if several else " or loader processes",
+        size=format_bytes(size),
+    )
+
+
+def numa(machine: Machine) -> Iterator[Finding]:
+    if machine.host.driver.numa_balancing and len(machine.accelerators) > 1:
+        yield found("numa-balancing")
+
+
+def iommu(machine: Machine) -> Iterator[Finding]:
+    """RCCL between cards without xGMI can hang unless the IOMMU passes their traffic through."""
+    host = machine.host
+    cards = [one for one in machine.accelerators if one.vendor == "amd" and not one.integrated]
+    joined = len({card.hive_id for card in cards}) == 1 and cards and cards[0].hive_id
+    through = re.search(r"\biommu=(pt|off)\b|\biommu\.passthrough=1\b|\bamd_iommu=off\b", host.driver.boot)
+    if len(cards) < 2 or joined or through or host.around.wsl or "cray" in host.driver.kernel:
+        return
+    boot = f" ({host.driver.boot})" if host.driver.boot else ""
+    yield found("iommu-not-passthrough", cards=len(cards), boot=boot)
+
+
+def used_by_others(machine: Machine) -> Iterator[Finding]:
+    device = best_device(machine)
+    if device is None or device.integrated or device.memory_used_bytes < USED_BYTES:
+        return
+    if device.memory_used_bytes < USED_SHARE * device.memory_bytes:
+        return
+    show = "nvidia-smi" if device.vendor == "nvidia" else f"fuser -v /dev/kfd {device.node}".rstrip()
+    used, total = device.memory_used_bytes / GIB, device.memory_bytes / GIB
+    yield found("gpu-memory-used", used=used, total=total, index=device.index, name=device.name, show=show)
+
+
+def lent_memory(machine: Machine) -> Iterator[Finding]:
+    """Processor graphics: PyTorch shows the carve-out, training may use what the driver lends."""
+    device = best_device(machine)
+    if device is None or not device.integrated or device.vendor != "amd":
+        return
+    if device.memory_bytes > CARVED_OUT * device.gtt_bytes:
+        return
+    yield found("shared-memory-gpu", lent=device.gtt_bytes / GIB, carved=device.memory_bytes / GIB)
+
+
+def compiler(machine: Machine) -> Iterator[Finding]:
+    if machine.host.compiler is not None or machine.host.system != "Linux":
+        return
+    with_one = machine.host.model_copy(update={"compiler": "/usr/bin/g++"})
+    if not build_profile(machine.model_copy(update={"host": with_one})).compile.value:
+        return  # it would not be used
+    name = machine.host.distribution.partition(" ")[0]
+    tools = dict.fromkeys(access.SELINUX, "dnf install gcc-c++") | {"arch": "pacman -S gcc"}
+    tools |= dict.fromkeys(("sles", "opensuse-leap"), "zypper install gcc-c++")
+    slower = ", 10 to 35% slower on a CPU" if best_device(machine) is None else ""
+    yield found("no-compiler", mend=("sudo " + tools.get(name, "apt install g++"),), slower=slower)
+
+
+def disk(machine: Machine) -> Iterator[Finding]:
+    free = machine.host.disk_free_bytes
+    if free < LITTLE_DISK:
+        yield found("little-disk", level="stops" if free < NO_DISK else "note", free=format_bytes(free))
 
 
 RULES: tuple[Rule, ...] = (
-    doctor_access.driver,
-    doctor_access.compute_device,
-    doctor_access.silent_nvidia,
-    doctor_access.hung,
-    doctor_access.groups,
-    doctor_access.wsl,
-    doctor_access.slurm,
-    doctor_access.hiding,
-    doctor_torch.missing,
-    doctor_torch.wrong_build,
-    doctor_torch.kernels,
-    doctor_torch.override,
-    doctor_driver.nvidia,
-    doctor_driver.amd_driver,
-    doctor_driver.loaded_rocm,
-    doctor_driver.site_modules,
+    access.driver,
+    access.compute_device,
+    access.silent_nvidia,
+    access.hung,
+    access.groups,
+    access.wsl,
+    access.slurm,
+    access.hiding,
+    software.missing,
+    software.wrong_build,
+    software.kernels,
+    software.override,
+    software.nvidia,
+    software.amd_driver,
+    software.loaded_rocm,
+    software.site_modules,
     bad_probes,
     experimental_attention,
-    doctor_torch.allocator,
-    doctor_system.iommu,
-    doctor_system.numa,
-    doctor_system.shared_memory,
-    doctor_system.used_by_others,
-    doctor_system.compiler,
-    doctor_system.disk,
-    doctor_access.nothing,
-    doctor_access.idle_card,
-    doctor_access.processor_graphics,
-    doctor_access.masked,
-    doctor_system.lent_memory,
-    doctor_torch.two_makers,
-    doctor_torch.companions,
-    doctor_torch.bitsandbytes,
-    doctor_driver.system_rocm,
+    software.allocator,
+    iommu,
+    numa,
+    shared_memory,
+    used_by_others,
+    compiler,
+    disk,
+    access.nothing,
+    access.idle_card,
+    access.processor_graphics,
+    access.masked,
+    lent_memory,
+    software.two_makers,
+    software.companions,
+    software.bitsandbytes,
+    software.system_rocm,
     flash_attention,
-    doctor_torch.pin,
+    software.pin,
 )
 ORDER = {"stops": 0, "slows": 1, "note": 2}
 

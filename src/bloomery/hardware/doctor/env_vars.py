@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from bloomery.hardware.doctor.torch_build import override
+from bloomery.hardware.doctor.software import override
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import ALLOCATORS, Profile, family_name
 from bloomery.hardware.specs.wheels import series

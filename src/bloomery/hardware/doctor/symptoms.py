@@ -1,15 +1,19 @@
-"""What a line of a log means: the table symptoms.toml, and which of its entries fit a text and a machine."""
+"""What the doctor can say: findings.toml of what its rules see, symptoms.toml of what a line of a log means.
+
+A rule is a function from a machine to findings; a symptom is recognised by its patterns and what is known of a machine.
+"""
 
 import re
 import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from bloomery.hardware.fitting import install
+from bloomery.hardware.fitting import best_device, fitting_builds, install
 from bloomery.hardware.machine import Machine
 
 Level = Literal["stops", "slows", "note"]
@@ -17,10 +21,89 @@ Stream = Literal["stderr", "exception", "dmesg", "any"]
 LONGEST_TEXT = 2_000_000  # of a log the end counts
 LONGEST_LINE = 2_000  # no message is longer; patterns never see more of a line
 PCI_VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
+PROBE = "bloomery doctor --probe"
+NUMBER = "{number}"  # in `mend`: the number that the finding gets in the list
+PIN = "pin torch"
 
 
 class Entry(BaseModel, frozen=True, extra="forbid"):
-    """A part of symptoms.toml: an unknown key is a typing error."""
+    """A part of a table: an unknown key is a typing error."""
+
+
+class Row(Entry):
+    """One [[finding]] table; the head of findings.toml says what its fields mean."""
+
+    id: str
+    level: Level
+    what: str
+    evidence: str
+    mend: tuple[str, ...] = ()
+    prove: str = "bloomery doctor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that stops or slows training or is worth knowing.
+
+    `mend`: lines for a shell, what they do after two blanks and a #. `run`: what `doctor --fix` may do itself, after
+    asking: a `pip install ...` as it stands in `mend`, or PIN.
+    """
+
+    id: str
+    level: Level
+    what: str
+    evidence: str
+    mend: tuple[str, ...]
+    prove: str = "bloomery doctor"
+    run: str = ""
+
+
+Rule = Callable[[Machine], Iterator[Finding]]
+
+
+@cache
+def findings() -> dict[str, Row]:
+    """The table of findings by their ids, checked."""
+    text = resources.files("bloomery.hardware.doctor").joinpath("findings.toml").read_text(encoding="utf-8")
+    return {row.id: row for row in (Row.model_validate(each) for each in tomllib.loads(text)["finding"])}
+
+
+def found(
+    id: str,
+    *,
+    level: Level | None = None,
+    mend: Sequence[str] = (),
+    prove: str = "",
+    run: str = "",
+    **facts: Any,
+) -> Finding:
+    """The finding of that table with the facts in its sentences; what is given stands in place of the table's own."""
+    row = findings()[id]
+    known = {"number": NUMBER} | facts
+    return Finding(
+        id=id,
+        level=level or row.level,
+        what=row.what.format_map(known),
+        evidence=row.evidence.format_map(known),
+        mend=tuple(mend) or tuple(step.format_map(known) for step in row.mend),
+        prove=prove or row.prove.format_map(known),
+        run=run,
+    )
+
+
+def install_steps(machine: Machine, *, anew: bool = True) -> tuple[str, ...]:
+    """What a cluster loads before, then `install` with the reason where it leaves the GPU idle."""
+    device = best_device(machine)
+    build = fitting_builds(machine, device)[0]
+    remark = f"  # for the CPU: {build.because}" if build.cpu and device is not None else ""
+    return (*build.before, install(machine, anew=anew) + remark)
+
+
+def to_install(id: str, machine: Machine, **facts: Any) -> Finding:
+    """A finding that another PyTorch mends; `--fix` installs none that leaves the GPU idle."""
+    device = best_device(machine)
+    idle = device is not None and fitting_builds(machine, device)[0].cpu
+    return found(id, mend=install_steps(machine), run="" if idle else install(machine), **facts)
 
 
 class Facts(Entry):
