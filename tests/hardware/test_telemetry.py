@@ -1,4 +1,4 @@
-"""Sensors: constructed kernel trees, recorded answers of tools, and sources that hang, raise or crash."""
+"""Sensors: constructed kernel trees, answers of libraries, and sources that hang, raise or crash."""
 
 import errno
 import os
@@ -9,26 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.telemetry import reader as telemetry_reader
-from bloomery.hardware.telemetry.reader import Reader
-from bloomery.hardware.telemetry.sysfs import (
+from bloomery.hardware import telemetry
+from bloomery.hardware.telemetry import (
     PROCESSOR,
+    AmdSmi,
     Device,
+    Nvml,
     Processor,
+    Reader,
     Reading,
     Sysfs,
+    figure,
     merged,
+    nvidia_reasons,
     sample,
     shared_power,
     throttle_reason,
-)
-from bloomery.hardware.telemetry.vendors import (
-    Nvml,
-    figure,
-    nvidia_reasons,
-    parse_amd_smi,
-    parse_nvidia_smi,
-    parse_rocm_smi,
 )
 
 CARD = Device(index=0, vendor="amd", name="RX 6700 XT", node="/dev/dri/renderD128", pci_address="0000:03:00.0")
@@ -126,45 +122,6 @@ def test_throttling_is_read_from_gpu_metrics():
         assert throttle_reason(unknown) is None
 
 
-# Recorded: rocm-smi of ROCm 6.4 and of a machine with an R9700 beside an 780M; amd-smi of ROCm 10.1 (MI300X).
-ROCM_SMI = """WARNING: a line before it
-{"card0":{"Temperature (Sensor edge) (C)":"35.0","Temperature (Sensor junction) (C)":"36.0",
-"Average Graphics Package Power (W)":"19.0","GPU use (%)":"3","GPU Memory Allocated (VRAM%)":"85","Card Series":"N/A",
-"Card Model":"0x7551","Card SKU":"APM107573","GFX Version":"gfx1201","VRAM Total Memory (B)":"34208743424",
-"VRAM Total Used Memory (B)":"29225381888"},"card1":{"Temperature (Sensor edge) (C)":"39.0",
-"Current Socket Graphics Package Power (W)":"12.134","GPU use (%)":"0","Card SKU":"PHXGENERIC"},
-"system":{"Driver version":"6.12.12"}}"""
-AMD_SMI = """{"gpu_data":[{"gpu":0,"mem_usage":{"used_vram":{"value":1234,"unit":"MB"},"total_vram":{"value":196608,
-"unit":"MB"}},"usage":{"gfx_activity":{"value":42.5,"unit":"%"}},"temperature":{"hotspot":{"value":68.0,"unit":"C"},
-"edge":{"value":null}},"power":{"socket_power":{"value":410.5,"unit":"W"}}}]}"""
-
-
-def test_rocm_smi_as_recorded():
-    devices = [Device(index=0, vendor="amd"), Device(index=1, vendor="amd"), Device(index=2, vendor="amd")]
-    first, second = parse_rocm_smi(ROCM_SMI, devices)
-    assert (first.temperature, first.power, first.utilisation) == (36.0, 19.0, 3.0)
-    assert first.memory_gib == pytest.approx(27.22, abs=0.01) and first.memory_total_gib == pytest.approx(
-        31.86, abs=0.01
-    )
-    assert (second.temperature, second.power, second.memory_gib) == (39.0, 12.134, None)
-
-
-def test_rocm_smi_of_other_releases_is_joined_by_address():
-    told = """{"card1": {"PCI Bus": "0000:03:00.0", "Temperature (Sensor Junction) (C)": "70.0",
-               "sclk clock speed:": "(2424Mhz)"}, "card0": {"PCI Bus": "0000:0b:00.0", "GPU use (%)": "9"}}"""
-    (reading,) = parse_rocm_smi(told, [CARD])
-    assert (reading.temperature, reading.clock_mhz, reading.utilisation) == (70.0, 2424.0, None)
-
-
-def test_amd_smi_as_recorded():
-    (reading,) = parse_amd_smi(AMD_SMI, [CARD])
-    assert (reading.utilisation, reading.temperature, reading.power) == (42.5, 68.0, 410.5)
-    assert reading.memory_total_gib == 192.0
-    listed = [{"gpu": 0, "bdf": "0000:83:00.0"}]
-    assert list(parse_amd_smi(AMD_SMI, [CARD], listed)) == []
-    assert len(list(parse_amd_smi(AMD_SMI, [Device(index=5, vendor="amd", pci_address="0000:83:00.0")], listed))) == 1
-
-
 @pytest.mark.parametrize(
     ("told", "number"),
     [
@@ -181,14 +138,32 @@ def test_figures_come_in_many_ways(told, number):
     assert figure(told) == number
 
 
-def test_nvidia_smi():
-    told = (
-        "00000000:03:00.0, 98, 8123, 81559, 64, 412.31, 1755, 0x0000000000000044\n00000000:0B:00.0, [N/A], ..., 1, 2, 3"
-    )
-    device = Device(index=0, vendor="nvidia", pci_address="0000:03:00.0")
-    (reading,) = parse_nvidia_smi(told, [device])
-    assert (reading.utilisation, reading.temperature, reading.power, reading.clock_mhz) == (98.0, 64.0, 412.31, 1755.0)
-    assert reading.throttled == "temperature" and nvidia_reasons(0x1 | 0x4) == ""
+def test_what_slows_an_nvidia_gpu_down():
+    assert nvidia_reasons(0x4 | 0x40) == "temperature" and nvidia_reasons(0x1 | 0x4) == ""
+
+
+def test_amdsmi_where_the_kernels_files_say_nothing(monkeypatch):
+    """As ROCm's package answers: MiB of memory, texts for what a card does not have, addresses with a domain."""
+
+    class Library:
+        class AmdSmiTemperatureType:
+            JUNCTION = 1
+
+        class AmdSmiTemperatureMetric:
+            CURRENT = 0
+
+        amdsmi_init = staticmethod(lambda: None)
+        amdsmi_get_processor_handles = staticmethod(lambda: ["one", "other"])
+        amdsmi_get_gpu_device_bdf = staticmethod({"one": "0000:83:00.0", "other": "0000:03:00.0"}.get)
+        amdsmi_get_gpu_vram_usage = staticmethod(lambda handle: {"vram_used": 1024, "vram_total": 196608})
+        amdsmi_get_power_info = staticmethod(lambda handle: {"current_socket_power": "N/A", "socket_power": 410})
+        amdsmi_get_temp_metric = staticmethod(lambda handle, kind, metric: 68)
+        amdsmi_get_gpu_activity = staticmethod(lambda handle: {"gfx_activity": {"value": 42.5, "unit": "%"}})
+
+    monkeypatch.setitem(sys.modules, "amdsmi", Library)
+    (reading,) = AmdSmi().read([CARD])
+    assert (reading.device, reading.utilisation, reading.temperature, reading.power) == (0, 42.5, 68.0, 410.0)
+    assert (reading.memory_gib, reading.memory_total_gib) == (1.0, 192.0)
 
 
 def test_nvml_without_what_a_card_does_not_know(monkeypatch):
@@ -295,7 +270,7 @@ def test_a_sensor_that_never_answers_is_given_up_once_and_the_rest_goes_on(tmp_p
 
 
 def test_a_reader_that_cannot_start_is_said_once(monkeypatch, told):
-    monkeypatch.setattr(telemetry_reader, "MODULE", "bloomery.no_such_module")
+    monkeypatch.setattr(telemetry, "MODULE", "bloomery.no_such_module")
     reader = Reader([CARD], said=told.append)
     assert reader.look() == reader.look() == []
     assert len(told) == 1 and "cannot be read" in told[0]
@@ -314,5 +289,5 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
 
 
 def test_the_child_knows_no_torch_and_no_pydantic():
-    code = "import sys, bloomery.hardware.telemetry.worker; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, bloomery.hardware.telemetry; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -8,8 +8,7 @@ import pytest
 from runs_of_bloomery import Bloomery, losses
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.telemetry.reader import Reader
-from bloomery.hardware.telemetry.sysfs import Device, Reading
+from bloomery.hardware.telemetry import Device, Reader, Reading
 from bloomery.monitor.events import PROCESSOR, GpuSampled, Phase, RunEnded, StepDone, Warned
 from bloomery.runs import telemetry
 from bloomery.runs.telemetry import Guard, Stretch, Watcher

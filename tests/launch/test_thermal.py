@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bloomery.hardware.telemetry.sysfs import PROCESSOR, Reading
+from bloomery.hardware.telemetry import PROCESSOR, Reading
 from bloomery.monitor.events import Phase
 from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
 

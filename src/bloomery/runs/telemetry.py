@@ -13,8 +13,7 @@ from typing import Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.hardware.telemetry.reader import Reader
-from bloomery.hardware.telemetry.sysfs import PROCESSOR, Device, Reading
+from bloomery.hardware.telemetry import PROCESSOR, Device, Reader, Reading
 from bloomery.monitor.events import Emit, Event, EventLog, GpuSampled, Phase, StepDone, Warned
 from bloomery.plan.types import Plan
 from bloomery.runs.folder import RunFolder

@@ -1,19 +1,29 @@
-"""How hard the devices work right now: load, memory, temperature, power, clock. Standard library only.
+"""How hard the devices work right now: load, memory, temperature, power, clock; no torch, no pydantic.
 
 Facts of the files: the kernel's amdgpu_pm.c ("DOC: hwmon") and hwmon's sysfs interface. Every one of them may be
-missing, or answer EBUSY or ENODATA while a card sleeps: that figure is then None. A read may also never return, so runs
-read in a child process (`telemetry_child`), which can be given up.
+missing, or answer EBUSY or ENODATA while a card sleeps: that figure is then None. A read may also never return, and
+vendors' libraries have hung and crashed. So runs read in a child process, which can be given up: `Reader` asks,
+`python -m bloomery.hardware.telemetry` answers. `Reader` waits for nothing longer than its deadline, not even for the
+child's death: who is stuck in a driver does not die.
 """
 
+import importlib
+import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
+
+from bloomery.core.child import Child, accept, requests, tell
+from bloomery.core.units import GIB
 
 PROCESSOR = -1  # as `Reading.device`
-GIB = 2.0**30
+DEADLINE_SECONDS = 8.0  # for one look, and its process must be started
+DYING_SECONDS = 0.5
+MODULE = "bloomery.hardware.telemetry"
 # MI250X, MI250: two dies on one card, whose power sensor belongs to the first.
 DUAL_DIE = frozenset((0x7408, 0x740C))
 
@@ -38,7 +48,7 @@ class Reading:
 
     device: int  # of the machine's accelerators, or PROCESSOR
     name: str = ""
-    source: str = ""  # that was asked: sysfs, amdsmi, rocm-smi, nvml, nvidia-smi, proc
+    source: str = ""  # that was asked: sysfs, amdsmi, nvml, proc
     utilisation: float | None = None  # percent
     memory_gib: float | None = None  # in use by everybody
     memory_total_gib: float | None = None
@@ -266,3 +276,218 @@ def _text(path: Path) -> str:
 def _number(path: Path, unit: float = 1.0) -> float | None:
     text = _text(path)
     return float(text) / unit if re.fullmatch(r"-?\d+", text) else None
+
+
+# The libraries of vendors, where the kernel's files say nothing
+
+
+def figure(value: object) -> float | None:
+    """A number however a library gives it: as text, as `{"value": 42.5}`; None for "N/A" and whatever is none."""
+    if isinstance(value, Mapping):
+        return figure(value.get("value"))
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    found = re.match(r"\s*(-?\d+(?:\.\d+)?)", str(value))
+    return float(found[1]) if found else None
+
+
+def _same_card(device: Device, address: str) -> bool:
+    """PCI addresses come with a domain of four digits, of eight, or with none."""
+    ours, theirs = device.pci_address.lower().split(":"), address.lower().strip().split(":")
+    if len(ours) < 2 or ours[-2:] != theirs[-2:]:
+        return False
+    return len(ours) < 3 or len(theirs) < 3 or int(ours[-3], 16) == int(theirs[-3], 16)
+
+
+def _first(facts: Mapping[str, Any], *names: str) -> float | None:
+    return next((number for name in names if (number := figure(facts.get(name))) is not None), None)
+
+
+@final
+class AmdSmi:
+    """The `amdsmi` Python package, which comes with ROCm. Raises where it or its library is missing."""
+
+    name = "amdsmi"
+
+    def __init__(self) -> None:
+        self._handles: list[tuple[str, Any]] | None = None
+
+    def read(self, devices: Sequence[Device]) -> Iterator[Reading]:
+        library = importlib.import_module("amdsmi")
+        if self._handles is None:
+            library.amdsmi_init()
+            handles = library.amdsmi_get_processor_handles()
+            self._handles = [(str(library.amdsmi_get_gpu_device_bdf(handle)), handle) for handle in handles]
+        for device in devices:
+            for address, handle in self._handles:
+                if _same_card(device, address):
+                    yield _through_amdsmi(library, handle, device)
+
+
+def _through_amdsmi(library: Any, handle: Any, device: Device) -> Reading:
+    memory, power = library.amdsmi_get_gpu_vram_usage(handle), library.amdsmi_get_power_info(handle)
+    used, total = figure(memory.get("vram_used")), figure(memory.get("vram_total"))
+    heat = library.amdsmi_get_temp_metric(
+        handle, library.AmdSmiTemperatureType.JUNCTION, library.AmdSmiTemperatureMetric.CURRENT
+    )
+    return Reading(
+        device=device.index,
+        name=device.name,
+        source=AmdSmi.name,
+        utilisation=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
+        memory_gib=None if used is None else used / 1024,
+        memory_total_gib=None if total is None else total / 1024,
+        temperature=figure(heat),
+        power=_first(power, "current_socket_power", "average_socket_power", "socket_power") or None,
+    )
+
+
+# nvml.h: why the clocks are not what was asked for. 0x04, the power limit, is left out: it is met at any full load.
+NVIDIA_REASONS = ((0x60, "temperature"), (0x80, "power brake"), (0x08, "hardware slowdown"))
+
+
+def nvidia_reasons(bits: int) -> str:
+    """The reasons that slow a GPU down; idling, full load and clocks that somebody set are none."""
+    return ", ".join(name for mask, name in NVIDIA_REASONS if bits & mask)
+
+
+@final
+class Nvml:
+    """NVIDIA's library through `pynvml`, of the package nvidia-ml-py. Raises where it is missing."""
+
+    name = "nvml"
+
+    def __init__(self) -> None:
+        self._library: Any = None
+
+    def read(self, devices: Sequence[Device]) -> Iterator[Reading]:
+        if self._library is None:
+            library = importlib.import_module("pynvml")
+            library.nvmlInit()
+            self._library = library
+        for device in devices:
+            if device.vendor == "nvidia":
+                yield _through_nvml(self._library, _nvml_handle(self._library, device), device)
+
+
+def _nvml_handle(library: Any, device: Device) -> Any:
+    if device.pci_address:
+        return library.nvmlDeviceGetHandleByPciBusId(device.pci_address)
+    return library.nvmlDeviceGetHandleByIndex(device.index)
+
+
+def _through_nvml(library: Any, handle: Any, device: Device) -> Reading:
+    def ask(name: str, *words: Any) -> Any:
+        """None for what this card or this driver does not know."""
+        try:
+            return getattr(library, name)(handle, *words)
+        except (library.NVMLError, AttributeError):
+            return None
+
+    load, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
+    milliwatts = ask("nvmlDeviceGetPowerUsage")
+    bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits  # as older releases call it
+    return Reading(
+        device=device.index,
+        name=device.name,
+        source=Nvml.name,
+        utilisation=None if load is None else float(load.gpu),
+        memory_gib=None if memory is None else memory.used / 2**30,
+        memory_total_gib=None if memory is None else memory.total / 2**30,
+        temperature=figure(ask("nvmlDeviceGetTemperature", 0)),  # 0: NVML_TEMPERATURE_GPU
+        critical=figure(ask("nvmlDeviceGetTemperatureThreshold", 1)),  # 1: NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        power=None if milliwatts is None else milliwatts / 1000,
+        clock_mhz=figure(ask("nvmlDeviceGetClockInfo", 1)),  # 1: NVML_CLOCK_SM
+        throttled=None if bits is None else nvidia_reasons(bits),
+    )
+
+
+# In a child
+
+
+@final
+class Reader:
+    """`look` asks once. A source that does not answer in time, or takes its process down, is not asked again.
+
+    `said` hears of each source that is given up, once.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        *,
+        said: Callable[[str], None],
+        processor: str = "",
+        root: Path = Path("/"),
+        deadline: float = DEADLINE_SECONDS,
+    ) -> None:
+        told = [asdict(device) for device in devices]
+        self._job: dict[str, Any] = {"devices": told, "root": str(root), "processor": processor}
+        self._without: list[str] = []
+        self._said, self._deadline = said, deadline
+        self._child: Child | None = None
+        self._trying = ""
+        self._hopeless = False
+
+    def look(self) -> list[Reading]:
+        """Empty when nothing answered in time."""
+        if self._hopeless:
+            return []
+        until = time.monotonic() + self._deadline
+        try:
+            if self._child is None:
+                job = self._job | {"without": self._without}
+                self._child = Child(MODULE, job, environment=os.environ, dying_seconds=DYING_SECONDS).start()
+            told = self._child.ask({}, seconds=self._deadline)
+            while isinstance(told, dict) and "readings" not in told:
+                self._trying = told["trying"]
+                told = self._child.next(until - time.monotonic())
+            if isinstance(told, dict):
+                return [Reading(**facts) for facts in told["readings"]]
+            ended = "failed (its process ended)"
+            self._give_up(ended if told == "ended" else f"did not answer within {self._deadline:.0f} s")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._give_up(f"failed ({error})")
+        return []
+
+    def _give_up(self, problem: str) -> None:
+        """The source that was being asked is left alone from now on; the next look starts another process."""
+        self.close()
+        name, self._trying = self._trying, ""
+        if not name:
+            self._hopeless = True
+            self._said(f"the sensors of this machine cannot be read: their reader {problem}; training goes on without")
+            return
+        self._without.append(name)
+        self._said(f"reading sensors through {name} {problem}: it is not asked again, training goes on")
+
+    def close(self) -> None:
+        """Ends the process. One that is stuck in a driver is left behind; it ends when the driver lets it."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+def main() -> None:
+    """The child: `{"trying": NAME}` before each source that it asks, then `{"readings": [...]}`, for each request."""
+    job = accept()
+    devices = [Device(**facts) for facts in job["devices"]]
+    root = Path(job["root"])
+    vendors = {device.vendor for device in devices}  # of each the cheapest and safest source first
+    amd: list[Source] = [Sysfs(root), AmdSmi()] if "amd" in vendors else []
+    nvidia: list[Source] = [Nvml()] if "nvidia" in vendors else []
+    sources = [source for source in (*amd, *nvidia) if source.name not in job["without"]]
+    processor = None if Processor.name in job["without"] else Processor(root, job["processor"])
+    for _ in requests(job):
+        readings = sample(devices, sources, trying=lambda name: tell(job, {"trying": name}))
+        if processor is not None:
+            tell(job, {"trying": processor.name})
+            readings.append(processor.read(time.monotonic()))
+        tell(job, {"readings": [asdict(reading) for reading in readings]})
+
+
+if __name__ == "__main__":
+    main()
