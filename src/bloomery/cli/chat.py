@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import devices_option, loading, quantize_option, text_flags
+from bloomery.cli.common import devices_option, loading, quantize_option, refuse_undecoded, text_flags
 from bloomery.cli.sampling import SETTINGS, drawing_options, finite, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
@@ -46,11 +46,12 @@ class Session:
         self._answers = 0
 
     @property
-    def turns(self) -> list[Message]:
-        return [*self._opening(), *self.said]
-
-    def _opening(self) -> list[Message]:
+    def opening(self) -> list[Message]:
         return [Message("system", self.system)] if self.system else []
+
+    @property
+    def turns(self) -> list[Message]:
+        return [*self.opening, *self.said]
 
     def answer(self, text: str) -> Iterator[str]:
         """The answer in pieces; an answer that is broken off stays as far as it came.
@@ -76,16 +77,16 @@ class Session:
         """The ids of what still fits, with room for an answer: the oldest turns go first, up to the next question."""
         context = self.decoder.config.max_positions
         room = max(1, min(self.sampling.max_tokens, context // SHARE))
-        system = self._opening()
         starts = [at for at, message in enumerate(said) if message.role == "user"]
         for start in [at for at in starts if at >= self.forgotten] or starts[-1:]:
-            ids = self.form.put([*system, *said[start:]])
+            ids = self.form.put([*self.opening, *said[start:]])
             if len(ids) + room <= context or (start == starts[-1] and len(ids) < context):
                 self.forgotten = start
                 return ids
         raise UserError(
             f"this message has {len(ids):,} tokens, and the model reads {context:,} with its answer",
-            where="the chat", remedy="say it in fewer words" + (", or shorten the system prompt" if system else ""),
+            where="the chat",
+            remedy="say it in fewer words" + (", or shorten the system prompt" if self.system else ""),
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -208,49 +209,34 @@ class Terminal:
 
     def _do(self, line: str) -> None:
         text = line.strip()
-        if not text:
-            return
         if text.startswith("/") and not text.startswith("//"):
             name, _, rest = text[1:].partition(" ")
-            self._command(name.lower())(rest.strip())
-            return
-        if any(0xD800 <= ord(letter) < 0xE000 for letter in line):
-            problem, remedy = "this line is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
-            raise UserError(problem, where="the chat", remedy=remedy)
-        self._answer(line[1:] if text.startswith("//") else line)
-
-    def _command(self, name: str) -> Callable[[str], None]:
-        if name in self.commands:
-            return self.commands[name]
-        remedy = did_you_mean(name, [*self.commands, "quit"], "/help lists them", shown="/{}")
-        raise UserError(f"there is no command /{name[:40]}", where="the chat", remedy=remedy)
+            if name.lower() not in self.commands:
+                remedy = did_you_mean(name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}")
+                raise UserError(f"there is no command /{name.lower()[:40]}", where="the chat", remedy=remedy)
+            self.commands[name.lower()](rest.strip())
+        elif text:
+            refuse_undecoded(line, what="this line", where="the chat")
+            self._answer(line[1:] if text.startswith("//") else line)
 
     def _answer(self, text: str) -> None:
+        """Prints it without blank lines before and after."""
         before = self.session.forgotten
-        for number, piece in enumerate(self._pieces(text)):
-            if not number and self.session.forgotten > before:
-                _tell(self._forgetting(before))
-            click.echo(piece, nl=False)
-            sys.stdout.flush()
-        click.echo()
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        """Without blank lines before and after the answer."""
         held = begun = ""
         for piece in self.session.answer(text):
+            if not begun and self.session.forgotten > before:
+                count, context = self.session.forgotten - before, self.session.decoder.config.max_positions
+                _tell(f"({count} earlier messages no longer fit into {context:,} tokens: the model has forgotten them)")
+                before = self.session.forgotten
             shown = held + harmless(piece)
             held = shown[len(shown.rstrip()) :]
             shown = shown.rstrip() if begun else shown.strip()
             begun = begun or shown
-            yield shown
+            click.echo(shown, nl=False)
+            sys.stdout.flush()
+        click.echo()
 
-    def _forgetting(self, before: int) -> str:
-        count = self.session.forgotten - before
-        context = self.session.decoder.config.max_positions
-        return f"({count} earlier messages no longer fit into {context:,} tokens: the model has forgotten them)"
-
-    def _reset(self, rest: str) -> None:
-        del rest
+    def _reset(self, _rest: str) -> None:
         self.session.reset()
         _tell("(forgotten)")
 

@@ -169,11 +169,11 @@ def _of_flags(remedy: str) -> str:
     return remedy.replace("data.path=", "--data ")
 
 
-def refuse_undecoded(prompt: str) -> None:
+def refuse_undecoded(text: str, *, what: str = "the prompt", where: str = "--prompt") -> None:
     """Raises UserError (code 2) for bytes that this terminal's encoding does not know."""
-    if any(0xD800 <= ord(letter) < 0xE000 for letter in prompt):
-        problem, remedy = "the prompt is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
-        raise UserError(problem, where="--prompt", remedy=remedy, code=2)
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+        problem, remedy = f"{what} is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
+        raise UserError(problem, where=where, remedy=remedy, code=2)
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:

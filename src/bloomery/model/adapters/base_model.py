@@ -44,12 +44,9 @@ def base_of(folder: Path) -> Base:
 def digest(folder: Path) -> str:
     """Of every byte of the weights and of config.json: as fast as the disk, or some GB/s where memory holds them."""
     paths = [path for path in (folder / "config.json", folder / INDEX, *_weights(folder)) if path.is_file()]
-    return digest_of("".join(f"{path.name} {_content(path, *_moment(path))}\n" for path in paths).encode())
-
-
-def _moment(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    moments = [(path, path.stat()) for path in paths]
+    lines = (f"{path.name} {_content(path, at.st_size, at.st_mtime_ns)}\n" for path, at in moments)
+    return digest_of("".join(lines).encode())
 
 
 @lru_cache(maxsize=256)  # a run asks several times before it begins

@@ -135,20 +135,13 @@ class PeftAdapter:
         weight = getattr(self.settings, "orth_reg_weight", 0.0)
         if self._allocator is None or not weight:
             return None
-        parts = [
-            _distance(parameter, rows=f"lora_A.{NAME}" in name)
-            for name, parameter in self._model.named_parameters()
-            if f"lora_A.{NAME}" in name or f"lora_B.{NAME}" in name
-        ]
+        parts = []
+        for name, parameter in self._model.named_parameters():
+            if f"lora_A.{NAME}" in name or f"lora_B.{NAME}" in name:
+                exact = parameter.float()
+                gram = exact @ exact.T if f"lora_A.{NAME}" in name else exact.T @ exact
+                parts.append(torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device)))
         return weight * torch.stack(parts).mean()
-
-
-def _distance(matrix: Tensor, *, rows: bool) -> Tensor:
-    """The Frobenius norm of the Gram matrix less the identity, float32."""
-    exact = matrix.float()
-    gram = exact @ exact.T if rows else exact.T @ exact
-    distance: Tensor = torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device))
-    return distance
 
 
 def open_method(model: Decoder, folder: Path) -> None:

@@ -72,33 +72,26 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     asked = said or TARGETS.get(named(adapter.method), ["q_proj", "v_proj"])
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # which PEFT knows of transformers' own models alone
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
-    known = list(dict.fromkeys(name.rpartition(".")[0] for name in _parameters(config)))
+    names: Iterable[str] = parameter_shapes(config)
+    if config.foreign is not None:  # by the names that files have, those in its layers: the rest has two owners
+        names = [theirs for ours, theirs, _ in config.foreign.parameters if ours.startswith("model.layers.")]
+    known = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if not isinstance(asked, str | list):
         problem = f"target_modules is {str(asked)[:40]}, no list of names"
         raise UserError(problem, where=where, remedy="name modules: adapter.target_modules=[q_proj]", code=2)
     if isinstance(asked, str):
-        if not _read(asked, where, known):
+        try:
+            matches = any(re.fullmatch(asked, name) for name in known)
+        except re.error as error:
+            problem, remedy = f"{asked[:80]!r} is no pattern: {error}", "name modules: adapter.target_modules=[q_proj]"
+            raise UserError(problem, where=where, remedy=remedy, code=2) from error
+        if not matches:
             raise unknown_module(asked, known, where, f"{ALL_LINEAR}; a text alone is a pattern over full names")
         return asked
     for wanted in asked:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
             raise unknown_module(str(wanted), known, where, ALL_LINEAR)
     return list(asked)
-
-
-def _parameters(config: ModelConfig) -> list[str]:
-    """By the names that files have; of a foreign architecture those in its layers, as the rest has two owners."""
-    if config.foreign is None:
-        return list(parameter_shapes(config))
-    return [theirs for ours, theirs, _ in config.foreign.parameters if ours.startswith("model.layers.")]
-
-
-def _read(pattern: str, where: str, names: list[str]) -> bool:
-    try:
-        return any(re.fullmatch(pattern, name) for name in names)
-    except re.error as error:
-        problem = f"{pattern[:80]!r} is no pattern: {error}"
-        raise UserError(problem, where=where, remedy="name modules: adapter.target_modules=[q_proj]", code=2) from error
 
 
 RANKS = ("r", "rank", "init_r", "target_r")  # as methods call it; some have 0 where another key decides

@@ -57,8 +57,11 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     if both := [name for name in targets if name in whole]:
         problem = f"{both[0]} is both adapted and trained in full"
         raise UserError(problem, where="adapter.train_also", remedy="name it in one of the two", code=2)
-    if adapter.init == "pissa":
-        _refuse_rank(config, targets, adapter.rank)
+    shapes = parameter_shapes(config)
+    for name in targets if adapter.init == "pissa" else ():
+        if adapter.rank > (most := min(shapes[f"{name}.weight"])):
+            problem = f"{name} has only {most} singular values, and PiSSA starts from {adapter.rank} of them"
+            raise UserError(problem, where="adapter.rank", remedy=f"set adapter.rank={most} or lower", code=2)
     if adapter.kind == "dora":
         _refuse_parts(config, targets, "adapter.targets")
     rank = adapter.rank
@@ -99,8 +102,16 @@ def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ..
     found: set[str] = set()
     for target in targets:
         means = [name for name in known if target == ALL_LINEAR or _means(target, name) or _means(target, stored[name])]
+        if not means and (_means(target, HEAD) or _means(target, EMBEDDING)):
+            leaf = HEAD if _means(target, HEAD) else "embed_tokens"
+            raise UserError(
+                f"{leaf} cannot be adapted: adapters stand on the linear maps inside the layers",
+                where="adapter.targets", code=2,
+                remedy=f"take it out, and train it in full with adapter.train_also=[{leaf}]",
+            )  # fmt: skip
         if not means:
-            raise _nothing(target, known, config)
+            inside = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
+            raise unknown_module(target, known, "adapter.targets", ALL_LINEAR + inside)
         found.update(means)
     if not found:
         remedy = "set adapter.targets=[q_proj, v_proj] or adapter.targets=[all-linear]"
@@ -125,17 +136,6 @@ def whole_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
 def _means(pattern: str, name: str) -> bool:
     """A full name, the end of one from a dot on, or a pattern over either."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _nothing(target: str, known: list[str], config: ModelConfig) -> UserError:
-    if _means(target, HEAD) or _means(target, EMBEDDING):
-        leaf = HEAD if _means(target, HEAD) else "embed_tokens"
-        return UserError(
-            f"{leaf} cannot be adapted: adapters stand on the linear maps inside the layers", where="adapter.targets",
-            remedy=f"take it out, and train it in full with adapter.train_also=[{leaf}]", code=2,
-        )  # fmt: skip
-    layers = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
-    return unknown_module(target, known, "adapter.targets", ALL_LINEAR + layers)
 
 
 def unknown_module(name: str, known: list[str], where: str, more: str) -> UserError:
@@ -172,11 +172,3 @@ def _refuse_parts(config: ModelConfig, chosen: Collection[str], where: str) -> N
                 f"a {config.family} model stores {fused} fused with {missing[0]}", where=where,
                 remedy=f"add {leaf}, or take {fused.rpartition('.')[2]} out", code=2,
             )  # fmt: skip
-
-
-def _refuse_rank(config: ModelConfig, targets: Iterable[str], rank: int) -> None:
-    shapes = parameter_shapes(config)
-    for name in targets:
-        if rank > (most := min(shapes[f"{name}.weight"])):
-            problem = f"{name} has only {most} singular values, and PiSSA starts from {rank} of them"
-            raise UserError(problem, where="adapter.rank", remedy=f"set adapter.rank={most} or lower", code=2)

@@ -163,9 +163,11 @@ def build_config(
     if "vocab_size" not in sizes and vocab_size is not None:
         sizes["vocab_size"] = vocab_size
     config = _resized(preset(model.preset), sizes) if model.preset is not None else _new(model, sizes)
-    config = replace(
-        config, **_facts(model), bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id
-    )
+    facts = {key: getattr(model, key) for key in _COPIED if getattr(model, key) is not None}
+    if model.rope_scaling is not None:
+        facts["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    ids: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    config = replace(config, **facts, **_dropout(model), **ids)
     if vocab_size is not None and vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}",
@@ -219,14 +221,11 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
     if "head_dim" not in sizes and width % heads:
         problem = f"hidden_size {width} is not a multiple of num_heads {heads}"
         raise UserError(problem, where="model.num_heads", remedy="change one of them, or set model.head_dim", code=2)
-    shared = {"head_dim": width // heads, "num_kv_heads": heads, "intermediate_size": _inner(model.family, width)}
+    # 4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64.
+    gated = known_family(model.family).facts.get("gated_mlp", True)
+    inner = -(-8 * width // 3 // 64) * 64 if gated else 4 * width
+    shared = {"head_dim": width // heads, "num_kv_heads": heads, "intermediate_size": inner}
     return fresh_config(model.family, {**shared, **sizes}, window=model.sliding_window)
-
-
-def _inner(family: str, width: int) -> int:
-    """4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64."""
-    gated = known_family(family).facts.get("gated_mlp", True)
-    return -(-8 * width // 3 // 64) * 64 if gated else 4 * width
 
 
 def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
@@ -238,13 +237,6 @@ def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     if {"hidden_size", "num_heads"} & sizes.keys():
         derived["head_dim"] = sizes.get("hidden_size", config.hidden_size) // sizes.get("num_heads", config.num_heads)
     return replace(config, **{**derived, **sizes})  # type: ignore[arg-type]  # the fields of that name are ints
-
-
-def _facts(model: schema.Model) -> dict[str, Any]:
-    facts = {key: getattr(model, key) for key in _COPIED if getattr(model, key) is not None}
-    if model.rope_scaling is not None:
-        facts["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
-    return facts | _dropout(model)
 
 
 def _dropout(model: schema.Model) -> dict[str, Any]:

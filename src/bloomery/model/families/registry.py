@@ -150,18 +150,13 @@ def _scaling(stated: Fields, outer: Fields, *, max_positions: int, width: int) -
     if kind == "longrope":
         short, long = stated.numbers("short_factor", width // 2), stated.numbers("long_factor", width // 2)
         return RopeScaling(**shared, short_factor=short, long_factor=long)
-    if shared["attention_factor"] is None:
-        shared["attention_factor"] = _yarn_temperature(stated, factor)
+    if shared["attention_factor"] is None:  # DeepSeek states a ratio of two `mscale`; None: YaRN's own formula
+        above, below = stated.optional_number("mscale"), stated.optional_number("mscale_all_dim")
+        if above and below and factor > 1:
+            log = math.log(factor)  # in this order of products: they round
+            shared["attention_factor"] = (0.1 * above * log + 1.0) / (0.1 * below * log + 1.0)
     fast, slow = stated.optional_number("beta_fast") or 32.0, stated.optional_number("beta_slow") or 1.0
     return RopeScaling(**shared, beta_fast=fast, beta_slow=slow, truncate=stated.get("truncate") is not False)
-
-
-def _yarn_temperature(stated: Fields, factor: float) -> float | None:
-    """DeepSeek states the attention factor as a ratio of two `mscale`; None: YaRN's own formula."""
-    above, below = stated.optional_number("mscale"), stated.optional_number("mscale_all_dim")
-    if not above or not below or factor <= 1:
-        return None
-    return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
 
 
 def rope_keys(config: ModelConfig) -> Facts:
@@ -217,7 +212,9 @@ class Family:
     """`facts` hold for each of its models; `keys` (ours -> theirs) and `flags` differ between models.
 
     `windows` reads the window of each layer, `extra` the facts that take more than copying; `write` undoes both.
-    `refused` are keys that change the mathematics in a way that the decoder does not follow.
+    `refused` are keys that change the mathematics in a way that the decoder does not follow. `classifier`: the stem of
+    transformers' reward model, where it is not the architecture's; `gelu_tanh`: how the family calls that activation;
+    `states_dropout`: its config class has a dropout that is not 0 unless it is said.
     """
 
     architecture: str
@@ -230,6 +227,9 @@ class Family:
     extra: Callable[[Fields, Facts], Facts] = lambda _fields, _facts: {}
     write: Callable[[ModelConfig], Facts] = lambda _config: {}
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
+    classifier: str = ""
+    gelu_tanh: str = "gelu_pytorch_tanh"
+    states_dropout: bool = False
 
 
 def _layer_types(config: ModelConfig) -> Facts:
@@ -367,7 +367,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {**GEMMA_FACTS, "norm_placement": "both", "qk_norm": "head"}, flags=BIASES,
         keys=LLAMA_KEYS | {"activation": "hidden_activation"},
-        windows=_windows_gemma3, extra=_gemma_scale, write=_write_gemma,
+        windows=_windows_gemma3, extra=_gemma_scale, write=_write_gemma, classifier="Gemma3Text",
         defaults={"vocab_size": 262208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                   "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
                   "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
@@ -384,14 +384,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4},
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", windows=_windows_everywhere, write=_write_phi3,
+        "Phi3ForCausalLM", windows=_windows_everywhere, write=_write_phi3, states_dropout=True,
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"norm": "layer", "gated_mlp": False, "attention_bias": True, "output_bias": True, "mlp_bias": True,
          "positions": "learned"},
-        keys=GPT2_KEYS, extra=_gpt2_scale, write=_write_gpt2,
+        keys=GPT2_KEYS, extra=_gpt2_scale, write=_write_gpt2, gelu_tanh="gelu_new", states_dropout=True,
         defaults={"n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
                   "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True},
         refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
@@ -422,7 +422,10 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     for key in family.refused:
         if fields.flag(key):
             raise UserError(f"{key} is not supported", where=where, remedy="choose another model")
-    facts: Facts = {"family": name, **family.facts, **_sizes(fields, family), **_training(fields)}
+    facts: Facts = {"family": name, **family.facts, **_sizes(fields, family)}
+    facts["embedding_dropout"] = fields.number("embd_pdrop", high=0.999, default=0.0)
+    facts["residual_dropout"] = fields.number("resid_pdrop", high=0.999, default=0.0)
+    facts["initializer_range"] = fields.number("initializer_range", high=1e3, default=0.02)
     facts |= {ours: fields.flag(theirs) for ours, theirs in family.flags.items()}
     facts["norm_eps"] = fields.number(family.keys["norm_eps"], high=1.0)
     facts["activation"] = fields.choice(family.keys["activation"], family.activations)
@@ -451,13 +454,6 @@ def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
     return True
 
 
-def _classifier(family: str) -> Facts:
-    """What transformers says of a model with one value a text."""
-    stem = FAMILIES[family].architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    name = f"{'Gemma3Text' if family == 'gemma3_text' else stem}ForSequenceClassification"
-    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-
-
 def _sizes(fields: Fields, family: Family) -> dict[str, int]:
     def size(ours: str, default: int | None = None) -> int:
         theirs = family.keys.get(ours)
@@ -470,56 +466,42 @@ def _sizes(fields: Fields, family: Family) -> dict[str, int]:
         raise fields.refuse(family.keys["hidden_size"], f"a multiple of the {heads} heads")
     return {
         "vocab_size": size("vocab_size"), "hidden_size": width, "num_layers": size("num_layers"), "num_heads": heads,
-        "intermediate_size": size("intermediate_size", 4 * width if family.keys is GPT2_KEYS else None),
+        "intermediate_size": size("intermediate_size", None if family.facts.get("gated_mlp", True) else 4 * width),
         "num_kv_heads": size("num_kv_heads", heads), "head_dim": size("head_dim", per_head or None),
         "max_positions": size("max_positions"),
     }  # fmt: skip
-
-
-def _training(fields: Fields) -> dict[str, float]:
-    return {
-        "embedding_dropout": fields.number("embd_pdrop", high=0.999, default=0.0),
-        "residual_dropout": fields.number("resid_pdrop", high=0.999, default=0.0),
-        "initializer_range": fields.number("initializer_range", high=1e3, default=0.02),
-    }
 
 
 def config_to_hf(config: ModelConfig) -> Facts:
     """A config.json for the config's family. Raises UserError when that family cannot hold these facts."""
     if config.foreign is not None:
         return cast(Facts, json.loads(config.foreign.stated))
-    stated = _stated(config)
-    again = config_from_hf(stated, where="model")
-    lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
-    if lost:
-        raise UserError(
-            f"a {config.family} model cannot have {_listed(lost, config)}",
-            where="model.family", remedy=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
-        )  # fmt: skip
-    return stated
-
-
-def _listed(names: list[str], config: ModelConfig) -> str:
-    return ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
-
-
-def _stated(config: ModelConfig) -> Facts:
     family = FAMILIES[config.family]
     stated: Facts = {"architectures": [family.architecture], "model_type": config.family}
     stated |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items() if ours != "activation"}
     stated |= {theirs: getattr(config, ours) for ours, theirs in family.flags.items()}
-    written = "gelu_new" if config.family == "gpt2" else "gelu_pytorch_tanh"
-    stated[family.keys["activation"]] = written if config.activation == "gelu_tanh" else config.activation
+    stated[family.keys["activation"]] = family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
     stated |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.initializer_range}
     stated |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     stated |= {"pad_token_id": config.pad_token_id, "use_cache": True}
-    if config.family in ("gpt2", "phi3") or config.residual_dropout or config.embedding_dropout:
+    if family.states_dropout or config.residual_dropout or config.embedding_dropout:
         stated |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
     if config.positions == "rotary":
         stated |= rope_keys(config)
-    if config.head == "values":
-        stated |= _classifier(config.family)
-    return stated | family.write(config)
+    if config.head == "values":  # what transformers says of a model with one value a text
+        stem = family.classifier or family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        stated |= {"architectures": [f"{stem}ForSequenceClassification"]}
+        stated |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    stated |= family.write(config)
+    again = config_from_hf(stated, where="model")
+    lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+    if lost:
+        listed = ", ".join(f"{name} {getattr(config, name)!r}" for name in lost)
+        raise UserError(
+            f"a {config.family} model cannot have {listed}",
+            where="model.family", remedy=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
+        )  # fmt: skip
+    return stated
 
 
 def architecture_of(config: ModelConfig) -> str:

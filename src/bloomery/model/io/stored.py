@@ -4,9 +4,9 @@ whole safetensors files of a model's own folder count, and only their headers ar
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Storage:
     renamed: Mapping[str, str]
     fused: Mapping[tuple[str, ...], str]
     transposed: bool = False  # the matrices of its layers
+    outermost: str = "model."  # the prefix that a model saved without its head lacks
 
 
 PLAIN = Storage({}, {})
@@ -57,7 +61,7 @@ STORAGE: Mapping[str, Storage] = MappingProxyType({
          "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc",
          "mlp.down_proj": "mlp.c_proj"},
         {("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "attn.c_attn"},
-        transposed=True,
+        transposed=True, outermost="transformer.",
     ),
 })  # fmt: skip
 
@@ -67,37 +71,27 @@ def places(config: ModelConfig) -> dict[str, Place]:
     if config.foreign is not None:
         return {ours: Place(theirs, rows=shape[0], of=shape[0]) for ours, theirs, shape in config.foreign.parameters}
     storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
-    return {name: _place(name, shapes, storage) for name in shapes}
 
+    def renamed(path: str) -> str:
+        for ours, theirs in storage.renamed.items():
+            if path == ours or path.startswith(ours + "."):
+                return theirs + path[len(ours) :]
+        return path
 
-def _place(name: str, shapes: Mapping[str, Shape], storage: Storage) -> Place:
-    path, _, kind = name.rpartition(".")  # model.layers.0.mlp.up_proj, weight
-    layer, module = _split(path)
-    parts, stored = next(((p, s) for p, s in storage.fused.items() if module in p), ((module,), module))
-    rows = [shapes[".".join(filter(None, (layer, part, kind)))][0] for part in parts]
-    first = sum(rows[: parts.index(module)])
-    target = ".".join(filter(None, (_rename(layer, storage), _rename(stored, storage), kind)))
-    transposed = storage.transposed and layer != "" and len(shapes[name]) == 2
-    return Place(target, transposed, first, shapes[name][0], sum(rows))
+    found = {}
+    for name, shape in shapes.items():
+        path, _, kind = name.rpartition(".")  # model.layers.0.mlp.up_proj, weight
+        layer, module = "", path
+        if path.startswith("model.layers."):
+            parts = path.split(".")
+            layer, module = ".".join(parts[:3]), ".".join(parts[3:])
+        together, stored = next(((p, s) for p, s in storage.fused.items() if module in p), ((module,), module))
+        rows = [shapes[".".join(filter(None, (layer, part, kind)))][0] for part in together]
+        target = ".".join(filter(None, (renamed(layer), renamed(stored), kind)))
+        transposed = storage.transposed and layer != "" and len(shape) == 2
+        found[name] = Place(target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows))
+    return found
 
-
-def _split(path: str) -> tuple[str, str]:
-    """("model.layers.0", "mlp.up_proj"); modules outside the layers have no first part."""
-    parts = path.split(".")
-    if parts[:2] != ["model", "layers"]:
-        return "", path
-    return ".".join(parts[:3]), ".".join(parts[3:])
-
-
-def _rename(path: str, storage: Storage) -> str:
-    for ours, theirs in storage.renamed.items():
-        if path == ours or path.startswith(ours + "."):
-            return theirs + path[len(ours) :]
-    return path
-
-
-if TYPE_CHECKING:
-    import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 256 * 2**20
@@ -137,30 +131,23 @@ def is_bare(folder: Path) -> bool:
     return not any((folder / name).is_file() for name in (SINGLE, INDEX)) and _pickled(folder) is None
 
 
-def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, as the index says; None of a model in one file. Raises UserError."""
-    index = folder / INDEX
-    if index.is_file():
-        return _stated(index)
-    if not (folder / SINGLE).is_file():
-        raise _nothing(folder)
-    return None
-
-
-def _nothing(folder: Path) -> UserError:
-    if (pickled := _pickled(folder)) is None:
-        return UserError("no model.safetensors is here", where=str(folder), remedy="give the folder of a saved model")
-    return UserError(
-        f"{pickled} is a pickle: opening it could run anything", where=str(folder),
-        remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
-    )  # fmt: skip
-
-
 def _pickled(folder: Path) -> str | None:
     return next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
 
 
-def _stated(index: Path) -> dict[str, str]:
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, as the index says; None of a model in one file."""
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return None
+        if (pickled := _pickled(folder)) is None:
+            remedy = "give the folder of a saved model"
+            raise UserError("no model.safetensors is here", where=str(folder), remedy=remedy)
+        raise UserError(
+            f"{pickled} is a pickle: opening it could run anything", where=str(folder),
+            remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
+        )  # fmt: skip
     if index.stat().st_size > LARGEST_INDEX:
         raise UserError("the index is larger than 256 MiB", where=str(index), remedy=AGAIN)
     try:
@@ -200,30 +187,28 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     except (SafetensorError, OSError) as error:
         problem = f"the file cannot be read as safetensors: {error}"[:200]
         raise UserError(problem, where=str(path), remedy=AGAIN) from error
+
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """The library keeps one of two entries of a name; which one, each reader decides for itself."""
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
+        return entries
+
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length), object_pairs_hook=partial(_each_once, path))
+        header = json.loads(file.read(length), object_pairs_hook=each_once)
     header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
-
-
-def _each_once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The library keeps one of two entries of a name; which one, each reader decides for itself."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
-    return entries
-
-
-def _stored(path: Path, name: str, entry: dict[str, object], start: int) -> Stored:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    assert isinstance(shape, list) and isinstance(offsets, list)
-    if dtype not in DTYPES:
-        remedy = f"save it as one of {', '.join(DTYPES)}"
-        raise UserError(f"{name} is stored as {dtype}, which Bloomery cannot read", where=str(path), remedy=remedy)
-    return Stored(path, start + offsets[0], str(dtype), tuple(shape))
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            problem = f"{name} is stored as {entry['dtype']}, which Bloomery cannot read"
+            raise UserError(problem, where=str(path), remedy=f"save it as one of {', '.join(DTYPES)}")
+    start = 8 + length
+    return {
+        name: Stored(path, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
@@ -231,7 +216,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
     """
-    stated = weight_map(folder)
+    stated = _weight_map(folder)
     if stated is None:
         return stored_tensors(inside(folder, SINGLE))
     found: dict[str, Stored] = {}
@@ -263,8 +248,18 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
     `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
     another shape than the config says, or no floating-point numbers.
     """
-    found = _named_as_saved(find_tensors(folder), config)
-    shapes, where = parameter_shapes(config), places(config)
+    found, shapes, where = find_tensors(folder), parameter_shapes(config), places(config)
+    expected_names = {place.name for place in where.values()}
+    if not expected_names & found.keys():  # a model saved without its head lacks the outermost prefix
+        prefix = STORAGE.get(config.family, PLAIN).outermost
+        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
+    surplus = {name for name in found.keys() - expected_names if not name.endswith(COMPUTED)}
+    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
+    if surplus and expected_names <= found.keys():
+        raise UserError(
+            f"{min(surplus)} has no place in a {config.family} model", where=str(next(iter(found.values())).path),
+            remedy="this is another architecture than config.json says",
+        )  # fmt: skip
     for name, place in where.items():
         stored, expected = found.get(place.name), place.stored_shape(shapes[name])
         if stored is None and headless and name == VALUES:
@@ -279,20 +274,3 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
             )
         refuse_whole_numbers(place.name, stored)
     return {name: found[place.name] for name, place in where.items() if place.name in found}
-
-
-def _named_as_saved(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
-    """The tensors that the config expects; a model saved without its head lacks the outermost prefix."""
-    expected = {place.name for place in places(config).values()}
-    prefix = "transformer." if config.family == "gpt2" else "model."
-    if not expected & found.keys():
-        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
-    surplus = {name for name in found.keys() - expected if not name.endswith(COMPUTED)}
-    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
-    if surplus and expected <= found.keys():
-        raise UserError(
-            f"{min(surplus)} has no place in a {config.family} model",
-            where=str(next(iter(found.values())).path),
-            remedy="this is another architecture than config.json says",
-        )
-    return found

@@ -90,9 +90,11 @@ def _probed(stated: str, where: str) -> ModelConfig:
     rate = fields.number("attention_dropout", high=0.999, default=0.0)
     factor = fields.number("logit_scale", default=1.0) / fields.number("logits_scaling", low=1e-6, default=1.0)
     activation = fields.get("hidden_act") or fields.get("activation_function") or "gelu"
-    facts_of_all: dict[str, Any] = {**sizes, **_tokens(fields, sizes["vocab_size"])}
+    ids = {key: fields.token(key, sizes["vocab_size"]) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    facts_of_all: dict[str, Any] = {**sizes, **ids}
     config = ModelConfig(
-        family=fields.get("model_type"), **facts_of_all, norm="layer", gated_mlp=_gated(facts["matrices"]),
+        family=fields.get("model_type"), **facts_of_all, norm="layer",
+        gated_mlp=any("gate" in name for name, *_ in facts["matrices"]),
         activation=ACTIVATIONS.get(str(activation), "gelu"),
         tie_embeddings=tied, final_softcap=fields.optional_number("final_logit_softcapping"), attention_dropout=rate,
         sliding_window=_windows(fields, sizes["num_layers"]),
@@ -125,10 +127,6 @@ def _fields(said: dict[str, Any], where: str) -> Fields:
     return Fields(whole | {key: getattr(config, key, None) for key in common}, {}, where=where)
 
 
-def _tokens(fields: Fields, vocab_size: int) -> dict[str, int | None]:
-    return {key: fields.token(key, vocab_size) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-
-
 def _sizes(fields: Fields) -> dict[str, int]:
     def first(ours: str, default: int) -> int:
         key = next((key for key in SIZES[ours] if isinstance(fields.get(key), int)), SIZES[ours][0])
@@ -142,10 +140,6 @@ def _sizes(fields: Fields) -> dict[str, int]:
         "head_dim": fields.size("head_dim", LARGEST["head_dim"], default=max(2, width // heads)),
         "max_positions": first("max_positions", 2048),
     }  # fmt: skip
-
-
-def _gated(matrices: tuple[tuple[str, int, int, bool], ...]) -> bool:
-    return any("gate" in name for name, *_ in matrices)
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
