@@ -9,7 +9,9 @@ from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
-from bloomery.report.answers import Answered, compare_answers, draw_answers
+from bloomery.recipe.schema import Sft
+from bloomery.report.heldout import compare_answers
+from bloomery.report.render import part
 from bloomery.train.evaluation.answers import answer, held_out_questions, shown
 from models_for_tests import make_config, make_model, save_model
 
@@ -37,7 +39,7 @@ def conversations(root, template, *more):
     config = make_config(load_tokenizer(root / "prepared"))
     save_model(root / "checkpoints", 1, fresh_decoder(config, seed=7), root / "prepared")
     plan = SimpleNamespace(
-        model=SimpleNamespace(source=base, config=config), objective=SimpleNamespace(kind="sft"),
+        model=SimpleNamespace(source=base, config=config), objective=Sft(kind="sft"),
         data=SimpleNamespace(prepared=root / "prepared"),
     )  # fmt: skip
     return plan, root / "checkpoints", load_tokenizer(base)
@@ -88,9 +90,8 @@ def test_pretraining_and_runs_without_a_checkpoint_have_none(made, tmp_path):
 
 
 def test_answers_are_text_and_no_markup():
-    page = draw_answers([Answered("<q>", "<r>", "<b>", "<a>")])
-    assert page is not None and all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page
-    assert draw_answers([]) is None
+    page = part("asked", questions=[("<q>", [("<r>", "<b>"), ("x", "<a>")])], note="")
+    assert all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page
 
 
 def test_ids_of_a_padded_vocabulary_stand_for_no_text(made):

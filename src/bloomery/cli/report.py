@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.report.heldout import Excerpt
-    from bloomery.report.model_facts import ModelFacts
-    from bloomery.report.model_page import Asked, Examined
+    from bloomery.report.model_page import Asked, Examined, ModelFacts
     from bloomery.train.model_folder import Found
     from bloomery.train.use import Use
 
@@ -59,8 +58,7 @@ def report_model(name: str, words: Words, out: Path) -> Path:
     use = chosen_use(words.devices)  # before torch is imported
     from bloomery.model.config import refuse_values
     from bloomery.report import write_model_report
-    from bloomery.report.model_facts import read_facts
-    from bloomery.report.model_page import Asked
+    from bloomery.report.model_page import Asked, read_facts
     from bloomery.train.model_folder import find_model
 
     found = find_model(folder)
@@ -143,7 +141,7 @@ def _examine(
 
 
 def _said(decoder: "Decoder", tokenizer: "Tokenizer", ids: list[int], put: _Put) -> str:
-    from bloomery.report.answers import MAX_TOKENS
+    from bloomery.report.heldout import MAX_TOKENS
     from bloomery.train.evaluation.answers import cut, drawn, shown
 
     answer = drawn(decoder, tokenizer, ids, max_tokens=MAX_TOKENS, ends=put.ends)

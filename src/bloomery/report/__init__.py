@@ -9,8 +9,7 @@ from bloomery.core.files import write_durably
 from bloomery.report.charts import Bars
 
 if TYPE_CHECKING:
-    from bloomery.report.model_facts import ModelFacts
-    from bloomery.report.model_page import Asked
+    from bloomery.report.model_page import Asked, ModelFacts
     from bloomery.train.use import Use
 
 __all__ = ["Bars", "refuse_place", "write_model_report", "write_report"]
@@ -25,8 +24,7 @@ def write_report(
     None: on the CPU. Holds no secrets and nobody's home folder. Raises
     UserError when the run has told nothing yet or the folder cannot be written.
     """
-    from bloomery.report.answers import Answered, compare_answers
-    from bloomery.report.heldout import HeldOut, price_held_out
+    from bloomery.report.heldout import Answered, HeldOut, compare_answers, price_held_out
     from bloomery.report.page import page
     from bloomery.report.record import read_record
 
@@ -52,7 +50,7 @@ def write_model_report(facts: "ModelFacts", asked: "Asked", *, name: str, comman
 
 def refuse_place(path: Path) -> None:
     """Raises UserError where no page can lie, or what lies there is none of Bloomery's."""
-    from bloomery.report.page import TITLE
+    from bloomery.report.render import TITLE
 
     remedy = "name another place: --out FILE"
     if not path.parent.is_dir() or path.is_dir():

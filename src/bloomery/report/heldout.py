@@ -1,6 +1,6 @@
-"""A held-out text with the price of each of its tokens, before training and after."""
+"""A held-out text priced token by token, and answers to held-out questions, before training and after."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,9 +13,10 @@ from bloomery.core.text import scrub
 from bloomery.data.shards.format import Split, open_split
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.plan.types import Plan
-from bloomery.report.html import Html, el, join
 
 if TYPE_CHECKING:
+    from bloomery.train.evaluation.answers import Question
+    from bloomery.train.model_folder import Found
     from bloomery.train.use import Use
 
 _TOKENS = 260  # of one document: what two columns show without scrolling for long
@@ -23,6 +24,12 @@ _ENOUGH = 64  # a document with fewer tokens says little
 _LOOKED_AT = 200  # documents
 MOST_PARAMETERS = 1_500_000_000  # above that, loading the model twice costs more than the picture is worth
 _EDGES = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0)  # nats; a token given half its probability costs 0.69
+LEGEND = (f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES))
+_QUESTIONS = 4
+_QUESTIONS_LOOKED_AT = 64  # of which the shortest are taken
+MAX_TOKENS = 160
+ANSWERS_NOTE = f"drawn alike, {MAX_TOKENS} tokens at most; … where a model did not end by itself"
+_MARK = "QUESTION"
 Excerpt = tuple[list[int], list[bool]]  # tokens, and which of them are learned
 
 
@@ -54,7 +61,7 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int, use: "Use | N
         return "there is no checkpoint"
     try:
         tokenizer = load_tokenizer(plan.data.prepared)
-        tokens, learned = _document(plan.data.prepared, tokenizer)
+        tokens, learned = excerpt(_validation(open_split(plan.data.prepared, "validation")), tokenizer)
     except UserError as error:
         return f"the held-out text cannot be read: {error.where} {error.problem}"
     if len(tokens) < 2:
@@ -86,17 +93,12 @@ def _price(
     return HeldOut(told[0], told[1], step)
 
 
-def _document(prepared: Path, tokenizer: Tokenizer) -> Excerpt:
-    split = open_split(prepared, "validation")
-    return excerpt((_flagged(split, index) for index in range(len(split))), tokenizer)
-
-
-def _flagged(split: Split, index: int) -> Excerpt:
-    tokens: list[int] = split.document(index)[:_TOKENS].tolist()
-    if split.learned is None:
-        return tokens, [True] * len(tokens)
-    start = int(split.bounds[index])
-    return tokens, split.learned[start : start + len(tokens)].astype(bool).tolist()
+def _validation(split: Split) -> Iterable[Excerpt]:
+    for index in range(len(split)):
+        tokens: list[int] = split.document(index)[:_TOKENS].tolist()
+        start = int(split.bounds[index])
+        flags = None if split.learned is None else split.learned[start : start + len(tokens)].astype(bool).tolist()
+        yield tokens, [True] * len(tokens) if flags is None else flags
 
 
 def excerpt(documents: Iterable[Excerpt], tokenizer: Tokenizer) -> Excerpt:
@@ -141,27 +143,76 @@ def level(nats: float | None) -> int:
     return 0 if nats is None else sum(nats >= edge for edge in _EDGES)
 
 
-def draw(told: HeldOut) -> Html:
-    return draw_priced([("before training", told.before), (f"after step {told.step:,}", told.after)])
+@dataclass(frozen=True)
+class Answered:
+    question: str
+    reference: str
+    before: str
+    after: str
 
 
-def draw_priced(columns: Sequence[tuple[str, list[Priced]]]) -> Html:
-    """Columns of the same text, each with its title; darker cost more."""
-    names = [f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES)]
-    keys = [el("span", name, class_=f"n{index}") for index, name in enumerate(names)]
-    read = [el("span", "only read", class_="read")] if any(one.nats is None for one in columns[-1][1][1:]) else []
-    figures = [_column(title, text) for title, text in columns]
-    return join(el("p", "nats a token: ", *keys, *read, class_="legend"), el("div", *figures, class_="two"))
+def compare_answers(plan: Plan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> list[Answered]:
+    """The shortest of the held-out questions with both answers.
+
+    Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
+    twice.
+    """
+    from bloomery.train.evaluation.answers import held_out_questions
+    from bloomery.train.model_folder import Found, find_model
+    from bloomery.train.sealed import newest_valid
+
+    aim = plan.objective.spec
+    if plan.model.source is None or aim.reads_text or aim.values or parameters > MOST_PARAMETERS:
+        return []
+    checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
+    if checkpoint is None:
+        return []
+    try:
+        tokenizer = load_tokenizer(plan.data.prepared)
+        questions = held_out_questions(plan.data.prepared, _QUESTIONS_LOOKED_AT)
+        once = {tuple(question.prompt): question for question in reversed(questions)}.values()  # pairs share a prompt
+        chosen = sorted(once, key=lambda question: len(question.prompt))[:_QUESTIONS]
+        size = plan.model.config.vocab_size  # a base may lack tokens that the run has added
+        found = find_model(checkpoint)
+        base = Found(plan.model.source, None, found.tokenizer, found.trained)
+        before, after = (_answers(one, chosen, tokenizer, size, use) for one in (base, found))
+    except UserError:  # the section above says what is wrong with the text or the model
+        return []
+    before_it, after_it = _around(tokenizer)  # one behind another system message or turns keeps these
+    bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
+    asked = zip(bare, (_text(tokenizer, q.reference) for q in chosen), strict=True)
+    return [Answered(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
 
 
-def _column(title: str, text: list[Priced]) -> Html:
-    scored = [one.nats for one in text if one.nats is not None]
-    mean = f"{sum(scored) / len(scored):.2f} nats each on average" if scored else ""
-    parts = [
-        el("span", one.text, class_="read")
-        if one.nats is None
-        else el("span", one.text, class_=f"n{level(one.nats)}", title=f"{one.nats:.2f} nats")
-        for one in text
-    ]
-    caption = el("figcaption", el("b", title), el("span", mean, class_="unit"))
-    return el("figure", caption, el("div", *parts, class_="heat"))
+def _answers(
+    found: "Found", questions: "list[Question]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
+) -> list[str]:
+    """One model at a time is in memory."""
+    import torch
+
+    from bloomery.train.evaluation.answers import answer
+    from bloomery.train.use import Use, load_used
+
+    decoder = load_used(found, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
+    said = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in questions]
+    return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
+
+
+def _around(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What the chat template writes before a question and behind it, as it is shown; nothing where there is none."""
+    from bloomery.data.chat.examples import Message
+    from bloomery.data.chat.render import Renderer
+
+    try:
+        with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+            written = _text(tokenizer, renderer.prompt([Message("user", _MARK)]))
+    except UserError:  # prompts of plain text need no template
+        return "", ""
+    before, found, after = written.partition(_MARK)
+    return (before.strip(), after.strip()) if found else ("", "")
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    from bloomery.train.evaluation.answers import shown
+
+    return scrub(shown(tokenizer, ids))

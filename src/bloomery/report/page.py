@@ -1,153 +1,125 @@
-"""The sections of the report, from the headline to the command that repeats the run."""
+"""What the page about a run shows, from the headline to the command that repeats the run; its template lays it out."""
 
-from collections.abc import Sequence
-from importlib import resources
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
+from typing import Any
+
+from markupsafe import Markup
 
 from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
-from bloomery.monitor.console.words import format_joules
-from bloomery.monitor.tally import in_millions
-from bloomery.report.answers import Answered, draw_answers
+from bloomery.monitor.console.words import figure, format_joules
+from bloomery.monitor.events import PROCESSOR, GpuSampled
+from bloomery.monitor.tally import JOULES_IN_KWH, in_millions
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
-from bloomery.report.claims import judge_run
-from bloomery.report.devices import devices
-from bloomery.report.heldout import HeldOut, draw
-from bloomery.report.html import Html, el, join, prose, table
-from bloomery.report.record import Record
+from bloomery.report.heldout import ANSWERS_NOTE, LEGEND, Answered, HeldOut, level
+from bloomery.report.record import Record, judge_run
+from bloomery.report.render import render
 
-# No script runs and nothing is fetched, whatever the run's texts hold.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _HAPPENED = {
     "kill": "killed or failed", "resume": "resumed", "skip": "step skipped", "rewind": "rewound", "save": "saved",
 }  # fmt: skip
-TITLE = " · Bloomery"  # ends the title of every page
 _SHOWN_SAMPLES = 24  # checkpoints whose samples are on the page
+_SHOWN_INCIDENTS = 200
+_REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}  # one chart: what matters is their distance
+_METRIC_UNITS = {
+    "accuracy": "share of pairs with the chosen answer ahead", "margin": "chosen reward - rejected reward",
+    "kl": "nats", "nats": "nats per token", "log_odds": "log odds ratio",
+}  # fmt: skip
+_DRAWN = 8  # devices that a chart has colours for
+_TOGETHER = 1.05  # of the run's time: a little more is rounding
+_LOWEST = 0.95
 
 
 def page(
     record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: str, answers: Sequence[Answered] = ()
 ) -> str:
     """The whole document. `held_out` may be the reason why there is none."""
-    sections = [
-        *(bar_chart(bars) for bars in extras),
-        section("Loss", loss(record)),
-        section("Rewards and other figures of the objective", metrics(record)),
-        section("How it ran", speed(record)),
-        section("Devices", devices(record)),
-        section("Plan and run", plan_and_run(record)),
-        section("What slowed it, or kept it from learning", explained(record)),
-        section("What happened", incidents(record)),
-        section("Evaluations", evaluations(record)),
-        section("What it writes", samples(record)),
-        section("Held-out questions, before training and after", draw_answers(answers)),
-        section("A held-out text, token by token", _held_out(held_out)),
-        section("What the recipe expected", claims(record)),
-        section("What was chosen, and why", choices(record)),
-        section("Recipe", recipe(record)),
-        section("Machine", machine(record)),
-        section("Again", again(record, name)),
-    ]
-    version = record.started.version if record.started else "?"
-    written = f"Written by Bloomery {version} from this run's events."
-    return document(name, written, headline(record, name), *sections)
-
-
-def document(name: str, written: str, *content: Html | None) -> str:
-    """One file that fetches nothing; `written` stands at its foot."""
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width,initial-scale=1"),
-        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        el("title", f"{name}{TITLE}"),
-        el("style", Html(resources.files("bloomery.report").joinpath("style.css").read_text(encoding="utf-8"))),
-    )
-    body = el("body", el("main", *content, el("footer", f"{written} This page needs no network.")))
-    return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
-
-
-def section(title: str, *content: Html | None) -> Html | None:
-    """None when there is nothing in it."""
-    return el("section", el("h2", title), *content) if any(content) else None
-
-
-def headline(record: Record, name: str) -> Html:
-    tally = record.tally
-    steps = f"{tally.step:,} of {tally.steps:,} steps" if tally.steps else f"{tally.step:,} steps"
-    lead = [el("span", record.state, class_=f"state {record.state}"), f" · {steps}"]
-    if record.started is not None:
-        trained = record.started.trained
-        some = "" if trained is None else f", {format_count(trained)} of them trained,"
-        lead.append(f" · {format_count(record.started.parameters)} parameters{some} on {record.started.device}")
-    cards = [card(value, title) for value, title in _figures(record) if value]
-    return join(el("h1", name), el("p", *lead, class_="lead"), el("div", *cards, class_="cards"))
-
-
-def _figures(record: Record) -> list[tuple[str, str]]:
-    tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
-    bits, used = best.bits_per_byte if best else None, record.utilisation
-    joules, each = tally.devices.joules, tally.joules_per_token
-    right = best.metrics.get("accuracy") if best else None
-    return [
-        (f"{bits:.3f}" if bits is not None else "", f"bits per byte, held out, step {best.step if best else 0:,}"),
-        (f"{best.loss:.3f}" if best and best.loss is not None else "", f"{loss_name(tally.per)}, held out"),
-        (f"{right:.1%}" if right is not None else "", "of them right, held out"),
-        (f"{best.perplexity:.4g}" if best and best.perplexity is not None else "", "perplexity, held out"),
-        (f"{tally.smoothed:.3f}" if tally.smoothed is not None else "", "training loss, smoothed"),
-        (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
-        (format_seconds(tally.seconds), "that it was worked on"),
-        (f"{speed:,.0f}" if speed else "", "tokens a second"),
-        (f"{used:.1%}" if used is not None else "", "of the device's peak (MFU)"),
-        (f"{tally.peak_gib:.2f} GiB" if tally.peak_gib else "", "memory at the peak"),
-        (format_joules(joules) if joules is not None else "", f"energy, {each:.3g} J a token" if each else "energy"),
-    ]
-
-
-def card(value: str, title: str) -> Html:
-    return el("div", el("b", value), el("span", title), class_="card")
-
-
-def loss(record: Record) -> Html:
+    tally, started = record.tally, record.started
+    lead = [f"{tally.step:,} of {tally.steps:,} steps" if tally.steps else f"{tally.step:,} steps"]
+    if started is not None:
+        some = "" if started.trained is None else f", {format_count(started.trained)} of them trained,"
+        lead.append(f"{format_count(started.parameters)} parameters{some} on {started.device}")
     raw: list[Point] = [(step.step, step.loss) for step in record.steps if step.loss is not None]
     held: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
-    trained = Series("each step", raw, "raw"), Series("smoothed", smooth(raw), "line")
-    series = [*trained, Series("held out", held, "eval")]
-    chart = line_chart("Loss", series, record.marks, unit=record.tally.unit, height=300)
+    curves = [
+        Series("each step", raw, "raw"),
+        Series("smoothed", smooth(raw), "line"),
+        Series("held out", held, "eval"),
+    ]
     kinds = {mark.kind for mark in record.marks}
-    note = " · ".join(f"{sign} {_HAPPENED[kind]}" for kind, sign in SIGNS.items() if kind in kinds)
-    return join(chart, el("p", note, class_="note") if note else None)
+    columns = "before training", "after training", "reference"
+    ran = judge_run(record)
+    planned = record.plan.claims if record.plan and len(record.plan.claims) == len(ran) else None
+    folder = record.folder
+    shown = quote(str(Path("runs", folder.name)) if folder.parent.name == "runs" else folder.name)  # as one types it
+    resume = f"bloomery resume {quote(name)}\n" if record.state != "done" else ""
+    return render(
+        "run.html",
+        name=name,
+        written=f"Written by Bloomery {started.version if started else '?'} from this run's events.",
+        record=record,
+        lead=lead,
+        cards=_cards(record),
+        extras=[bar_chart(bars) for bars in extras],
+        loss=line_chart("Loss", curves, record.marks, unit=tally.unit, height=300),
+        happened=" · ".join(f"{sign} {_HAPPENED[kind]}" for kind, sign in SIGNS.items() if kind in kinds),
+        metrics=_metrics(record),
+        speed=_speed(record) if record.steps else [],
+        devices=_devices(record) if record.device_samples else None,
+        memory=_memory(record),
+        compared=[
+            (title, _short(said), _short(did), f"{did / said - 1:+.0%}")
+            for title, said, did in compared(record)
+            if said and did
+        ],
+        repeated=_repeated(record),
+        incidents=[
+            (f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text) for i in record.incidents[-_SHOWN_INCIDENTS:]
+        ],
+        evaluations=_evaluations(record),
+        **_samples(record),
+        asked=[
+            (one.question, list(zip(columns, (one.before, one.after, one.reference), strict=True))) for one in answers
+        ],
+        answers_note=ANSWERS_NOTE,
+        held_out=held_out,
+        after_step="" if isinstance(held_out, str) else f"after step {held_out.step:,}",
+        legend=LEGEND,
+        level=level,
+        ran=ran,
+        planned=planned,
+        machine=_machine(record),
+        again=f"{resume}bloomery train {shown}/recipe.yaml --run-dir {shown}-again",
+    )
 
 
-_REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}  # one chart: what matters is their distance
+def _cards(record: Record) -> list[tuple[str, str]]:
+    """Figures and their titles; what is not known is empty."""
+    tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
+    joules, each = tally.devices.joules, tally.joules_per_token
+    energy = "" if joules is None else format_joules(joules)
+    bits, loss, right, perplexity = None, None, None, None
+    if best is not None:
+        bits, loss, right, perplexity = best.bits_per_byte, best.loss, best.metrics.get("accuracy"), best.perplexity
+    return [
+        (figure(bits, ".3f", ""), f"bits per byte, held out, step {best.step if best else 0:,}"),
+        (figure(loss, ".3f", ""), f"{loss_name(tally.per)}, held out"),
+        (figure(right, ".1%", ""), "of them right, held out"),
+        (figure(perplexity, ".4g", ""), "perplexity, held out"),
+        (figure(tally.smoothed, ".3f", ""), "training loss, smoothed"),
+        (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
+        (format_seconds(tally.seconds), "that it was worked on"),
+        (figure(speed or None, ",.0f", ""), "tokens a second"),
+        (figure(record.utilisation, ".1%", ""), "of the device's peak (MFU)"),
+        (figure(tally.peak_gib or None, ".2f", " GiB"), "memory at the peak"),
+        (energy, f"energy, {each:.3g} J a token" if each else "energy"),
+    ]
 
 
-def metrics(record: Record) -> Html | None:
-    """A chart for each figure of the objective (accuracy, margin, KL), training smoothed and held out; None without."""
-    told = [*(step.metrics for step in record.steps), *(event.metrics for event in record.evals)]
-    names = dict.fromkeys(name for figures in told for name in figures)
-
-    def curves(name: str, prefix: str = "", style: str = "line") -> list[Series]:
-        ran = [(step.step, step.metrics[name]) for step in record.steps if name in step.metrics]
-        held = [(event.step, event.metrics[name]) for event in record.evals if name in event.metrics]
-        return [Series(f"{prefix}training, smoothed", smooth(ran), style), Series(f"{prefix}held out", held, "eval")]
-
-    charts = []
-    if all(name in names for name in _REWARDS):
-        both = [one for at, name in enumerate(_REWARDS) for one in curves(name, f"{_REWARDS[name]}, ", f"d{at}")[:1]]
-        charts.append(line_chart("Rewards", both, unit="mean per answer"))
-    for name in names:
-        if name not in _REWARDS:
-            title, unit = name.replace("_", " ").capitalize(), _METRIC_UNITS.get(name, "")
-            charts.append(line_chart(title, curves(name), unit=unit))
-    return el("div", *charts, class_="two") if charts else None
-
-
-_METRIC_UNITS = {
-    "accuracy": "share of pairs with the chosen answer ahead", "margin": "chosen reward - rejected reward",
-    "kl": "nats", "nats": "nats per token", "log_odds": "log odds ratio",
-}  # fmt: skip
+def loss_name(per: str) -> str:
+    return "nats a token" if per == "token" else f"loss a {per}"
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
@@ -161,42 +133,152 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def speed(record: Record) -> Html | None:
+def _metrics(record: Record) -> list[Markup]:
+    """A chart for each figure of the objective (accuracy, margin, KL), training smoothed and held out."""
+    told = [*(step.metrics for step in record.steps), *(event.metrics for event in record.evals)]
+    names = dict.fromkeys(name for figures in told for name in figures)
+
+    def ran(name: str) -> list[Point]:
+        return smooth([(step.step, step.metrics[name]) for step in record.steps if name in step.metrics])
+
+    charts = []
+    if all(name in names for name in _REWARDS):
+        both = [
+            Series(f"{_REWARDS[name]}, training, smoothed", ran(name), f"d{at}") for at, name in enumerate(_REWARDS)
+        ]
+        charts.append(line_chart("Rewards", both, unit="mean per answer"))
+    for name in names:
+        if name not in _REWARDS:
+            held: list[Point] = [(event.step, event.metrics[name]) for event in record.evals if name in event.metrics]
+            series = [Series("training, smoothed", ran(name)), Series("held out", held, "eval")]
+            title, unit = name.replace("_", " ").capitalize(), _METRIC_UNITS.get(name, "")
+            charts.append(line_chart(title, series, unit=unit))
+    return charts
+
+
+def _speed(record: Record) -> list[Markup]:
     steps = record.steps
-    if not steps:
-        return None
     norms: list[Point] = [(s.step, s.grad_norm) for s in steps if s.grad_norm is not None]
     wait = [(s.step, 100 * s.data_wait_seconds / s.step_seconds) for s in steps if s.step_seconds > 0]
-    charts = [
+    return [
         line_chart("Learning rate", [Series("rate", [(s.step, s.learning_rate) for s in steps])], from_zero=True),
         line_chart("Gradient norm", [Series("norm", norms)]),
         line_chart("Speed", [Series("speed", [(s.step, s.tokens_per_second) for s in steps])], unit="tokens/s"),
         line_chart("Waiting for data", [Series("share", wait)], unit="% of the step", from_zero=True),
     ]
-    return el("div", *charts, class_="two")
 
 
-def plan_and_run(record: Record) -> Html | None:
-    plan, tally = record.plan, record.tally
+def _devices(record: Record) -> dict[str, Any]:
+    """A line a device over the minutes of the run; load, heat, power and energy of each; what the figures hold."""
+    began, known = record.tally.began or 0.0, record.tally.devices
+
+    def points(device: int, value: Callable[[GpuSampled], float | None]) -> list[Point]:
+        told = ((s.time, s.seconds, value(s)) for s in record.device_samples if s.device == device)
+        return [((when - began) / 60, y) for when, _, y in told if y is not None]
+
+    def curve(title: str, unit: str, name: str, *, from_zero: bool = False) -> Markup | None:
+        series = [
+            Series(
+                device.name, points(device.latest.device, lambda s: getattr(s, name) if s.seconds else None), f"d{at}"
+            )
+            for at, device in enumerate(known.all[:_DRAWN])
+        ]
+        drawn = [one for one in series if one.points]
+        return line_chart(title, drawn, unit=unit, from_zero=from_zero, across="minute") if drawn else None
+
+    charts = [
+        curve("Load", "%", "utilisation", from_zero=True),
+        curve("Temperature", "°C", "temperature"),
+        curve("Power", "W", "power", from_zero=True),
+        curve("Clock", "MHz", "clock_mhz"),
+        curve("Memory in use", "GiB", "memory_gib", from_zero=True),
+    ]
+    held = next((sample.device for sample in record.device_samples if sample.reserved_gib is not None), None)
+    if held is not None:  # by the allocator of the training process
+        both = [
+            Series("held by PyTorch", points(held, lambda s: s.reserved_gib), "d0"),
+            Series("used by tensors", points(held, lambda s: s.allocated_gib), "d1"),
+        ]
+        charts.append(line_chart("PyTorch's memory", both, unit="GiB", from_zero=True, across="minute"))
+
+    head, rows = ["load", "hottest", "power", "energy", "memory, peak", "slowed down"], []
+    for device in known.all:
+        now, slowed = device.latest, device.slowed_seconds.items()
+        cells = [
+            figure(device.mean_load, ".0f", "%"),
+            figure(device.peak_heat, ".0f", " °C"),
+            figure(device.mean_power, ",.0f", " W") if now.shared_with is None else f"with GPU {now.shared_with}",
+            format_joules(device.joules) if device.power_seconds else "",
+            figure(device.peak_gib, ".1f", " GiB"),
+            ", ".join(f"{format_seconds(seconds)} ({reason})" for reason, seconds in slowed)
+            or ("never" if now.throttled is not None else ""),
+        ]
+        rows.append(((device.name, now.name), cells))
+    told = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)]
+    energy = _energy(record)
+    with_plan = any(plan for *_, plan in energy)
+    return {
+        "charts": [chart for chart in charts if chart is not None],
+        "head": ["", *(head[at] for at in told)],
+        "rows": [(who, [cells[at] for at in told]) for who, cells in rows],
+        "energy_head": ["", "run", "plan"] if with_plan else ["", "run"],
+        "energy": energy if with_plan else [row[:2] for row in energy],
+        "notes": _device_notes(record),
+    }
+
+
+def _energy(record: Record) -> list[tuple[str, str, str]]:
+    """What the run used, a token's share of it, and what the plan had said; nothing where no power was told."""
+    tally, plan = record.tally, record.plan
+    planned = plan.energy_kwh * JOULES_IN_KWH if plan and plan.energy_kwh else None
+    joules, each = tally.devices.joules, tally.joules_per_token
+    if joules is None:
+        return []
+    rows = [("energy", format_joules(joules), format_joules(planned) if planned and record.state == "done" else "")]
+    if each is not None:
+        total = plan.total_tokens if plan else None
+        said = planned / total if planned and total else None
+        rows.append(("of a token", f"{each:.3g} J", figure(said, ".3g", " J")))
+        rows.append(("of a million tokens", format_joules(each * 1e6), format_joules(said * 1e6) if said else ""))
+    return rows
+
+
+def _device_notes(record: Record) -> list[str]:
+    """What the figures hold, and what they do not."""
+    known, told = record.tally.devices, ["Load and power are means over the run."]
+    if known.joules is None:
+        told.append(
+            "Nothing here tells its power, so there is no energy: on most systems only root reads a processor's."
+        )
+    else:
+        parts = {d.latest.device == PROCESSOR for d in known.all if d.power_seconds}
+        what = "boards and processor" if len(parts) == 2 else "the processor" if True in parts else "the boards"
+        told.append(f"Energy is that of {what} as their sensors tell it; the rest of the machine is not in it.")
+        share = known.covered_seconds / record.tally.seconds if record.tally.seconds else 1.0
+        if not _LOWEST <= share <= _TOGETHER:
+            told.append(f"Power was told for {share:.0%} of the time between the first event and the last.")
+    if len(known.all) > _DRAWN:
+        told.append(f"The curves show {_DRAWN} of {len(known.all)} devices.")
+    return told
+
+
+def _memory(record: Record) -> Markup | None:
+    plan, peak = record.plan, record.tally.peak_gib
     if plan is None:
         return None
     unit, name = (GIB, "GiB") if plan.memory.total >= GIB else (GIB / 1024, "MiB")
     parts = sorted(((each, size / unit) for each, size in plan.memory.parts.items()), key=lambda part: -part[1])
-    rows = [*parts, ("planned in all", plan.memory.total / unit)]
-    if tally.peak_gib:
-        rows.append(("measured", tally.peak_gib * GIB / unit))
+    rows = [*parts, ("planned in all", plan.memory.total / unit), *([("measured", peak * GIB / unit)] if peak else [])]
     low, high, limit = (format_bytes(size) for size in (plan.memory.low, plan.memory.high, plan.memory.limit))
     said = f"Range {low} to {high}, limit {limit}."
-    memory = bar_chart(Bars("Memory of one device", rows, name, said, own="measured"))
-    compared = [_compared(title, planned, ran) for title, planned, ran in _pairs(record) if planned and ran]
-    figures = table(["", "plan", "run", "difference"], compared) if compared else None
-    return join(memory, figures)
+    return bar_chart(Bars("Memory of one device", rows, name, said, own="measured"))
 
 
-def _pairs(record: Record) -> list[tuple[str, float | None, float | None]]:
+def compared(record: Record) -> list[tuple[str, float | None, float | None]]:
     """Title with its unit, what the plan said, what the run did."""
     plan, tally = record.plan, record.tally
-    assert plan is not None
+    if plan is None:
+        return []
     step = plan.step_seconds.value if plan.step_seconds else None
     ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
     whole = plan.seconds.value if plan.seconds and record.state == "done" else None  # as the terminal has it
@@ -208,151 +290,67 @@ def _pairs(record: Record) -> list[tuple[str, float | None, float | None]]:
     ]
 
 
-def _compared(title: str, planned: float, ran: float) -> list[str | Html]:
-    return [title, _figure(planned), _figure(ran), f"{ran / planned - 1:+.0%}"]
-
-
-def _figure(value: float) -> str:
+def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def explained(record: Record) -> Html | None:
-    """None for a run with which nothing is wrong."""
-    rows: list[list[str | Html]] = [
-        [prose(found.what), el("small", prose(found.seen)), prose(found.mend)] for found in record.found
-    ]
-    return table(["cause", "evidence", "what mends it"], rows, class_="causes") if rows else None
+def _repeated(record: Record) -> str:
+    again = record.repeated
+    if again is None:
+        return ""
+    which = f"Steps {again.first:,} to {again.last:,} were computed once more after a resume: "
+    if not again.different:
+        return which + "every loss and gradient norm the same to the last bit."
+    which += f"{again.different:,} of {again.steps:,} differ."
+    if record.plan is not None and not record.plan.train.deterministic:
+        which += " Data order, random numbers and states were the same: equal up to kernel rounding."
+    return which
 
 
-def incidents(record: Record) -> Html:
-    repeated = record.repeated
-    verdict = None
-    if repeated is not None:
-        again = f"Steps {repeated.first:,} to {repeated.last:,} were computed once more after a resume: "
-        same = "every loss and gradient norm the same to the last bit."
-        other = f"{repeated.different:,} of {repeated.steps:,} differ."
-        if record.plan is not None and not record.plan.train.deterministic:
-            other += " Data order, random numbers and states were the same: equal up to kernel rounding."
-        verdict = el("p", again + (other if repeated.different else same))
-    lost = el("p", f"{record.lost}.") if record.lost else None
-    if not record.incidents:
-        return join(lost, el("p", "No kill, no skipped step, no warning.", class_="absent"))
-    rows: list[list[str | Html]] = [
-        [f"{i.step:,}", format_seconds(i.seconds), i.kind, prose(i.text)] for i in record.incidents[-200:]
-    ]
-    return join(lost, verdict, table(["step", "after", "what", ""], rows, class_="incidents"))
-
-
-def evaluations(record: Record) -> Html | None:
-    if not record.evals:
-        return None
+def _evaluations(record: Record) -> dict[str, list[Any]]:
     best = record.tally.best
     names = list(dict.fromkeys(name for event in record.evals for name in event.metrics))
     priced = any(event.perplexity is not None for event in record.evals)  # the loss of a pair is no price of a token
-    rows: list[list[str | Html]] = [
+    rows = [
         [
             f"{event.step:,}" + (" best" if best and event.step == best.step else ""),
             "not finite" if event.loss is None else f"{event.loss:.4f}",
-            *(["" if event.perplexity is None else f"{event.perplexity:.4g}"] if priced else []),
-            *(["" if event.bits_per_byte is None else f"{event.bits_per_byte:.4f}"] if priced else []),
-            *(f"{event.metrics[name]:.4f}" if name in event.metrics else "" for name in names),
+            *([figure(event.perplexity, ".4g", ""), figure(event.bits_per_byte, ".4g", "")] if priced else []),
+            *(figure(event.metrics.get(name), ".4f", "") for name in names),
             f"{event.tokens:,}",
             format_seconds(event.seconds),
         ]
         for event in record.evals
     ]
     heads = ["step", loss_name(record.tally.per), *(["perplexity", "bits per byte"] if priced else [])]
-    heads += [name.replace("_", " ") for name in names]
-    return table([*heads, "tokens", "took"], rows, class_="numbers")
+    return {"head": [*heads, *(name.replace("_", " ") for name in names), "tokens", "took"], "rows": rows}
 
 
-def loss_name(per: str) -> str:
-    return "nats a token" if per == "token" else f"loss a {per}"
-
-
-def samples(record: Record) -> Html | None:
-    """The last open, the others folded."""
+def _samples(record: Record) -> dict[str, Any]:
+    """The newest first; of many steps the first and the last ones."""
     steps = sorted({sample.step for sample in record.samples})
-    if not steps:
-        return None
     shown = steps if len(steps) <= _SHOWN_SAMPLES else sorted({steps[0], *steps[1 - _SHOWN_SAMPLES :]})
-    folds = [
-        el("details", el("summary", f"step {step:,}"), *_texts(record, step), open="" if step == shown[-1] else None)
-        for step in reversed(shown)
-    ]
     left_out = len(steps) - len(shown)
-    note = el("p", f"{left_out:,} earlier ones are in events.jsonl.", class_="note") if left_out else None
-    return join(*folds, note)
+    return {
+        "samples": [(f"step {at:,}", [s for s in record.samples if s.step == at]) for at in reversed(shown)],
+        "samples_left_out": f"{left_out:,}" if left_out else "",
+    }
 
 
-def _texts(record: Record, step: int) -> list[Html]:
-    return [el("pre", el("b", s.prompt), s.whole.removeprefix(s.prompt)) for s in record.samples if s.step == step]
-
-
-def _held_out(told: HeldOut | str) -> Html:
-    return draw(told) if isinstance(told, HeldOut) else el("p", prose(f"Not shown: {told}."), class_="absent")
-
-
-def claims(record: Record) -> Html | None:
-    ran = judge_run(record)
-    if not ran:
-        return None
-    planned = record.plan.claims if record.plan and len(record.plan.claims) == len(ran) else None
-    rows: list[list[str | Html]] = [
-        [
-            planned[i].claim if planned else run.claim,
-            *([_verdict(planned[i].verdict, planned[i].because)] if planned else []),
-            _verdict(run.verdict, run.because),
-        ]
-        for i, run in enumerate(ran)
-    ]
-    return table(["claim", *(["the plan"] if planned else []), "the run"], rows)
-
-
-def _verdict(verdict: str, because: str) -> Html:
-    return join(el("span", verdict, class_=f"verdict {verdict}"), " ", el("small", prose(because)))
-
-
-def choices(record: Record) -> Html | None:
-    if record.plan is None or not record.plan.decisions:
-        return None
-    rows: list[list[str | Html]] = [
-        [el("code", decision.key), decision.value, el("small", prose(decision.because))]
-        for decision in record.plan.decisions
-    ]
-    return table(["key", "value", "because"], rows, class_="why")
-
-
-def recipe(record: Record) -> Html | None:
-    if not record.recipe:
-        return None
-    return el("details", el("summary", "every key, and where its value came from"), el("pre", record.recipe))
-
-
-def machine(record: Record) -> Html | None:
+def _machine(record: Record) -> list[tuple[str, str]]:
     found = record.machine
     if found is None:
-        return None
-    host, software, gpus = found.host, found.software, enumerate(found.accelerators)
+        return []
+    host, software = found.host, found.software
     cores = f"{host.cpu_cores} cores ({', '.join(host.cpu_flags)})" if host.cpu_flags else f"{host.cpu_cores} cores"
-    rows: list[list[str | Html]] = [
-        ["processor", f"{host.cpu_name}, {cores}"],
-        ["memory", f"{format_bytes(host.memory_bytes)}, {format_bytes(host.memory_free_bytes)} free at the start"],
-        *([f"GPU {i}", f"{gpu.name} · {gpu.arch} · {format_bytes(gpu.usable_bytes)}"] for i, gpu in gpus),
-        ["system", f"{host.system}, Python {software.python}"],
-        ["PyTorch", " ".join(filter(None, [software.torch or "none", software.build]))],
-        *([name, value] for name, value in software.environment.items()),
+    return [
+        ("processor", f"{host.cpu_name}, {cores}"),
+        ("memory", f"{format_bytes(host.memory_bytes)}, {format_bytes(host.memory_free_bytes)} free at the start"),
+        *(
+            (f"GPU {at}", f"{gpu.name} · {gpu.arch} · {format_bytes(gpu.usable_bytes)}")
+            for at, gpu in enumerate(found.accelerators)
+        ),
+        ("system", f"{host.system}, Python {software.python}"),
+        ("PyTorch", " ".join(filter(None, [software.torch or "none", software.build]))),
+        *software.environment.items(),
     ]
-    return table([], rows)
-
-
-def again(record: Record, name: str) -> Html:
-    folder = quote(_shown(record.folder))
-    repeat = f"bloomery train {folder}/recipe.yaml --run-dir {folder}-again"
-    resume = f"bloomery resume {quote(name)}\n" if record.state != "done" else ""
-    return join(el("pre", resume + repeat), el("p", "The recipe file holds every value of this run.", class_="note"))
-
-
-def _shown(folder: Path) -> str:
-    """As typed from the folder that holds runs/."""
-    return str(Path(folder.parent.name, folder.name)) if folder.parent.name == "runs" else folder.name

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
-from bloomery.core.units import format_seconds
+from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.shards.format import Manifest
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.diagnose.diagnosis import Finding, findings
@@ -29,13 +29,16 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.tally import Elapsed, Tally, tally_of
+from bloomery.plan.advice.claims import ROUNDING, Claim, Known, judged
 from bloomery.plan.explained import diagnosis_facts, run_facts
-from bloomery.plan.types import Plan
+from bloomery.plan.types import Plan, Verdict
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Expect
+from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
 from bloomery.train.run import contradicted, read_history
 
+_NEAR = 0.05  # an evaluation this near to the claimed step judges it
 _KILLED = "the process ended without a word: SIGKILL, a crash, or the power went"
 M = TypeVar("M", bound=BaseModel)
 
@@ -221,3 +224,49 @@ def repeated_steps(events: Iterable[Event]) -> Repeated | None:
         return None
     different = sum(not same for same in compared.values())
     return Repeated(min(compared), max(compared), len(compared), different)
+
+
+def judge_run(record: Record) -> tuple[Verdict, ...]:
+    """One verdict for each claim of `expect`, by what the run did."""
+    tally, manifest, text = record.tally, record.manifest, record.manifest.train.tokens if record.manifest else 0
+    each = tally.tokens / tally.step if tally.step else None
+
+    def at_the_end(claimed: ClaimedRange, value: float, told: str) -> Known | str:
+        """A claim about the whole run: too much is wrong at any time, too little only when it has ended."""
+        ended = record.state == "done" or value > claimed[1] * (1 + ROUNDING)
+        return Known(value, value, told) if ended else f"{told} so far"
+
+    def known(claim: Claim, claimed: ClaimedRange) -> Known | str:
+        match claim:
+            case "tokens":
+                return at_the_end(claimed, tally.tokens, f"{format_count(tally.tokens)} tokens")
+            case "epochs":
+                if not text:
+                    return "the prepared text is not there to be counted"
+                seen = tally.tokens / text
+                return at_the_end(claimed, seen, f"{seen:.2f} times the {format_count(text)} tokens of the text")
+            case "tokens_per_second":
+                speed = record.tokens_per_second
+                return "nothing was measured" if speed is None else Known(speed, speed, f"{speed:,.0f} tokens/s")
+            case "duration":
+                return at_the_end(claimed, tally.seconds, f"it took {format_seconds(tally.seconds)}")
+            case "memory":
+                peak = tally.peak_gib
+                return Known(peak * GIB, peak * GIB, f"{peak:.2f} GiB at the peak") if peak else "nothing was measured"
+        began, steps = tally.began or 0.0, tally.steps
+        at: float | None = {
+            "steps": claim.amount,
+            "tokens": claim.amount / each if each else None,
+            "epochs": claim.amount * text / each if manifest and each else None,
+            "percent": claim.amount / 100 * steps if steps else None,
+            "seconds": next((float(s.step) for s in record.steps if s.time - began >= claim.amount), None),
+        }[claim.unit]
+        measured = [(event.step, event.perplexity) for event in record.evals if event.perplexity is not None]
+        if at is None or not measured:
+            return "nothing was evaluated there"
+        step, value = min(measured, key=lambda one: abs(one[0] - at))
+        if abs(step - at) > max(_NEAR * at, 1):
+            return f"the nearest evaluation is of step {step:,}"
+        return Known(value, value, f"{value:.4g} at step {step:,}")
+
+    return judged(record.expect, known)

@@ -1,137 +1,160 @@
-"""The author's claims against the plan's arithmetic. Nothing here knows a recipe by name."""
+"""The author's claims, judged by a plan's arithmetic or by what a run did. Nothing here knows a recipe by name."""
 
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from bloomery.core.units import GIB, Duration, format_count, format_seconds, two_digits
-from bloomery.plan.types import CorpusFacts, Estimate, Plan, Verdict
+from bloomery.plan.types import CorpusFacts, Plan, Verdict
 from bloomery.recipe.schema import Expect
 from bloomery.recipe.values import ClaimedRange
 
 ROUNDING = 0.05  # "10B tokens" is a round figure
 Need = Callable[[int], float]  # bytes that a step needs, by rows of its micro-batch
+Claim = (
+    Literal["tokens", "epochs", "tokens_per_second", "duration", "memory"] | Duration
+)  # when a perplexity is reached
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a claim is held against: a figure, or the range of an estimate, with the sentence that says it.
+
+    A claim outside of it is wrong; one that `near` times the range would hold is low or high. `otherwise` has the
+    sentence for a verdict other than "fits".
+    """
+
+    low: float
+    high: float
+    because: str
+    otherwise: Callable[[str], str] | None = None
+    slack: float = ROUNDING
+    near: float = 1.0
+
+
+def judged(expect: Expect, known: Callable[[Claim, ClaimedRange], Known | str]) -> tuple[Verdict, ...]:
+    """Every claim of `expect` in the order of its keys. `known` gives a sentence where a claim cannot be judged yet."""
+
+    def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
+        low, high = (write(end) for end in claimed)
+        return low if low == high else f"{low} to {high}"
+
+    def plain(value: float) -> str:
+        return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
+
+    claims: list[tuple[Claim, ClaimedRange, str]] = []
+    if expect.tokens is not None:
+        claims.append(("tokens", expect.tokens, f"{written(expect.tokens, format_count)} tokens"))
+    if expect.epochs is not None:
+        claims.append(("epochs", expect.epochs, f"{written(expect.epochs, plain)} epochs"))
+    if (speed := expect.tokens_per_second) is not None:
+        claims.append(("tokens_per_second", speed, f"{written(speed, plain)} tokens/s"))
+    if expect.duration is not None:
+        claims.append(("duration", expect.duration, span(expect.duration, trimmed=True)))
+    if expect.memory is not None:
+        gigabytes = written(expect.memory, lambda value: f"{value / 1e9:.3g}")
+        claims.append(("memory", expect.memory, f"{gigabytes} GB"))
+    for when, perplexity in expect.perplexity.items():
+        claims.append((when, perplexity, f"perplexity {written(perplexity, plain)} at {when}"))
+
+    verdicts = []
+    for claim, (low, high), text in claims:
+        found = known(claim, (low, high))
+        if isinstance(found, str):
+            verdicts.append(Verdict(claim=text, verdict="open", because=found))
+            continue
+        verdict: Literal["fits", "low", "high", "wrong"] = "wrong"
+        if high * (1 + found.slack) >= found.low and low * (1 - found.slack) <= found.high:
+            verdict = "fits"
+        elif high * found.near >= found.low and low <= found.high * found.near:
+            verdict = "low" if high < found.low else "high"
+        because = found.because if verdict == "fits" or found.otherwise is None else found.otherwise(verdict)
+        verdicts.append(Verdict(claim=text, verdict=verdict, because=because))
+    return tuple(verdicts)
 
 
 def judge(expect: Expect, plan: Plan, *, corpus: CorpusFacts | None, need: Need) -> tuple[Verdict, ...]:
-    """Every claim of `expect` in the order of its keys."""
-    return tuple(_verdicts(expect, plan, corpus, need))
+    """By the plan's arithmetic, before the run."""
+    timed = "known once the first steps are timed"
+    open_length = timed if plan.train.seconds is not None else "known once the text is counted"
+
+    def known(claim: Claim, claimed: ClaimedRange) -> Known | str:
+        match claim:
+            case "tokens":
+                unknown = plan.total_tokens is None or plan.train.steps is None
+                return open_length if unknown else _tokens(claimed, plan)
+            case "epochs":
+                return _epochs(claimed, plan, corpus, open_length)
+            case "tokens_per_second":
+                return _speed(claimed, plan)
+            case "duration":
+                if plan.seconds is None:
+                    return "the length of a step is unknown here"
+                low, high = plan.seconds.low, plan.seconds.high
+                where = "inside" if claimed[0] >= low and claimed[1] <= high else "overlaps"
+                planned = span((low, high))
+                return Known(low, high, f"{where} {planned}", lambda _: f"it takes {planned}", slack=0.0, near=1e30)
+            case "memory":
+                total, rows = plan.memory.total, plan.train.micro_batch
+                because = f"{total / GIB:.1f} GiB at micro-batch {rows}"
+
+                def otherwise(_: str) -> str:
+                    return because + (f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}" if rows > 1 else "")
+
+                return Known(total, total, because, otherwise, near=1e30)
+        vocabulary, steps = plan.model.config.vocab_size, plan.train.steps
+        if claimed[0] > vocabulary:
+            return Known(0.0, vocabulary, f"guessing among {vocabulary:,} tokens is already better", slack=0.0)
+        if claim.unit == "steps" and steps is not None and claim.amount > steps:
+            return Known(math.inf, math.inf, f"the run ends at step {steps:,}")
+        return "only the run can tell; its report does"
+
+    return judged(expect, known)
 
 
-def _verdicts(expect: Expect, plan: Plan, corpus: CorpusFacts | None, need: Need) -> Iterator[Verdict]:
-    if expect.tokens is not None:
-        yield _tokens(expect.tokens, plan)
-    if expect.epochs is not None:
-        yield _epochs(expect.epochs, plan, corpus)
-    if expect.tokens_per_second is not None:
-        yield _speed(expect.tokens_per_second, plan)
-    if expect.duration is not None:
-        yield _duration(expect.duration, plan.seconds)
-    if expect.memory is not None:
-        yield _memory(expect.memory, plan, need)
-    for when, claimed in expect.perplexity.items():
-        yield _perplexity(when, claimed, plan)
-
-
-def _tokens(claimed: ClaimedRange, plan: Plan) -> Verdict:
-    claim = f"{_range(claimed, format_count)} tokens"
-    if plan.total_tokens is None or plan.train.steps is None:
-        return Verdict(claim=claim, verdict="open", because=_open_length(plan))
-    tokens, length = plan.total_tokens, plan.data.sequence_length
-    rows = plan.train.tokens_per_step // length
-    product = f"{plan.train.steps:,} x {rows:,} x {length:,} = {format_count(tokens)}"
-    if claimed[0] * (1 - ROUNDING) <= tokens <= claimed[1] * (1 + ROUNDING):
-        return Verdict(claim=claim, verdict="fits", because=product)
-    steps = -(-int(claimed[0]) // plan.train.tokens_per_step)
+def _tokens(claimed: ClaimedRange, plan: Plan) -> Known:
+    assert plan.total_tokens is not None
+    tokens = plan.total_tokens
+    length, each = plan.data.sequence_length, plan.train.tokens_per_step
+    product = f"{plan.train.steps:,} x {each // length:,} x {length:,} = {format_count(tokens)}"
+    steps = -(-int(claimed[0]) // each)
     needed = f"{product}; {format_count(claimed[0])} are {steps:,} steps"
     if plan.step_seconds is not None:
         needed += f", {format_seconds(plan.step_seconds.value * steps)}"
-    return Verdict(claim=claim, verdict="wrong", because=needed)
+    return Known(tokens, tokens, product, lambda _: needed)
 
 
-def _open_length(plan: Plan) -> str:
-    return (
-        "known once the first steps are timed" if plan.train.seconds is not None else "known once the text is counted"
-    )
-
-
-def _epochs(claimed: ClaimedRange, plan: Plan, corpus: CorpusFacts | None) -> Verdict:
-    claim = f"{_range(claimed, _plain)} epochs"
+def _epochs(claimed: ClaimedRange, plan: Plan, corpus: CorpusFacts | None, open_length: str) -> Known | str:
     if plan.total_tokens is None:
         wanted = plan.lengths.train if plan.lengths is not None else None
-        if wanted is not None and wanted.unit == "epochs":
-            inside = claimed[0] <= wanted.amount <= claimed[1]
-            return Verdict(claim=claim, verdict="fits" if inside else "wrong", because=f"train.length is {wanted}")
-        return Verdict(claim=claim, verdict="open", because=_open_length(plan))
+        if wanted is None or wanted.unit != "epochs":
+            return open_length
+        return Known(wanted.amount, wanted.amount, f"train.length is {wanted}", slack=0.0)
     if corpus is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
-        because = f"true for a corpus of {size} tokens; there is none here to count"
-        return Verdict(claim=claim, verdict="open", because=because)
+        return f"true for a corpus of {size} tokens; there is none here to count"
     seen = plan.total_tokens / (corpus.rows_per_epoch * plan.data.sequence_length)
     because = f"{format_count(plan.total_tokens)} tokens are {seen:.2g} epochs of {format_count(corpus.tokens)}"
-    slack = ROUNDING + corpus.spread
-    inside = claimed[0] * (1 - slack) <= seen <= claimed[1] * (1 + slack)
-    return Verdict(claim=claim, verdict="fits" if inside else "wrong", because=because)
+    return Known(seen, seen, because, slack=ROUNDING + corpus.spread)
 
 
-def _speed(claimed: ClaimedRange, plan: Plan) -> Verdict:
-    claim = f"{_range(claimed, _plain)} tokens/s"
+def _speed(claimed: ClaimedRange, plan: Plan) -> Known | str:
     if plan.step_seconds is None:
-        return Verdict(claim=claim, verdict="open", because="nothing is known of this device's speed")
+        return "nothing is known of this device's speed"
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step)
     planned = f"{two_digits(rate.low)} to {two_digits(rate.high)} tokens/s"
-    if claimed[1] >= rate.low and claimed[0] <= rate.high:
-        return Verdict(claim=claim, verdict="fits", because=f"inside {planned}")
-    near = claimed[1] >= rate.low / 3 and claimed[0] <= rate.high * 3
-    if near:
-        return Verdict(claim=claim, verdict="low" if claimed[1] < rate.low else "high", because=f"outside {planned}")
-    if plan.total_tokens is None:
-        return Verdict(claim=claim, verdict="wrong", because=f"the table says {planned}")
-    time = roughly(plan.total_tokens / max(claimed[1], 1e-9))
-    because = f"{format_count(plan.total_tokens)} tokens would take {time}"
-    return Verdict(claim=claim, verdict="wrong", because=because)
 
+    def otherwise(verdict: str) -> str:
+        if verdict != "wrong":
+            return f"outside {planned}"
+        if plan.total_tokens is None:
+            return f"the table says {planned}"
+        time = roughly(plan.total_tokens / max(claimed[1], 1e-9))
+        return f"{format_count(plan.total_tokens)} tokens would take {time}"
 
-def _duration(claimed: ClaimedRange, seconds: Estimate | None) -> Verdict:
-    claim = span(claimed, trimmed=True)
-    if seconds is None:
-        return Verdict(claim=claim, verdict="open", because="the length of a step is unknown here")
-    planned = span((seconds.low, seconds.high))
-    if claimed[0] >= seconds.low and claimed[1] <= seconds.high:
-        return Verdict(claim=claim, verdict="fits", because=f"inside {planned}")
-    if claimed[0] <= seconds.high and claimed[1] >= seconds.low:
-        return Verdict(claim=claim, verdict="fits", because=f"overlaps {planned}")
-    return Verdict(claim=claim, verdict="low" if claimed[1] < seconds.low else "high", because=f"it takes {planned}")
-
-
-def _memory(claimed: ClaimedRange, plan: Plan, need: Need) -> Verdict:
-    claim = f"{_range(claimed, lambda value: f'{value / 1e9:.3g}')} GB"
-    total, rows = plan.memory.total, plan.train.micro_batch
-    because = f"{total / GIB:.1f} GiB at micro-batch {rows}"
-    if claimed[0] * (1 - ROUNDING) <= total <= claimed[1] * (1 + ROUNDING):
-        return Verdict(claim=claim, verdict="fits", because=because)
-    if rows > 1:
-        because += f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}"
-    return Verdict(claim=claim, verdict="high" if claimed[0] > total else "low", because=because)
-
-
-def _perplexity(when: Duration, claimed: ClaimedRange, plan: Plan) -> Verdict:
-    claim = f"perplexity {_range(claimed, _plain)} at {when}"
-    vocabulary = plan.model.config.vocab_size
-    if claimed[0] > vocabulary:
-        because = f"guessing among {vocabulary:,} tokens is already better"
-        return Verdict(claim=claim, verdict="wrong", because=because)
-    if when.unit == "steps" and plan.train.steps is not None and when.amount > plan.train.steps:
-        return Verdict(claim=claim, verdict="wrong", because=f"the run ends at step {plan.train.steps:,}")
-    return Verdict(claim=claim, verdict="open", because="only the run can tell; its report does")
-
-
-def _range(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
-    low, high = (write(end) for end in claimed)
-    return low if low == high else f"{low} to {high}"
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
+    return Known(rate.low, rate.high, f"inside {planned}", otherwise, slack=0.0, near=3.0)
 
 
 def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
