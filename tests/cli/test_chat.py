@@ -12,7 +12,7 @@ from bloomery.cli.sampling import SETTINGS, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.data.chat.examples import Message
-from bloomery.data.chat.prompting import Form, chat_form
+from bloomery.data.chat.render import Form, chat_form
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.sampling import Sampling
 from bloomery.runs.generate import continued, load_model

@@ -12,7 +12,7 @@ import zstandard
 
 from bloomery.core.errors import UserError
 from bloomery.data.sources.documents import Document, Tally, open_corpora, open_corpus, read_documents
-from bloomery.data.sources.streams import MAX_BYTES
+from bloomery.data.sources.readers import MAX_BYTES
 from bloomery.recipe.schema import Data, Source
 
 TEXTS = ["first\nof them", "zweiter, größer", 'third "quoted", with\ttab', "last 🎈"]

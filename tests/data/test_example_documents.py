@@ -67,7 +67,7 @@ def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, a
     assert found.example is not None
     assert found.example.answers == answers
     assert tally.formats == {format}
-    assert from_wire(found.text, found.source) == found.example
+    assert from_wire(found.wire.decode(), found.source) == found.example
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
@@ -288,7 +288,7 @@ def test_marked_answers_to_one_question_are_kept_for_the_same_split():
 
     def key(kind, prompt, answer, desirable=None):
         example = Example("a:1", kind, prompt, (answer,), desirable=desirable)
-        return content_key(Document("a:1", to_wire(example), example=example))
+        return content_key(Document("a:1", example))
 
     assert key("kto", "why?", "so", True) == key("kto", "why?", "no", False) != key("kto", "how?", "so", True)
     assert key("completion", "why?", "so") != key("completion", "why?", "no")

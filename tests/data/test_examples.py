@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.chat.examples import Example, Message
-from bloomery.data.chat.formats import COLUMNS, detect_format, read_example
-from bloomery.data.sources.streams import Flaw
+from bloomery.data.chat.formats import FORMATS, detect_format, read_example
+from bloomery.data.sources.readers import Flaw
 
 USER, ANSWER, OTHER = ({"role": role, "content": text} for role, text in
                        (("user", "hi"), ("assistant", "yo"), ("assistant", "no")))  # fmt: skip
@@ -300,7 +300,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5), format=st.none() | st.sampled_from(sorted(COLUMNS))
+    row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5), format=st.none() | st.sampled_from(sorted(FORMATS))
 )
 def test_no_row_at_all_raises(row, format):
     found = read_example(row, format=format or detect_format(row) or "messages", columns={}, where="a.jsonl:3")

@@ -6,7 +6,7 @@ import pytest
 from structured import Text, write_structured
 
 from bloomery.data.chat.templates import builtin_template
-from bloomery.data.prepare.examples import missing_markup
+from bloomery.data.prepare.kinds import missing_markup
 from bloomery.data.prepare.stats import Health, health
 from bloomery.data.shards.format import FileRecord, Manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

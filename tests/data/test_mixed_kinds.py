@@ -15,9 +15,8 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Batch, Cursor, Loader
 from bloomery.data.loading.packing import Rows
-from bloomery.data.prepare.prepare import prepare, working
-from bloomery.data.prepare.preview import preview
-from bloomery.data.prepare.stats import fill_of, health
+from bloomery.data.prepare.prepare import preparation, prepare
+from bloomery.data.prepare.stats import fill_of, health, preview
 from bloomery.data.shards.format import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.io.weights import fresh_decoder
@@ -182,7 +181,7 @@ def test_text_does_not_stand_in_for_conversations_without_answers(recipe, places
 
 def test_a_preview_tells_what_each_document_is(recipe, tmp_path):
     loaded = recipe("chats", "texts")
-    with working(loaded, tmp_path / "p") as work:
+    with preparation(loaded, tmp_path / "p") as work:
         seen = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
     assert [one.kind for one in seen] == ["conversation", "conversation", "text", "text"]
     assert [one.rows for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]

@@ -14,7 +14,7 @@ from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.formats import read_example
 from bloomery.data.chat.render import Renderer, as_turn
 from bloomery.data.chat.templates import BUILTIN, builtin_template
-from bloomery.data.sources.streams import Flaw
+from bloomery.data.sources.readers import Flaw
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 trl = pytest.importorskip("trl")

@@ -16,7 +16,7 @@ from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.sandbox_worker import environment
 from bloomery.data.chat.templates import BUILTIN, builtin_template, find_template
-from bloomery.data.sources.streams import Flaw
+from bloomery.data.sources.readers import Flaw
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 TALK = Example("a.jsonl:3", "chat", (), ((Message("user", "hi"), Message("assistant", "yo")),))
@@ -171,7 +171,7 @@ def test_the_child_sees_no_secret(monkeypatch):
         renderer.encode(TALK)
         (process,) = renderer._processes.values()
         assert process._process is not None
-        seen = Path(f"/proc/{process._process.pid}/environ").read_text()
+        seen = Path(f"/proc/{process._child._process.pid}/environ").read_text()
     assert "secret" not in seen and "HF_" not in seen
 
 
@@ -182,7 +182,7 @@ def test_the_child_ends_with_its_parent(tmp_path):
         "from bloomery.data.chat.render import Renderer\n"
         "renderer = Renderer(chat_tokenizers.ours(), template=SIMPLE, train_on='all')\n"
         "renderer.encode(TALK)\n"
-        "print(next(iter(renderer._processes.values()))._process.pid, flush=True)\n"
+        "print(next(iter(renderer._processes.values()))._child._process.pid, flush=True)\n"
         "os._exit(0)\n"
     )
     done = subprocess.run(

@@ -11,8 +11,7 @@ from runs_of_the_loop import CONFIG, Run
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.data.tokenizer.resolve import find_tokenizer
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.data.tokenizer.tokenizer import find_tokenizer, load_tokenizer
 from bloomery.model.adapters.targets import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.families.presets import build_config

@@ -20,7 +20,7 @@ from bloomery.data.chat.examples import Message
 from bloomery.runs.names import chosen_use, model_path
 
 if TYPE_CHECKING:
-    from bloomery.data.chat.prompting import Form
+    from bloomery.data.chat.render import Form
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
@@ -132,7 +132,7 @@ def command(
     finite(drawing)
     where = model_path(model)
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.data.chat.prompting import chat_form
+    from bloomery.data.chat.render import chat_form
     from bloomery.model.sampling import Sampling
     from bloomery.runs.generate import load_model
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from bloomery.data.prepare.pipeline import Report
-    from bloomery.data.prepare.preview import Seen
-    from bloomery.data.prepare.stats import Health
+    from bloomery.data.prepare.stats import Health, Previewed
     from bloomery.data.shards.format import Manifest, Part
     from bloomery.recipe.load import LoadedRecipe
 
@@ -93,7 +92,7 @@ def _lines() -> "Report":
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.core.errors import one_line
     from bloomery.core.units import counted, format_count
-    from bloomery.data.chat.detect import wants_of
+    from bloomery.data.chat.formats import wants_of
     from bloomery.data.prepare.split import validation_corpora
     from bloomery.data.shards.format import ANSWERS
     from bloomery.plan.gather import left_aside
@@ -156,7 +155,7 @@ def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
 
 def _aside(loaded: "LoadedRecipe") -> list[str]:
     """Data files that were not read, being of splits that are neither for training nor for validation."""
-    from bloomery.data.chat.detect import ROWS, wants_of
+    from bloomery.data.chat.formats import ROWS, wants_of
     from bloomery.data.prepare.split import validation_corpora
     from bloomery.data.sources.documents import sources_of
     from bloomery.data.sources.files import other_splits
@@ -201,11 +200,11 @@ def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) ->
 def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
     from rich.console import Console
 
-    from bloomery.data.prepare.prepare import working
-    from bloomery.data.prepare.preview import preview
+    from bloomery.data.prepare.prepare import preparation
+    from bloomery.data.prepare.stats import preview
 
     data, console = loaded.recipe.data, Console(highlight=False)
-    with reporting() as report, working(loaded, folder, report=report) as work:
+    with reporting() as report, preparation(loaded, folder, report=report) as work:
         shown = list(preview(work, count, sequence_length=data.sequence_length, layout=data.layout))
     for seen in shown:
         role = f" ({seen.role})" if seen.role else ""
@@ -228,7 +227,7 @@ def _line(*parts: tuple[str, str]) -> "Text":
     return Text.assemble(*parts)
 
 
-def _facts(seen: "Seen", sequence_length: int, *, pair: bool) -> str:
+def _facts(seen: "Previewed", sequence_length: int, *, pair: bool) -> str:
     if seen.flaw:
         return f"left out: {_visible(seen.flaw)}"
     from bloomery.core.units import counted
@@ -245,7 +244,7 @@ def _facts(seen: "Seen", sequence_length: int, *, pair: bool) -> str:
     return f"{learned} · left out: " + (where if any(seen.learned[1:]) else "it holds nothing to learn")
 
 
-def _coloured(seen: "Seen") -> "Text":
+def _coloured(seen: "Previewed") -> "Text":
     """Neighbouring tokens in different colours, learned ones bright and the others dim; without colour bars between
     tokens, and brackets around what is learned.
     """
@@ -275,7 +274,7 @@ def _visible(piece: str) -> str:
 
 
 def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
-    from bloomery.data.prepare.examples import missing_markup
+    from bloomery.data.prepare.kinds import missing_markup
     from bloomery.data.prepare.stats import health
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
 

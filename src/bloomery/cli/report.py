@@ -101,7 +101,7 @@ def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str, 
 
 def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path | None) -> _Put:
     from bloomery.data.chat.examples import Message
-    from bloomery.data.chat.prompting import chat_form
+    from bloomery.data.chat.render import chat_form
     from bloomery.report.heldout import excerpt
     from bloomery.runs.evaluate import texts_of
     from bloomery.runs.generate import refuse_prompt

@@ -22,12 +22,12 @@ def command() -> None:
 def train(recipe: str, overrides: tuple[str, ...]) -> None:
     """Train the tokenizer of RECIPE on its text, once; `prepare` and `train` use the same one."""
     from bloomery.cli.prepare import reporting, tell_tokenizer
-    from bloomery.data.prepare.prepare import prepared_folder, working
+    from bloomery.data.prepare.prepare import preparation, prepared_folder
     from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     folder = prepared_folder(loaded, Path())
-    with reporting() as report, working(loaded, folder, report=report) as work:
+    with reporting() as report, preparation(loaded, folder, report=report) as work:
         _, tokenizer = work.begin()
     tell_tokenizer(loaded, tokenizer.vocab_size, tokenizer.hash)
     click.echo(f"folder     {folder}")
@@ -38,7 +38,7 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.option("--text", required=True, help="The text to cut.")
 def inspect(folder: str, text: str) -> None:
     """Show the tokens of a text: id, bytes and piece, one a line. FOLDER: a run, a tokenizer.json or a .model too."""
-    from bloomery.data.prepare.preview import pieces
+    from bloomery.data.prepare.stats import pieces
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(_source(folder))

@@ -10,21 +10,20 @@ from typing import Any
 
 from bloomery import hub
 from bloomery.core.errors import UserError
-from bloomery.data.chat.detect import wants_of
 from bloomery.data.chat.examples import Example
+from bloomery.data.chat.formats import wants_of
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.templates import find_template
 from bloomery.data.loading.packing import count_rows
-from bloomery.data.prepare.examples import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on, verbatim
+from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on, verbatim
 from bloomery.data.prepare.pipeline import no_text, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
 from bloomery.data.prepare.split import validation_corpora
 from bloomery.data.shards.format import Manifest, Texts
 from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents
 from bloomery.data.sources.files import unread
-from bloomery.data.sources.streams import Flaw
-from bloomery.data.tokenizer.resolve import TOKENIZER_FILES, tokenizer_spec
-from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.sources.readers import Flaw
+from bloomery.data.tokenizer.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_spec
 from bloomery.data.tokenizer.training import refuse_few_tokens
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
 from bloomery.model.families.presets import known_config, published_config, read_config
@@ -216,7 +215,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
         for document in rows:
             refuse_mixture(document, kind)
     trained = found[: len(corpora) - len(validation_corpora(data, wants_of(recipe)))]
-    if all(len(rows) < ROWS and not any(row.text or row.tokens for row in rows) for rows in trained):
+    if all(len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained):
         raise no_text(corpora, 0, "")
     documents = [document for rows in found for document in rows]
     spec = recipe.tokenizer.train

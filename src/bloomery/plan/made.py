@@ -10,7 +10,7 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
-from bloomery.data.chat.detect import wants_of
+from bloomery.data.chat.formats import wants_of
 from bloomery.data.chat.templates import beside, own_templates
 from bloomery.data.sources.documents import in_words, peek
 from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from bloomery.core.choice import Choice
 from bloomery.core.units import MIB
-from bloomery.data.tokenizer.resolve import new_ids
+from bloomery.data.tokenizer.tokenizer import new_ids
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hardware.specs.calibration import Card, calibration, threads

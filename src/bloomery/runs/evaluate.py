@@ -11,11 +11,11 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.data.chat.detect import NAMES, Wants
 from bloomery.data.chat.examples import Example
+from bloomery.data.chat.formats import NAMES, Wants
 from bloomery.data.chat.render import Renderer
 from bloomery.data.loading.packing import kept_lengths
-from bloomery.data.prepare.examples import KINDS
+from bloomery.data.prepare.kinds import KINDS
 from bloomery.data.shards.format import ANSWERS, ShardKind, open_split, read_manifest
 from bloomery.data.sources.documents import Corpus, Tally, open_corpus, read_documents, read_file, unpadded
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
@@ -290,7 +290,7 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
     ends = (tokenizer.bos_id, tokenizer.eos_id)
     for document in read_documents(replace(corpus, files=whole), on_error="stop", tally=Tally()):
         document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
-        yield document.example or (document.text if document.tokens is None else document.tokens)
+        yield document.content if document.tokens is None else document.tokens
 
 
 def _corpus(source: Source) -> Corpus:

@@ -8,7 +8,7 @@ from typing import final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Message
-from bloomery.data.chat.prompting import chat_form
+from bloomery.data.chat.render import chat_form
 from bloomery.data.chat.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.model.config import ModelConfig, refuse_values

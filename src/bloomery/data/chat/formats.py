@@ -1,14 +1,17 @@
-"""Rows as OpenAI, ShareGPT, Alpaca, TRL and KTO write them, to examples."""
+"""Rows as OpenAI, ShareGPT, Alpaca, TRL and KTO write them, to examples, and which of them an objective learns from."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
+from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.chat.examples import Example, Message, Role, Turns
-from bloomery.data.sources.streams import Flaw, text_of
+from bloomery.data.sources.readers import JSON_KINDS, Flaw, Value, text_of
+from bloomery.recipe.schema import Recipe, Source
 
 MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
 ROLES: dict[str, Role] = {
@@ -22,9 +25,8 @@ _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
 _ROLE_KEYS, _TEXT_KEYS = ("role", "from"), ("content", "value")
 _THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the same three
 _CALL_SIGNS = ("tool_call", "functioncall", "function_call")  # calls that stand in the text itself
-_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object",
-          "list": "a list", "str": "a text"}  # fmt: skip
 Row = Mapping[str, Any]
+Columns = Mapping[str, str]  # roles to columns of other names
 
 
 class Wrong(Exception):
@@ -37,7 +39,7 @@ class Wrong(Exception):
 
 def kind_of(value: object) -> str:
     """What a JSON value is, in words."""
-    return _KINDS.get(type(value).__name__, f"a {type(value).__name__}")
+    return JSON_KINDS.get(type(value).__name__, f"a {type(value).__name__}")
 
 
 def text(value: object, where: str) -> str:
@@ -66,7 +68,7 @@ def plain_json(value: object, where: str) -> Any:
     return json.loads(written)
 
 
-def read_turns(value: object, where: str, *, columns: Mapping[str, str]) -> tuple[Message, ...]:
+def read_turns(value: object, where: str, *, columns: Columns) -> tuple[Message, ...]:
     """Messages of a list of turns; `columns` may rename "role" and "content". Raises Wrong."""
     if not isinstance(value, list):
         raise Wrong(where, f"is {kind_of(value)}, not a list of messages")
@@ -74,13 +76,9 @@ def read_turns(value: object, where: str, *, columns: Mapping[str, str]) -> tupl
         raise Wrong(where, "holds no message")
     role_keys = (columns["role"],) if "role" in columns else _ROLE_KEYS
     text_keys = (columns["content"],) if "content" in columns else _TEXT_KEYS
-    messages, size = [], 0
-    for index, turn in enumerate(value):
-        message = _message(turn, f"{where}[{index}]", role_keys, text_keys)
-        size += len(message.content)
-        messages.append(message)
-    refuse_size(size, where)
-    return tuple(messages)
+    messages = tuple(_message(turn, f"{where}[{index}]", role_keys, text_keys) for index, turn in enumerate(value))
+    refuse_size(sum(len(message.content) for message in messages), where)
+    return messages
 
 
 def refuse_size(size: int, where: str) -> None:
@@ -97,89 +95,78 @@ def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequ
         raise Wrong(where, f"is {kind_of(turn)}, not a message with a role and a content")
     role_key = next((key for key in role_keys if turn.get(key) is not None), None)
     if role_key is None:
-        raise Wrong(where, f"has no {' or '.join(role_keys)}; it has: {_names(turn)}")
+        names = ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
+        raise Wrong(where, f"has no {' or '.join(role_keys)}; it has: {names}")
     said = text(turn[role_key], f"{where}.{role_key}").strip().lower()
-    role = _role(said, f"{where}.{role_key}")
+    if said not in ROLES:
+        known = did_you_mean(said, ROLES, "known are system, user, assistant and tool")
+        raise Wrong(f"{where}.{role_key}", f"is an unknown role, {said[:40]!r}; {known}")
+    role = ROLES[said]
     text_key = next((key for key in text_keys if key in turn), text_keys[0])
-    calls = _calls(turn.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else ()
-    content = _content(turn.get(text_key), f"{where}.{text_key}", absent=bool(calls), missing=text_key not in turn)
+    calls = _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls") if role == "assistant" else ()
+    content, place = "", f"{where}.{text_key}"
+    if turn.get(text_key) is not None or not calls:
+        if text_key not in turn:
+            raise Wrong(place, "is missing")
+        content = _content(turn[text_key], place)
     if said in _CALLING:
-        calls, content = _spelt_calls(content, f"{where}.{text_key}"), ""
+        found = _parsed(content)
+        if not isinstance(found, dict | list):
+            raise Wrong(place, "is no call: a function_call holds JSON with a name and arguments")
+        calls, content = _calls(found if isinstance(found, list) else [found], place), ""
     thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
-    name, call_id, weight = turn.get("name"), turn.get("tool_call_id"), turn.get("weight")
-    return Message(
-        role, content, calls, None if name is None else text(name, f"{where}.name"),
-        None if thinking is None else text(thinking, f"{where}.thinking"),
-        None if call_id is None else text(call_id, f"{where}.tool_call_id"),
-        learned=_weight(weight, f"{where}.weight"),
-    )  # fmt: skip
+    optional = {"name": turn.get("name"), "thinking": thinking, "tool_call_id": turn.get("tool_call_id")}
+    name, thought, call_id = (
+        None if value is None else text(value, f"{where}.{key}") for key, value in optional.items()
+    )
+    weight = turn.get("weight")
+    if weight is not None and (type(weight) not in (int, float, bool) or weight not in (0, 1)):
+        raise Wrong(f"{where}.weight", "is neither 0 (not learned) nor 1", "write 0 or 1, or remove it")
+    return Message(role, content, calls, name, thought, call_id, learned=weight is None or bool(weight))
 
 
-def _names(turn: Row) -> str:
-    return ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
-
-
-def _role(said: str, where: str) -> Role:
-    if said in ROLES:
-        return ROLES[said]
-    known = did_you_mean(said, ROLES, "known are system, user, assistant and tool")
-    raise Wrong(where, f"is an unknown role, {said[:40]!r}; {known}")
-
-
-def _weight(weight: object, where: str) -> bool:
-    if weight is None:
-        return True
-    if type(weight) in (int, float, bool) and weight in (0, 1):
-        return bool(weight)
-    raise Wrong(where, "is neither 0 (not learned) nor 1", "write 0 or 1, or remove it")
-
-
-def _content(value: object, where: str, *, absent: bool, missing: bool) -> str:
-    if value is None and absent:
-        return ""
-    if missing:
-        raise Wrong(where, "is missing")
-    if isinstance(value, list):
-        return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(value))
-    return text(value, where)
-
-
-def _part(part: object, where: str) -> str:
-    if isinstance(part, str):
-        return text(part, where)
-    if not isinstance(part, dict):
-        raise Wrong(where, f"is {kind_of(part)}, not a part with a type and a text")
-    if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-        raise Wrong(
-            where, f"is a part of type {str(part.get('type'))[:40]!r}, and only text is learned",
-            "leave such conversations out, or set data.on_error to skip",
-        )  # fmt: skip
-    return text(part["text"], where)
+def _content(value: object, where: str) -> str:
+    """A text, or the texts of a list of parts."""
+    if not isinstance(value, list):
+        return text(value, where)
+    said = []
+    for index, part in enumerate(value):
+        place = f"{where}[{index}]"
+        if not isinstance(part, str | dict):
+            raise Wrong(place, f"is {kind_of(part)}, not a part with a type and a text")
+        if isinstance(part, dict):
+            if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+                raise Wrong(
+                    place, f"is a part of type {str(part.get('type'))[:40]!r}, and only text is learned",
+                    "leave such conversations out, or set data.on_error to skip",
+                )  # fmt: skip
+            part = part["text"]
+        said.append(text(part, place))
+    return "".join(said)
 
 
 def _calls(value: object, where: str) -> tuple[dict[str, Any], ...]:
-    value = _unpacked(value)
+    """Calls with their arguments as objects, which is what templates print; OpenAI writes them as a text of JSON."""
     if value is None or value == []:
         return ()
     if not isinstance(value, list):
         raise Wrong(where, f"is {kind_of(value)}, not a list of calls")
-    return tuple(_call(call, f"{where}[{index}]") for index, call in enumerate(value))
+    calls = list[dict[str, Any]]()
+    for index, call in enumerate(value):
+        place = f"{where}[{index}]"
+        said = plain_json(call, place)
+        function = said.get("function", said) if isinstance(said, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Wrong(place, "is no call: a call names a function")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):  # JSON in JSON: what it must not hold was out of sight so far
+            arguments = plain_json(_parsed(arguments), f"{place}.arguments")
+        kept = {"id": said["id"]} if isinstance(said.get("id"), str) else {}
+        calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
+    return tuple(calls)
 
 
-def _call(call: object, where: str) -> dict[str, Any]:
-    """One call with its arguments as an object, which is what templates print; OpenAI writes them as a text of JSON."""
-    said = plain_json(call, where)
-    function = said.get("function", said) if isinstance(said, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Wrong(where, "is no call: a call names a function")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # JSON in JSON: what it must not hold was out of sight so far
-        arguments = plain_json(_unpacked(arguments), f"{where}.arguments")
-    kept = {"id": said["id"]} if isinstance(said.get("id"), str) else {}
-    return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _unpacked(value: object) -> Any:
+def _parsed(value: object) -> Any:
     """A text that holds a JSON object or list becomes that; data sets store nested values so."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
@@ -189,16 +176,9 @@ def _unpacked(value: object) -> Any:
         return value
 
 
-def _spelt_calls(content: str, where: str) -> tuple[dict[str, Any], ...]:
-    found = _unpacked(content)
-    if not isinstance(found, dict | list):
-        raise Wrong(where, "is no call: a function_call holds JSON with a name and arguments")
-    return _calls(found if isinstance(found, list) else [found], where)
-
-
 def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...]:
     """Tools that a row offers, as a list or a text of JSON. Raises Wrong."""
-    value = _unpacked(value)
+    value = _parsed(value)
     if value is None or value == "" or value == []:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -213,58 +193,32 @@ def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, answ
     for index, message in enumerate(messages):
         place = f"{where}[{start + index}]"
         if not message.content.strip() and not message.calls and not message.thinking and message.role != "tool":
-            raise Wrong(place, f"is an empty turn of the {message.role}",
-                        "remove it or fill it, or set data.on_error to skip")  # fmt: skip
+            remedy = "remove it or fill it, or set data.on_error to skip"
+            raise Wrong(place, f"is an empty turn of the {message.role}", remedy)
         if message.role == "system" and index:
             again = any(earlier.role == "system" for earlier in messages[:index])
             problem = "is a second system message" if again else "is a system message after the first turn"
             raise Wrong(place, problem, "join system messages into one, at the beginning")
-        if message.role == "tool":
-            _check_result(messages[:index], message, place)
-    if answers:
-        _check_end(messages, where)
-
-
-def _check_end(messages: Sequence[Message], where: str) -> None:
+        if message.role == "tool":  # it follows the call that it answers, perhaps behind results of other calls
+            caller = next((turn for turn in reversed(messages[:index]) if turn.role != "tool"), None)
+            signs = caller is not None and any(sign in caller.content.lower() for sign in _CALL_SIGNS)
+            if caller is None or caller.role != "assistant" or not (caller.calls or signs):
+                remedy = "put the assistant's tool_calls before it, or remove it"
+                raise Wrong(place, "is a tool's result without a call before it", remedy)
+            ids = [call["id"] for call in caller.calls if "id" in call]
+            if message.call_id is not None and ids and message.call_id not in ids:
+                problem = f"answers a call {message.call_id[:40]!r} that was not made; made are: {', '.join(ids)[:80]}"
+                raise Wrong(place, problem, "mend tool_call_id")
+    if not answers:
+        return
     if not any(message.role == "assistant" for message in messages):
-        raise Wrong(where, "has no turn of the assistant, so there is nothing to learn",
-                    "add the answer, or set data.on_error to skip")  # fmt: skip
+        remedy = "add the answer, or set data.on_error to skip"
+        raise Wrong(where, "has no turn of the assistant, so there is nothing to learn", remedy)
     if messages[-1].role != "assistant":
-        raise Wrong(where, f"ends on a turn of the {messages[-1].role}, which nothing answers",
-                    "add the answer or remove the turn, or set data.on_error to skip")  # fmt: skip
+        remedy = "add the answer or remove the turn, or set data.on_error to skip"
+        raise Wrong(where, f"ends on a turn of the {messages[-1].role}, which nothing answers", remedy)
 
 
-def _check_result(before: Sequence[Message], result: Message, where: str) -> None:
-    """A tool's result follows the call that it answers, perhaps behind results of other calls."""
-    caller = next((message for message in reversed(before) if message.role != "tool"), None)
-    signs = caller is not None and any(sign in caller.content.lower() for sign in _CALL_SIGNS)
-    if caller is None or caller.role != "assistant" or not (caller.calls or signs):
-        raise Wrong(where, "is a tool's result without a call before it",
-                    "put the assistant's tool_calls before it, or remove it")  # fmt: skip
-    ids = [call["id"] for call in caller.calls if "id" in call]
-    if result.call_id is not None and ids and result.call_id not in ids:
-        made = ", ".join(ids)[:80]
-        raise Wrong(where, f"answers a call {result.call_id[:40]!r} that was not made; made are: {made}",
-                    "mend tool_call_id")  # fmt: skip
-
-
-# Roles that data.columns may map to columns, by format. "role" and "content" name keys inside each message.
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "tools", "role", "content"),
-    "sharegpt": ("conversations", "system", "tools", "role", "content"),
-    "alpaca": ("instruction", "input", "output", "system", "history"),
-    "completion": ("prompt", "completion", "tools", "role", "content"),
-    "preference": ("prompt", "chosen", "rejected", "tools", "role", "content"),
-    "kto": ("prompt", "completion", "label", "tools", "role", "content"),
-}
-_NEEDED = {
-    "preference": ("chosen", "rejected"),
-    "kto": ("prompt", "completion", "label"),
-    "completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-}  # in the order in which they are looked for
 LISTS = ("messages", "conversations", "conversation")
 # Other usual names, in any case, for what alpaca calls instruction, output, input and system; the first that is there.
 _USUAL: dict[str, tuple[str, ...]] = {
@@ -277,13 +231,17 @@ USUAL_NAMES = frozenset(name for names in _USUAL.values() for name in names)
 _PAIR_REMEDY = "remove the pair, or set data.on_error to skip"
 
 
-def detect_format(row: Row, columns: Mapping[str, str] | None = None) -> str | None:
+def detect_format(row: Row, columns: Columns | None = None) -> str | None:
     """The format of a row by its columns, or None: it is plain text or tokens."""
     named = columns or {}
-    for format, needed in _NEEDED.items():
-        if all(named.get(role, role) in row for role in needed):
-            return _list_format(row, named) if format in ("messages", "sharegpt") else format
-    return _list_format(row, named)
+    for name, format in reversed(FORMATS.items()):
+        if format.read is not _chat and all(named.get(role, role) in row for role in format.needed):
+            return name
+    for column in (named.get("messages"), named.get("conversations"), *LISTS):
+        value = row.get(column) if column else None
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "sharegpt" if "from" in value[0] or named.get("conversations") == column else "messages"
+    return None
 
 
 def guess_columns(row: Row) -> dict[str, str] | None:
@@ -297,31 +255,17 @@ def guess_columns(row: Row) -> dict[str, str] | None:
     return found if {"instruction", "output"} <= found.keys() else None
 
 
-def guess_prompt(row: Row) -> str | None:
-    """The column that holds the prompt of rows with a chosen and a rejected answer."""
-    texts = {str(name).lower(): str(name) for name, value in row.items() if isinstance(value, str | list)}
-    return next((texts[name] for name in _USUAL["instruction"] if name in texts), None)
-
-
-def _list_format(row: Row, columns: Mapping[str, str]) -> str | None:
-    for name in (columns.get("messages"), columns.get("conversations"), *LISTS):
-        value = row.get(name) if name else None
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return "sharegpt" if "from" in value[0] or columns.get("conversations") == name else "messages"
-    return None
-
-
-def read_example(row: object, *, format: str, columns: Mapping[str, str], where: str) -> Example | Flaw:
-    """The example in a row. `columns` maps roles to columns of other names (COLUMNS)."""
+def read_example(row: object, *, format: str, columns: Columns, where: str) -> Example | Flaw:
+    """The example in a row. `columns` maps roles to columns of other names (FORMATS)."""
     try:
         if not isinstance(row, dict):
             raise Wrong(where, f"is {kind_of(row)}, not an object with columns")
-        return _READERS[format](row, columns, where)
+        return FORMATS[format].read(row, columns, where)
     except Wrong as wrong:
         return wrong.flaw
 
 
-def _column(row: Row, role: str, columns: Mapping[str, str], where: str) -> tuple[Any, str]:
+def _column(row: Row, role: str, columns: Columns, where: str) -> tuple[Any, str]:
     """What a row holds for a role, and where. Raises Wrong when it has no such column."""
     name = columns.get(role, role)
     if name not in row:
@@ -331,17 +275,11 @@ def _column(row: Row, role: str, columns: Mapping[str, str], where: str) -> tupl
     return row[name], f"{where}, {name}"
 
 
-def _optional(row: Row, role: str, columns: Mapping[str, str], where: str) -> tuple[Any, str]:
-    if role in columns:
-        return _column(row, role, columns, where)
-    return row.get(role), f"{where}, {role}"
+def _optional(row: Row, role: str, columns: Columns, where: str) -> tuple[Any, str]:
+    return _column(row, role, columns, where) if role in columns else (row.get(role), f"{where}, {role}")
 
 
-def _tools(row: Row, columns: Mapping[str, str], where: str) -> tuple[dict[str, Any], ...]:
-    return read_tools(*_optional(row, "tools", columns, where))
-
-
-def _chat(row: Row, columns: Mapping[str, str], where: str) -> Example:
+def _chat(row: Row, columns: Columns, where: str) -> Example:
     """OpenAI's and ShareGPT's lists of turns; "system" may stand in a column of its own."""
     given = [role for role in ("messages", "conversations") if role in columns]
     role = given[0] if given else next((name for name in LISTS if name in row), LISTS[0])
@@ -351,23 +289,28 @@ def _chat(row: Row, columns: Mapping[str, str], where: str) -> Example:
     if system is not None and text(system, system_place).strip():
         messages = (Message("system", system), *messages)
     check_turns(messages, place, start=len(value) - len(messages))
-    return Example(where, "chat", (), (messages,), tools=_tools(row, columns, where))
+    return Example(where, "chat", (), (messages,), tools=read_tools(*_optional(row, "tools", columns, where)))
 
 
-def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Example:
+def _alpaca(row: Row, columns: Columns, where: str) -> Example:
     """One question and its answer: the input follows the instruction on a line of its own. Columns "system" and
     "history" (pairs of earlier questions and answers) are LLaMA-Factory's.
     """
     said = {role: text(*_column(row, role, columns, where)) for role in ("instruction", "output")}
-    extra = {}
-    asked = columns.get("instruction", "instruction")
     for role in ("input", "system"):
-        value, place = (None, where) if asked == role else _optional(row, role, columns, where)
-        extra[role] = "" if value is None else text(value, place)
+        asked = columns.get("instruction", "instruction") == role
+        value, place = (None, where) if asked else _optional(row, role, columns, where)
+        said[role] = "" if value is None else text(value, place)
+    turns = [Message("system", said["system"])] if said["system"].strip() else []
     history, place = _optional(row, "history", columns, where)
-    turns = [Message("system", extra["system"])] if extra["system"].strip() else []
-    turns += _history(history, place)
-    question = "\n".join(part for part in (said["instruction"], extra["input"]) if part.strip())
+    if history is not None:
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise Wrong(place, "is no list of pairs of a question and its answer")
+        parts = [text(part, f"{place}[{index}]") for index, pair in enumerate(history) for part in pair]
+        before = [Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)]
+        check_turns(before, place, answers=False)
+        turns += before
+    question = "\n".join(part for part in (said["instruction"], said["input"]) if part.strip())
     turns += [Message("user", question), Message("assistant", said["output"])]
     for role, value in (("instruction", question), ("output", said["output"])):
         if not value.strip():
@@ -376,18 +319,7 @@ def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Example:
     return Example(where, "chat", (), (tuple(turns),))
 
 
-def _history(value: object, where: str) -> list[Message]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise Wrong(where, "is no list of pairs of a question and its answer")
-    said = [text(part, f"{where}[{index}]") for index, pair in enumerate(value) for part in pair]
-    turns = [Message("assistant" if index % 2 else "user", part) for index, part in enumerate(said)]
-    check_turns(turns, where, answers=False)
-    return turns
-
-
-def _side(row: Row, role: str, columns: Mapping[str, str], where: str) -> tuple[Turns, str]:
+def _side(row: Row, role: str, columns: Columns, where: str) -> tuple[Turns, str]:
     """A text or messages."""
     value, place = _column(row, role, columns, where)
     if isinstance(value, list):
@@ -397,72 +329,60 @@ def _side(row: Row, role: str, columns: Mapping[str, str], where: str) -> tuple[
     return said, place
 
 
-def _completion(row: Row, columns: Mapping[str, str], where: str) -> Example:
+def _completion(row: Row, columns: Columns, where: str) -> Example:
     prompt, prompt_place = _side(row, "prompt", columns, where)
-    answer, place = _side(row, "completion", columns, where)
-    prompt, (answer,) = _joined(prompt, prompt_place, ((answer, place),))
-    return Example(where, "completion", prompt, (answer,), tools=_tools(row, columns, where))
+    prompt, (answer,) = _joined(prompt, prompt_place, (_side(row, "completion", columns, where),))
+    tools = read_tools(*_optional(row, "tools", columns, where))
+    return Example(where, "completion", prompt, (answer,), tools=tools)
 
 
-def _kto(row: Row, columns: Mapping[str, str], where: str) -> Example:
+def _kto(row: Row, columns: Columns, where: str) -> Example:
     example = _completion(row, columns, where)
     label, place = _column(row, "label", columns, where)
     if isinstance(label, float) and math.isnan(label):
         raise Wrong(place, "is NaN, not true or false")
     if label not in (0, 1) or type(label) not in (bool, int):
         raise Wrong(place, f"is {kind_of(label)}, not true (desirable) or false")
-    return Example(where, "kto", example.prompt, example.answers, bool(label), example.tools)
+    return replace(example, kind="kto", desirable=bool(label))
 
 
-def _preference(row: Row, columns: Mapping[str, str], where: str) -> Example:
-    chosen, rejected = (_side(row, role, columns, where) for role in ("chosen", "rejected"))
-    if chosen[0] == rejected[0]:
+def _preference(row: Row, columns: Columns, where: str) -> Example:
+    """Both sides begin with the prompt where that is no column, or where they are whole conversations."""
+    (chosen, chosen_place), (rejected, rejected_place) = (
+        _side(row, role, columns, where) for role in ("chosen", "rejected")
+    )
+    if chosen == rejected:
         raise Wrong(where, "prefers an answer to itself: chosen and rejected are equal", _PAIR_REMEDY)
+    prompt, place = cast(Turns, ""), f"{where}, prompt"
     if "prompt" in columns or row.get("prompt") is not None:
         prompt, place = _side(row, "prompt", columns, where)
-    else:
-        prompt, place = "", f"{where}, prompt"
-    if isinstance(chosen[0], str) != isinstance(rejected[0], str):
+    if isinstance(chosen, str) != isinstance(rejected, str):
         raise Wrong(where, "has one side as a text and one as messages", "write both sides in one way")
-    implicit = isinstance(chosen[0], str) and not prompt
-    if not prompt or _repeats(prompt, chosen[0]):
-        prompt, chosen, rejected = _shared(chosen, rejected, where)
-    prompt, answers = _joined(prompt, place, (chosen, rejected))
-    return Example(where, "pair", prompt, answers, tools=_tools(row, columns, where), implicit=implicit)
-
-
-def _repeats(prompt: Turns, side: Turns) -> bool:
-    """Whether the sides are whole conversations that begin with the prompt."""
-    if isinstance(side, str):
-        return False
-    turns = [turn for turn in side if turn.role != "system"]
-    if isinstance(prompt, str):
-        return len(turns) > 1 and turns[0].role == "user" and turns[0].content.strip() == prompt.strip()
-    return len(side) > len(prompt) and side[: len(prompt)] == prompt
-
-
-def _shared(
-    chosen: tuple[Turns, str], rejected: tuple[Turns, str], where: str
-) -> tuple[Turns, tuple[Turns, str], tuple[Turns, str]]:
-    """The beginning that both sides share, which is the prompt, and what is left of them."""
-    length = _common(chosen[0], rejected[0])
-    prompt = chosen[0][:length]
-    if not prompt:
-        raise Wrong(where, "has no prompt, and chosen and rejected share no beginning",
-                    "name the prompt's column: data.columns={prompt: NAME}")  # fmt: skip
-    rest = tuple((side[length:], place) for side, place in (chosen, rejected))
-    if not all(side for side, _ in rest):
-        raise Wrong(where, "has a side that is only the beginning of the other", _PAIR_REMEDY)
-    return prompt, rest[0], rest[1]
+    implicit = isinstance(chosen, str) and not prompt
+    repeats = False
+    if prompt and not isinstance(chosen, str):
+        turns = [turn for turn in chosen if turn.role != "system"]
+        if isinstance(prompt, str):
+            repeats = len(turns) > 1 and turns[0].role == "user" and turns[0].content.strip() == prompt.strip()
+        else:
+            repeats = len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
+    if not prompt or repeats:
+        length = _common(chosen, rejected)
+        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        if not prompt:
+            remedy = "name the prompt's column: data.columns={prompt: NAME}"
+            raise Wrong(where, "has no prompt, and chosen and rejected share no beginning", remedy)
+        if not chosen or not rejected:
+            raise Wrong(where, "has a side that is only the beginning of the other", _PAIR_REMEDY)
+    prompt, answers = _joined(prompt, place, ((chosen, chosen_place), (rejected, rejected_place)))
+    tools = read_tools(*_optional(row, "tools", columns, where))
+    return Example(where, "pair", prompt, answers, tools=tools, implicit=implicit)
 
 
 def _common(one: Turns, other: Turns) -> int:
     """Turns that are the same, or characters up to the last white space among them, so that no word is cut."""
-    shared = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        shared += 1
+    pairs = enumerate(zip(one, other, strict=False))
+    shared = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
     if isinstance(one, str):
         while shared and not one[shared - 1].isspace():
             shared -= 1
@@ -491,7 +411,128 @@ def _joined(
     return turns, said
 
 
-_READERS: dict[str, Callable[[Row, Mapping[str, str], str], Example]] = {
-    "messages": _chat, "sharegpt": _chat, "alpaca": _alpaca,
-    "completion": _completion, "preference": _preference, "kto": _kto,
-}  # fmt: skip
+@dataclass(frozen=True)
+class Format:
+    """Roles that data.columns may map to columns, those that a row must have, and what reads it. "role" and "content"
+    name keys inside each message.
+    """
+
+    roles: tuple[str, ...]
+    needed: tuple[str, ...]
+    read: Callable[[Row, Columns, str], Example]
+
+
+FORMATS = {  # a row is of the last one that it has all columns of
+    "messages": Format(("messages", "tools", "role", "content"), ("messages",), _chat),
+    "sharegpt": Format(("conversations", "system", "tools", "role", "content"), ("conversations",), _chat),
+    "alpaca": Format(("instruction", "input", "output", "system", "history"), ("instruction", "output"), _alpaca),
+    "completion": Format(("prompt", "completion", "tools", "role", "content"), ("prompt", "completion"), _completion),
+    "kto": Format(
+        ("prompt", "completion", "label", "tools", "role", "content"), ("prompt", "completion", "label"), _kto
+    ),
+    "preference": Format(
+        ("prompt", "chosen", "rejected", "tools", "role", "content"), ("chosen", "rejected"), _preference
+    ),
+}
+
+
+# text: nothing else. any: text where there is some, else examples. sft: conversations and completions, or text.
+Wants = Literal["text", "any", "sft", "pairs", "kto"]
+ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # that look for rows first, and for text where there are none
+NAMES = {"chat": "conversations", "completion": "completions", "pair": "preference pairs", "kto": "marked answers"}
+_NEEDS = {
+    "sft": "conversations, completions or text",
+    "pairs": "pairs of a chosen and a rejected answer",
+    "kto": "answers that are marked as desirable or not",
+}
+_LEARNED_BY = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
+
+
+def wants_of(recipe: Recipe) -> Wants:
+    """What the recipe's objective learns from."""
+    return recipe.objective.spec.data_kind
+
+
+def refuse_unknown_roles(source: Source) -> None:
+    """Raises UserError for a role in `columns` that the format does not have."""
+    known = FORMATS[source.format].roles if source.format in FORMATS else ("text", "tokens", *_all_roles())
+    unknown = sorted(set(source.columns) - set(known))
+    if unknown:
+        problem = f"no such role: {unknown[0]}; there are {', '.join(known)}"
+        raise UserError(problem, where="data.columns", remedy=f"write {{{known[0]}: NAME}}")
+
+
+def _all_roles() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(role for format in FORMATS.values() for role in format.roles))
+
+
+def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:
+    """Of a file's columns those that an example may be made of, None without any."""
+    used = {*columns.values(), *LISTS, *_all_roles()}
+    return [name for name in present if name in used or name.lower() in USUAL_NAMES] or None
+
+
+def format_of_row(
+    row: dict[str, Any], columns: dict[str, str], *, wants: Wants, plain: bool
+) -> tuple[str, dict[str, str]] | None:
+    """The format of the examples in rows such as this one, and their columns; None when they are read as text.
+    `plain`: it has a column that is usually the text. Columns that nobody named are found by their usual names.
+    """
+    if wants == "text" or (wants == "any" and plain):
+        return None
+    row = _with_turns(row)
+    format = detect_format(row, columns)
+    if format == "preference" and not columns and "prompt" not in row:
+        texts = {str(name).lower(): str(name) for name, value in row.items() if isinstance(value, str | list)}
+        prompt = next((texts[name] for name in _USUAL["instruction"] if name in texts), None)
+        return format, {} if prompt is None else {"prompt": prompt}
+    if format is not None:
+        return format, columns
+    guessed = None if columns or plain else guess_columns(row)
+    return None if guessed is None else ("alpaca", {role: name for role, name in guessed.items() if role != name})
+
+
+def row_to_example(value: Value, format: str, columns: dict[str, str]) -> Example | Flaw:
+    """The example in a row."""
+    row = _with_turns(value.content) if isinstance(value.content, dict) else value.content
+    label = columns.get("label", "label")
+    if format == "kto" and isinstance(row, dict) and isinstance(row.get(label), str):  # tables know text alone
+        said = {"true": True, "1": True, "false": False, "0": False}.get(row[label].strip().lower())
+        row = {**row, label: row[label] if said is None else said}
+    return read_example(row, format=format, columns=columns, where=value.where)
+
+
+def _with_turns(row: dict[str, Any]) -> dict[str, Any]:
+    """A column of text that holds a list of turns as JSON becomes that list: tables cannot hold it otherwise."""
+    turns = {}
+    for name, value in row.items():
+        found = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
+        roles = (isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in found or ())
+        if isinstance(found, list) and found and all(roles):
+            turns[name] = found
+    return {**row, **turns} if turns else row
+
+
+def documents_wanted(example: Example, wants: Wants) -> Iterator[Example]:
+    """What an objective learns of an example: kto takes a pair as two marked answers. Raises UserError for a kind that
+    it does not learn from.
+    """
+    if example.kind == "pair" and wants == "kto":
+        for answer, desirable in zip(example.answers, (True, False), strict=True):
+            yield replace(example, kind="kto", answers=(answer,), desirable=desirable)
+        return
+    fits = {"any": True, "sft": example.kind in ("chat", "completion"), "pairs": example.kind == "pair",
+            "kto": example.kind == "kto", "text": False}  # fmt: skip
+    if not fits[wants]:
+        problem = f"its rows are {NAMES[example.kind]}, and the objective learns from {_NEEDS[wants]}"
+        remedy = f"set objective.kind={_LEARNED_BY[example.kind]}, or name other data"
+        raise UserError(problem, where=example.source, remedy=remedy)
+    yield example
+
+
+def refuse_text(wants: Wants, where: str) -> UserError:
+    """For plain text where answers are judged."""
+    return UserError(
+        f"the data is plain text, and the objective learns from {_NEEDS[wants]}", where=where,
+        remedy="set objective.kind=sft, name other data, or say which columns hold what: data.columns={chosen: NAME}",
+    )  # fmt: skip

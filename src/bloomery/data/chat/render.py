@@ -1,7 +1,9 @@
-"""Examples to token ids, and which of them are learned."""
+"""Examples to token ids, and which of them are learned; how turns are put to a model, and what ends its answers."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Turns
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
@@ -10,10 +12,10 @@ from typing import Any, Literal, final
 from bloomery.core.units import format_bytes
 from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.formats import Wrong, check_turns
-from bloomery.data.chat.masks import Span, learned_tokens
+from bloomery.data.chat.masks import learned_tokens
 from bloomery.data.chat.sandbox import TemplateProcess
-from bloomery.data.chat.templates import NONE, ChatTemplate, find_template, formats_texts
-from bloomery.data.sources.streams import Flaw
+from bloomery.data.chat.templates import NONE, ChatTemplate, find_template, formats_texts, own_templates
+from bloomery.data.sources.readers import Flaw
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
@@ -91,16 +93,23 @@ class Renderer:
 
     def encode_batch(self, examples: list[Example]) -> list[Encoded | Flaw]:
         """One entry an example. Raises UserError when the template itself cannot be used."""
-        found = [self._turned(example) for example in examples]
-        chats = [each for each in found if isinstance(each, Example) and not isinstance(each.answers[0], str)]
-        told = iter(self._encode_chats(chats))
-        encoded = list[Encoded | Flaw]()
-        for each in found:
-            if isinstance(each, Flaw):
-                encoded.append(each)
-            else:
-                encoded.append(self._encode_texts(each) if isinstance(each.answers[0], str) else next(told))
-        return encoded
+        turned = [self._turned(example) for example in examples]
+        encoded = dict[int, Encoded | Flaw]()
+        for tools in (False, True):
+            chats = list[int]()
+            for index, each in enumerate(turned):
+                if isinstance(each, Flaw):
+                    encoded[index] = each
+                elif isinstance(each.answers[0], str):
+                    if not tools:
+                        encoded[index] = self._encode_texts(each)
+                elif bool(each.tools) is tools:
+                    chats.append(index)
+            for start in range(0, len(chats), BATCH):
+                numbers = chats[start : start + BATCH]
+                some = [each for each in (turned[index] for index in numbers) if isinstance(each, Example)]
+                encoded |= zip(numbers, self._render(some, tools), strict=True)
+        return [encoded[index] for index in range(len(examples))]
 
     def _turned(self, example: Example) -> Example | Flaw:
         """A prompt and answers that are texts as turns, where the template formats them."""
@@ -150,36 +159,36 @@ class Renderer:
         start = min(_shared(asked, ids) for ids in told)
         if self._train_on == "all" and example.kind == "completion":
             start = 0
-        return tuple(self._ended(prefix, ids, start) for ids in told)
-
-    def _ended(self, prefix: list[int], ids: list[int], start: int) -> Sequence:
-        end = self._tokenizer.eos_id
-        whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
-        return Sequence(whole, [index >= len(prefix) + start for index in range(len(whole))])
-
-    def _encode_chats(self, examples: list[Example]) -> list[Encoded | Flaw]:
-        encoded: dict[int, Encoded | Flaw] = {}
-        for tools in (False, True):
-            chosen = [index for index, example in enumerate(examples) if bool(example.tools) is tools]
-            for start in range(0, len(chosen), BATCH):
-                numbers = chosen[start : start + BATCH]
-                encoded |= zip(numbers, self._render([examples[i] for i in numbers], tools), strict=True)
-        return [encoded[index] for index in range(len(examples))]
+        end, encoded = self._tokenizer.eos_id, []
+        for ids in told:
+            whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
+            encoded.append(Sequence(whole, [index >= len(prefix) + start for index in range(len(whole))]))
+        return tuple(encoded)
 
     def _render(self, examples: list[Example], tools: bool) -> list[Encoded | Flaw]:
         jobs = [self._job(example, answer) for example in examples for answer in example.answers]
-        answers = [_refused(answer) or answer for answer in self._process(tools).read(jobs)]
+        answers = self._process(tools).read(jobs)
+        for answer in answers:  # a rendering that would take too much memory to encode
+            if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
+                answer["error"] = f"that is {format_bytes(size)} of text"
         good = [answer for answer in answers if "error" not in answer]
         placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
-        made = iter([_sequence(answer, next(placed)) if "error" not in answer else answer for answer in answers])
-        return [self._together(example, [next(made) for _ in example.answers]) for example in examples]
-
-    def _together(self, example: Example, made: list[Sequence | Json]) -> Encoded | Flaw:
-        flaws = [answer for answer in made if isinstance(answer, dict)]
-        if flaws:
-            problem = f"cannot be written as {self.template.origin} asks: {flaws[0]['error']}"
-            return Flaw(example.source, problem, _UNCLEAR if flaws[0].get("unclear") else _REMEDY)
-        return tuple(answer for answer in made if isinstance(answer, Sequence))
+        left, encoded = iter(answers), list[Encoded | Flaw]()
+        for example in examples:
+            sides, refused = list[Sequence](), list[Json]()
+            for answer in (next(left) for _ in example.answers):
+                if "error" in answer:
+                    refused.append(answer)
+                    continue
+                ids, offsets = next(placed)
+                learned = learned_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
+                sides.append(Sequence(ids, learned))
+            if refused:
+                problem = f"cannot be written as {self.template.origin} asks: {refused[0]['error']}"
+                encoded.append(Flaw(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _REMEDY))
+            else:
+                encoded.append(tuple(sides))
+        return encoded
 
     def _job(self, example: Example, answer: object) -> Json:
         """A conversation for the child: `learn` numbers the turns that are learned, None stands for all of the text."""
@@ -203,15 +212,11 @@ class Renderer:
             names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
             template = ChatTemplate(text, self.template.origin)
             self._processes[text] = process = TemplateProcess(template, names, tokenizer.control_tokens())
-            self._try(process)
+            trial = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "learn": None}
+            error = process.read([trial])[0].get("error", "")
+            if error and not error.startswith("it refuses"):  # what fails with a question and its answer fails always
+                raise process.error(error)
         return self._processes[text]
-
-    def _try(self, process: TemplateProcess) -> None:
-        """A template that fails with a question and its answer fails always."""
-        job = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "learn": None}
-        error = process.read([job])[0].get("error", "")
-        if error and not error.startswith("it refuses"):
-            raise process.error(error)
 
 
 def as_turn(message: Message) -> Json:
@@ -228,19 +233,6 @@ def as_turn(message: Message) -> Json:
     return turn
 
 
-def _refused(answer: Json) -> Json | None:
-    """Of a rendering that would take too much memory to encode: why."""
-    size = len(answer.get("text", "").encode())
-    return {"error": f"that is {format_bytes(size)} of text"} if size > LONGEST_PLACED else None
-
-
-def _sequence(answer: Json, placed: tuple[list[int], list[Span]]) -> Sequence:
-    ids, offsets = placed
-    if "spans" not in answer:
-        return Sequence(ids, [True] * len(ids))
-    return Sequence(ids, learned_tokens(offsets, answer["spans"]))
-
-
 def _shared(one: list[int], other: list[int]) -> int:
     """How many ids both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
@@ -249,3 +241,53 @@ def _shared(one: list[int], other: list[int]) -> int:
 
 def _name(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+Put = Callable[[Turns[Message]], list[int]]  # turns as tokens, up to where the answer begins
+
+
+@final
+@dataclass(frozen=True)
+class Form:
+    """How turns are put to a model, which tokens and texts end an answer, and a line about it."""
+
+    put: Put
+    ends: tuple[int, ...]
+    stops: tuple[str, ...]
+    told: str
+
+
+@contextmanager
+def chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[Form]:
+    """By the template that is asked for or the tokenizer's own; without one the model only goes on with a text.
+
+    Raises UserError.
+    """
+    if template is None and not own_templates(tokenizer.config):
+        told = "no chat template: it goes on with what you write. A form of conversation is --template chatml"
+        yield Form(continuation(tokenizer), (), (), told)
+        return
+    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
+        turns = (Message("user", "a"), Message("assistant", "b"))
+        tried = [Example("the template", "chat", (), (said,)) for said in (turns, (Message("system", "c"), *turns))]
+        whole = next((found[0] for found in renderer.encode_batch(tried) if not isinstance(found, Flaw)), None)
+        if whole is None:
+            (whole,) = renderer.encode(tried[0])  # its error
+        control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
+        answer = [token for token, learned in zip(whole.ids, whole.learned, strict=True) if learned]
+        ends = tuple(token for token in dict.fromkeys(answer) if token in control)  # what the template puts after it
+        stops = () if ends else tuple(renderer.missing_tokens())
+        yield Form(renderer.prompt, ends, stops, renderer.template.origin)
+
+
+def continuation(tokenizer: Tokenizer) -> Put:
+    """All that was written is one text, which the model goes on with."""
+
+    def put(turns: Turns[Message]) -> list[int]:
+        text = ""
+        for turn in turns:
+            begins = turn.role == "user" and text and not text.endswith("\n")
+            text += ("\n" if begins else "") + turn.content
+        return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
+
+    return put

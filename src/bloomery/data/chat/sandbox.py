@@ -1,16 +1,12 @@
 """The parent's side of a process that renders chat templates: it outlives whatever a template does."""
 
-import json
 import os
 import signal
-import struct
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
+from bloomery.core.child import Child
 from bloomery.core.errors import UserError
 from bloomery.data.chat.templates import ChatTemplate
 
@@ -23,28 +19,13 @@ _SOURCES = Path(__file__).parents[3]  # where the child finds this package
 Json = dict[str, Any]
 
 
-def read_frame(stream: IO[bytes]) -> Any:
-    """Raises EOFError where the other side is gone."""
-    head = stream.read(4)
-    if len(head) < 4:
-        raise EOFError
-    content = stream.read(*struct.unpack("<I", head))
-    return json.loads(content)
-
-
-def write_frame(stream: IO[bytes], value: Any) -> None:
-    content = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
-    stream.write(struct.pack("<I", len(content)) + content)
-    stream.flush()
-
-
 @final
 class TemplateProcess:
     """Renders batches of conversations with one template. Starts with the first batch; a `close` ends it."""
 
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]) -> None:
         self._template, self._names, self._enders = template, dict(names), list(enders)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._deaths = self._answered = 0
 
     def read(self, jobs: Sequence[Json]) -> list[Json]:
@@ -67,44 +48,32 @@ class TemplateProcess:
 
     def _ask(self, jobs: Sequence[Json]) -> list[Json] | str:
         """The answers, or what ended the process."""
-        process = self._process or self._start()
-        assert process.stdin and process.stdout
-        timer = threading.Timer(WALL_SECONDS + CPU_SECONDS * len(jobs), process.kill)
-        timer.start()
-        try:
-            write_frame(process.stdin, jobs)
-            answers: list[Json] = read_frame(process.stdout)
-            return answers
-        except (EOFError, BrokenPipeError):
-            return self._buried()
-        finally:
-            timer.cancel()
+        child = self._child or self._start()
+        answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
+        if isinstance(answer, str):
+            return self._ended(answer)
+        answers: list[Json] = answer["answers"]
+        return answers
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Child:
         """Nothing of this process's environment but what Python needs: no token, no key."""
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "bloomery.data.chat.sandbox_worker"], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=2**20,
-        )  # fmt: skip
-        assert self._process.stdin and self._process.stdout
         said = {"text": self._template.text, "names": self._names, "enders": self._enders, "seconds": CPU_SECONDS}
-        try:
-            write_frame(self._process.stdin, said)
-            ready = read_frame(self._process.stdout)
-        except (EOFError, BrokenPipeError) as error:
-            raise self.error(self._buried()) from error
+        self._child = Child("bloomery.data.chat.sandbox_worker", said, environment=environment).start()
+        ready = self._child.next(WALL_SECONDS + CPU_SECONDS)
+        if isinstance(ready, str):
+            raise self.error(self._ended(ready))
         if "error" in ready:
             self.close()
             raise self.error(ready["error"])
-        return self._process
+        return self._child
 
-    def _buried(self) -> str:
-        process = self._process
-        assert process is not None
-        code = process.wait()
+    def _ended(self, how: str) -> str:
+        """Why it gave no answer, in words; it is gone afterwards."""
+        assert self._child is not None
+        code = self._child.code if how == "ended" else -signal.SIGKILL
         self.close()
         if code == -signal.SIGPROF:
             return f"it took more than {CPU_SECONDS:g} seconds for one conversation"
@@ -113,14 +82,6 @@ class TemplateProcess:
         return f"its process ended with code {code}"
 
     def close(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin and process.stdout
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        try:
-            process.stdin.close()
-        except BrokenPipeError:  # what was not yet sent goes nowhere
-            return
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()

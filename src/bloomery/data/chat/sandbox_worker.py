@@ -2,8 +2,8 @@
 
 import json
 import re
+import resource
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,6 +14,7 @@ import jinja2.ext
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from bloomery.core.child import accept, requests, tell
 from bloomery.data.chat.masks import (
     Memory,
     Reading,
@@ -25,7 +26,6 @@ from bloomery.data.chat.masks import (
     generation_marks,
     unmarked,
 )
-from bloomery.data.chat.sandbox import read_frame, write_frame
 
 MEMORY_BYTES = 2**30
 MAX_OUTPUT = 2**25  # characters of one rendering
@@ -148,14 +148,6 @@ def _short(said: object) -> str:
     return " ".join(str(said).split())[:240].removesuffix(".").encode(errors="backslashreplace").decode()
 
 
-def _refuse_half_characters(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise Refused(f"it writes half of a surrogate pair, {half}, which is no character") from error
-
-
 def _reason(error: Exception) -> str:
     said = _short(error)
     match error:
@@ -172,20 +164,15 @@ def _reason(error: Exception) -> str:
     return f"it fails with {type(error).__name__}: {said}"
 
 
-def limit_memory() -> None:
-    import resource
-
-    for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(kind, (limit, limit))
-
-
 def _answer(template: Template, job: Json) -> Json:
-    signal.setitimer(
-        signal.ITIMER_PROF, template.seconds
-    )  # SIGPROF ends this process: no code here could catch it in time
+    signal.setitimer(signal.ITIMER_PROF, template.seconds)  # SIGPROF ends this process: no code here could in time
     try:
         answer = template.read(job)
-        _refuse_half_characters(answer["text"])
+        try:
+            answer["text"].encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(answer['text'][error.start]):04x}"
+            return {"error": f"it writes half of a surrogate pair, {half}, which is no character"}
         return answer
     except Refused as error:
         return {"error": str(error)}
@@ -215,17 +202,15 @@ def _compile(said: Json) -> Template | str:
 
 
 def main() -> None:
-    """Reads the template, then lists of conversations, and answers each, until its input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole group; the parent decides
-    limit_memory()
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    try:
-        made = _compile(read_frame(source))
-        write_frame(sink, {"error": made} if isinstance(made, str) else {"marks": made.marks_itself})
-        while isinstance(made, Template):
-            write_frame(sink, [_answer(made, job) for job in read_frame(source)])
-    except (EOFError, BrokenPipeError):
-        return
+    """Its job is the template; then lists of conversations, each of which is answered."""
+    job = accept()
+    for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(kind, (limit, limit))
+    made = _compile(job)
+    tell(job, {"error": made} if isinstance(made, str) else {"marks": made.marks_itself})
+    if isinstance(made, Template):
+        for asked in requests(job):
+            tell(job, {"answers": [_answer(made, each) for each in asked["jobs"]]})
 
 
 if __name__ == "__main__":

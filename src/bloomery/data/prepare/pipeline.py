@@ -4,9 +4,12 @@ Order of the folder's life: preparing.json (the journal: whose folder this is, a
 shards that grow, sources.jsonl, manifest.json. Where the manifest is, all is there.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,31 +19,14 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import open_input
 from bloomery.core.units import MIB
-from bloomery.data.chat.detect import wants_of
 from bloomery.data.chat.examples import texts_of
-from bloomery.data.chat.templates import find_template
-from bloomery.data.prepare import fingerprint as snapshot
-from bloomery.data.prepare.examples import (
-    Twins,
-    add_examples,
-    checked_tokens,
-    keep_template,
-    kinds_of,
-    refuse_mixture,
-    train_on,
-    verbatim,
-)
+from bloomery.data.chat.formats import wants_of
+from bloomery.data.chat.templates import NONE, find_template
+from bloomery.data.prepare.kinds import Twins, checked_tokens, kinds_of, refuse_mixture, train_on, verbatim
 from bloomery.data.prepare.split import Splitter, content_key, make_splitter, validation_corpora
-from bloomery.data.prepare.workers import (
-    Encoded,
-    Rendering,
-    count_workers,
-    encode_in_order,
-    encoders,
-    packed_example,
-    packed_text,
-)
+from bloomery.data.prepare.workers import Array, Encoded, Rendering, count_workers, encode_in_order, encoders
 from bloomery.data.shards.format import (
     ANSWERS,
     JOURNAL,
@@ -48,19 +34,108 @@ from bloomery.data.shards.format import (
     Manifest,
     Name,
     ShardKind,
+    SourceRecord,
     file_record,
     write_manifest,
 )
-from bloomery.data.shards.writer import Lost, Progress, SplitWriter
+from bloomery.data.shards.writer import Lost, Progress, SplitWriter, Structure
 from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents, unpadded
-from bloomery.data.sources.streams import Flaw
-from bloomery.data.tokenizer.resolve import find_tokenizer
-from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, write_file
+from bloomery.data.sources.files import SourceFile
+from bloomery.data.sources.readers import Flaw
+from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, write_file
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
 
+FINGERPRINT = "sources.jsonl"  # what the source files were when they were read
+SPLITS: tuple[Name, Name] = ("train", "validation")
+Report = Callable[[str, float, float], None]  # phase, done, total (0: unknown)
 
-class Journal(BaseModel):
+
+@dataclass(frozen=True)
+class FileState:
+    """One source file as it was read. A touched file has another time and the same sha256 ("" until it is known)."""
+
+    source: int
+    name: str
+    bytes: int
+    mtime_ns: int
+    sha256: str = ""
+
+
+def file_states(corpora: list[Corpus]) -> list[FileState]:
+    """Every file of every source, by its size and time alone."""
+    found = []
+    for source, corpus in enumerate(corpora):
+        for file in corpus.files:
+            try:
+                status = file.path.stat()
+            except OSError as error:
+                remedy = "check its owner, its permissions and the disk"
+                raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=remedy) from error
+            found.append(FileState(source, file.name, status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _digest(states: list[FileState]) -> str:
+    return hashlib.sha256("\n".join(json.dumps(asdict(state)) for state in states).encode()).hexdigest()
+
+
+def _sha256(file: SourceFile) -> str:
+    with open_input(file.path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def record_sources(
+    corpora: list[Corpus], before: list[FileState], folder: Path, report: Callable[[float, float], None]
+) -> tuple[SourceRecord, ...]:
+    """Reads every file once more for its checksum, writes FINGERPRINT, and raises UserError when a file changed since
+    `before`.
+    """
+    files = [file for corpus in corpora for file in corpus.files]
+    total, done, sums = sum(state.bytes for state in before), 0, []
+    with ThreadPoolExecutor(4) as threads:
+        for state, value in zip(before, threads.map(_sha256, files), strict=True):
+            sums.append(replace(state, sha256=value))
+            done += state.bytes
+            report(done, total)
+    now = file_states(corpora)
+    if _digest(now) != _digest(before):
+        changed = sorted({state.name for state in set(before) ^ set(now)})
+        raise UserError(
+            "the text changed while it was read", where=changed[0] if changed else "data",
+            remedy="run the same command again once nothing writes there",
+        )  # fmt: skip
+    write_file(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums).encode())
+    records = []
+    for index, corpus in enumerate(corpora):
+        own = [state for state in sums if state.source == index]
+        lines = "".join(f"{state.name} {state.bytes} {state.sha256}\n" for state in own)
+        digest = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+        size = sum(state.bytes for state in own)
+        records.append(SourceRecord(path=corpus.path, files=len(own), bytes=size, sha256=digest))
+    return tuple(records)
+
+
+def stale(folder: Path, corpora: list[Corpus]) -> str | None:
+    """The first file that is not what the shards were made of, None when all are. A file with another time is read
+    for its checksum.
+    """
+    try:
+        lines = (folder / FINGERPRINT).read_text(encoding="utf-8").splitlines()
+        before = [FileState(**json.loads(line)) for line in lines]
+    except (OSError, ValueError, TypeError) as error:
+        remedy = f"delete {folder} and prepare again"
+        raise UserError("is missing or damaged", where=str(folder / FINGERPRINT), remedy=remedy) from error
+    known = {(state.source, state.name): state for state in before}
+    files = [file for corpus in corpora for file in corpus.files]
+    for state, file in zip(file_states(corpora), files, strict=True):
+        old = known.pop((state.source, state.name), None)
+        if old is None or old.bytes != state.bytes or (old.mtime_ns != state.mtime_ns and old.sha256 != _sha256(file)):
+            return str(file.path)
+    return next(iter(known))[1] if known else None
+
+
+class PrepareJournal(BaseModel):
     """How far an unfinished `prepare` is: `read` documents of source `source` went into the splits."""
 
     identity: str
@@ -75,49 +150,32 @@ class Journal(BaseModel):
     validation: Progress = Progress()
 
 
-def open_journal(folder: Path, *, identity: str, sources: str) -> Journal:
+def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal:
     """The journal that stands there when it is about the same recipe and files, else a fresh one in a cleared
     folder. A finished folder has none and gets none. Raises UserError for a folder that holds something else.
     """
-    fresh = Journal(identity=identity, sources=sources)
-    path = folder / JOURNAL
+    fresh, path = PrepareJournal(identity=identity, sources=sources), folder / JOURNAL
     if (folder / MANIFEST).is_file():
         return fresh
     if path.is_file():
         try:
-            found = Journal.model_validate_json(path.read_bytes())
+            found = PrepareJournal.model_validate_json(path.read_bytes())
         except ValidationError:
             found = None
         if found and (found.identity, found.sources) == (fresh.identity, fresh.sources):
             return found
-        _clear(folder)
+        # an unfinished attempt goes; the journal last, as it says whose files these are
+        written = ("train-*.bin", "validation-*.bin", "tokenizer*", FINGERPRINT, "special_tokens_map.json", JOURNAL)
+        for old in [old for pattern in written for old in sorted(folder.glob(pattern))]:
+            old.unlink()
     foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if foreign:
         raise UserError(
-            f"holds files that no `prepare` wrote, such as {foreign[0]}",
-            where=str(folder),
+            f"holds files that no `prepare` wrote, such as {foreign[0]}", where=str(folder),
             remedy="set data.prepared to an empty or a new folder",
-        )
+        )  # fmt: skip
     write_file(path, fresh.model_dump_json().encode())
     return fresh
-
-
-def _clear(folder: Path) -> None:
-    """Removes an unfinished attempt; the journal goes last, as it says whose files these are."""
-    patterns = [
-        "train-*.bin",
-        "validation-*.bin",
-        "tokenizer*",
-        snapshot.SNAPSHOT,
-        "special_tokens_map.json",
-        JOURNAL,
-    ]
-    for path in [path for pattern in patterns for path in sorted(folder.glob(pattern))]:
-        path.unlink()
-
-
-SPLITS: tuple[Name, Name] = ("train", "validation")
-Report = Callable[[str, float, float], None]  # phase, done, total (0: unknown)
 
 
 @dataclass(frozen=True)
@@ -137,7 +195,7 @@ def streams(recipe: Recipe) -> list[Corpus]:
 
 
 @dataclass
-class Job:
+class EncodeTask:
     """A batch on its way to the shards, and the journal's counters behind it."""
 
     documents: list[tuple[Name, Document]]
@@ -146,62 +204,56 @@ class Job:
     empty: int
     held_back: int
 
-    def texts(self, kind: ShardKind) -> list[str]:
-        """What is encoded: texts, or examples and texts among them as they travel."""
-        found = [document for _, document in self.documents if document.tokens is None]
-        if kind == "text":
-            return [document.text for document in found]
-        return [
-            packed_text(document.text) if document.example is None else packed_example(document.example, document.text)
-            for document in found
-        ]
-
 
 def untokenised() -> UserError:
     """For ids of a tokenizer that the recipe does not name."""
     return UserError(
-        "the text is token ids already, and no tokenizer is named",
-        where="tokenizer.from",
+        "the text is token ids already, and no tokenizer is named", where="tokenizer.from",
         remedy="set it to the folder of the tokenizer that made them",
-    )
+    )  # fmt: skip
 
 
 def no_text(corpora: list[Corpus], skipped: int, first: str) -> UserError:
     told = f"; {skipped} rows were skipped, the first: {first}" if skipped else ""
     return UserError(
-        f"there is no text in it{told}",
-        where=f"data: {', '.join(corpus.path for corpus in corpora)}",
+        f"there is no text in it{told}", where=f"data: {', '.join(corpus.path for corpus in corpora)}",
         remedy="put text there, or mend data.path and data.glob",
-    )
+    )  # fmt: skip
 
 
 @final
-class Work:
+class Preparation:
     """One `prepare` from where the journal stands to the manifest."""
 
     def __init__(self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits) -> None:
         self._recipe, self._name, self._identity = recipe, name, identity
         self._folder, self._report, self._limits = folder, report, limits
-        self._data = recipe.data
+        self._data, self._on_error = recipe.data, recipe.data.on_error
         self._wants = wants_of(recipe)
         self._corpora = streams(recipe)
         self._num_train = len(self._corpora) - len(validation_corpora(self._data, self._wants))
-        self._seen = snapshot.look(self._corpora)
-        self._journal = open_journal(folder, identity=identity, sources=snapshot.digest(self._seen))
+        self._states = file_states(self._corpora)
+        self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
         self._tally = Tally()
-        self.kinds = kinds_of(self._corpora, on_error=self._data.on_error)
+        self.kinds = kinds_of(self._corpora, on_error=self._on_error)
         self.kind = self.kinds.whole
-        self._bytes = sum(entry.bytes for entry in self._seen)
+        self._bytes = sum(state.bytes for state in self._states)
 
     def begin(self) -> tuple[Splitter, Tokenizer]:
-        """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder."""
+        """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder with
+        the chat template that is used, so that whoever opens it writes conversations alike.
+        """
         splitter = make_splitter(self._corpora[: self._num_train], self._data, self._wants)
         tokenizer = self._tokenizer(splitter)
         self._too_long = tokenizer.too_long
         self._unpadded = partial(unpadded, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
-        if self.rendering is not None:
-            keep_template(tokenizer, self.rendering, self._folder)
+        if self.rendering is not None and self.rendering.template not in (None, NONE):
+            with self.rendering.renderer(tokenizer) as renderer:
+                text = renderer.template.text
+            if tokenizer.config.get("chat_template") != text:
+                tokenizer.config["chat_template"] = text
+                tokenizer.save(self._folder)
         return splitter, tokenizer
 
     @property
@@ -209,30 +261,46 @@ class Work:
         """How examples become tokens; None for plain text."""
         if self.kind == "text":
             return None
-        chat = self._data.chat
-        return Rendering(chat.template, train_on(self._recipe), ANSWERS[self.kind], verbatim(self._recipe))
+        template = self._data.chat.template
+        return Rendering(template, train_on(self._recipe), ANSWERS[self.kind], verbatim(self._recipe))
 
     def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[Name, Document]]:
         """The first of each source that is trained on, `count` in all as far as there are so many."""
         for source in range(self._num_train):
             share = count // self._num_train + (source < count % self._num_train)
-            jobs = self._jobs(splitter, Journal(identity="", sources=""), only=source) if share else ()
-            yield from islice((found for job in jobs for found in job.documents), share)
+            start = PrepareJournal(identity="", sources="")
+            tasks = self._tasks(splitter, start, only=source) if share else ()
+            yield from islice((found for task in tasks for found in task.documents), share)
 
     def run(self) -> Manifest:
         splitter, tokenizer = self.begin()
-        writers = self._writers(tokenizer)
+        try:
+            writers = self._writers(tokenizer)
+        except Lost:  # the disk forgot what was written: begin the shards again
+            self._journal = PrepareJournal(identity=self._journal.identity, sources=self._journal.sources)
+            self._failed, self._first_failed = 0, ""
+            writers = self._writers(tokenizer)
         try:
             size = sum(corpus.text_bytes for corpus in self._corpora)
             workers = count_workers(self._data.workers, size, rendered=self.rendering is not None)
             with encoders(self._folder, tokenizer, workers, self.rendering) as using:
-                jobs = ((job, job.texts(self.kind)) for job in self._jobs(splitter, self._journal))
-                self._write_all(encode_in_order(jobs, using), writers, tokenizer)
+                tasks = (
+                    (task, [document for _, document in task.documents if document.tokens is None])
+                    for task in self._tasks(splitter, self._journal)
+                )
+                self._write_all(encode_in_order(tasks, using), writers, tokenizer)
             return self._finish(writers, tokenizer)
         except BaseException:
             for name, writer in writers.items():  # nothing half-written stays; what the journal vouches for does
                 writer.cut_back(getattr(self._journal, name))
             raise
+
+    def _writers(self, tokenizer: Tokenizer) -> dict[Name, SplitWriter]:
+        size, kept = self._limits.shard_tokens, self._journal
+        return {
+            name: SplitWriter(self._folder, name, tokenizer.dtype, size, getattr(kept, name), self.kind)
+            for name in SPLITS
+        }
 
     def _tokenizer(self, splitter: Splitter) -> Tokenizer:
         """The one that is there; else the recipe's own; else one trained on the train documents."""
@@ -250,7 +318,7 @@ class Work:
         taken, any_tokens, tally = 0, False, Tally()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
         for corpus in self._corpora[: self._num_train]:
-            for document in read_documents(corpus, on_error=self._data.on_error, tally=tally):
+            for document in read_documents(corpus, on_error=self._on_error, tally=tally):
                 any_tokens = any_tokens or document.tokens is not None
                 key = content_key(document)
                 if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
@@ -267,28 +335,7 @@ class Work:
     def _empty(self, tally: Tally) -> UserError:
         return no_text(self._corpora, tally.skipped + self._failed, tally.first_skipped or self._first_failed)
 
-    def _writers(self, tokenizer: Tokenizer) -> dict[Name, SplitWriter]:
-        def opened() -> dict[Name, SplitWriter]:
-            return {
-                name: SplitWriter(
-                    self._folder,
-                    name,
-                    tokenizer.dtype,
-                    self._limits.shard_tokens,
-                    getattr(self._journal, name),
-                    self.kind,
-                )
-                for name in SPLITS
-            }
-
-        try:
-            return opened()
-        except Lost:  # the disk forgot what was written: begin the shards again
-            self._journal = Journal(identity=self._journal.identity, sources=self._journal.sources)
-            self._failed, self._first_failed = 0, ""
-            return opened()
-
-    def _jobs(self, splitter: Splitter, start: Journal, *, only: int | None = None) -> Iterator[Job]:
+    def _tasks(self, splitter: Splitter, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
         """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
         are read and passed over. `only`: of one source.
         """
@@ -298,8 +345,8 @@ class Work:
             passed = start.read if source == start.source else 0
             corpus = self._corpora[source]
             split_of = partial(self._split_of, source, splitter=splitter)
-            twins = Twins(corpus, split_of, on_error=self._data.on_error) if self.kind == "kto" else None
-            for document in read_documents(corpus, on_error=self._data.on_error, tally=self._tally):
+            twins = Twins(corpus, split_of, on_error=self._on_error) if self.kind == "kto" else None
+            for document in read_documents(corpus, on_error=self._on_error, tally=self._tally):
                 read += 1
                 refuse_mixture(document, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
@@ -310,7 +357,7 @@ class Work:
                 name = split_of(whole) if document.tokens != () else "empty"
                 if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
                     flaw, name = Flaw(document.source, error.problem, error.remedy), "flawed"
-                    if self._data.on_error != "skip":
+                    if self._on_error != "skip":
                         raise flaw.error()
                     self._tally.skip(flaw)
                 twin = twins.of(document, name) if twins is not None and name in SPLITS else document
@@ -319,15 +366,15 @@ class Work:
                 empty, held_back = empty + (name == "empty"), held_back + (name == "held")
                 if name in SPLITS:
                     batch.append((name, twin))
-                    size += len(document.text) + 4 * len(document.tokens or ())
+                    size += len(document.wire if document.example else document.text) + 4 * len(document.tokens or ())
                 if size >= self._limits.batch_bytes:
-                    yield Job(batch, source, read, empty, held_back)
+                    yield EncodeTask(batch, source, read, empty, held_back)
                     batch, size = [], 0
             if source >= start.source:
-                yield Job(batch, source, read, empty, held_back)
+                yield EncodeTask(batch, source, read, empty, held_back)
 
     def _split_of(self, source: int, document: Document, splitter: Splitter) -> str:
-        if not document.text and not document.tokens:
+        if not document.content and not document.tokens:
             return "empty"
         if source >= self._num_train:
             return "validation"
@@ -337,37 +384,30 @@ class Work:
         return "validation" if splitter.keeps(key) else "train"
 
     def _write_all(
-        self, encoded: Iterator[tuple[Job, Encoded]], writers: dict[Name, SplitWriter], tokenizer: Tokenizer
+        self, encoded: Iterator[tuple[EncodeTask, Encoded]], writers: dict[Name, SplitWriter], tokenizer: Tokenizer
     ) -> None:
         written, begun = time.monotonic(), len(self._journal.train.parts)
-        for job, ids in encoded:
-            self._last = job
-            while begun <= job.source:
+        for task, ids in encoded:
+            self._last = task
+            while begun <= task.source:
                 for writer in writers.values():
                     writer.begin_part()
                 begun += 1
-            if self.kind == "text":
-                _add(job, ids, writers, tokenizer)
-            else:
-                self._refuse_or_count(ids)
-                add_examples(job.documents, ids, writers, tokenizer, ANSWERS[self.kind])
+            for flaw in ids.flaws.values():
+                if self._on_error != "skip":
+                    raise flaw.error()
+                self._failed += 1
+                self._first_failed = self._first_failed or f"{flaw.where}: {flaw.problem}"
+            _add(task, ids, writers, tokenizer, self.kind)
             text_bytes = sum(writer.progress.bytes for writer in writers.values())
             self._report("tokens", min(max(text_bytes, self._tally.bytes_read), self._bytes), self._bytes)
             if time.monotonic() - written >= self._limits.journal_seconds:
-                self._commit(job, writers)
+                self._commit(task, writers)
                 written = time.monotonic()
 
-    def _refuse_or_count(self, encoded: Encoded) -> None:
-        """Raises UserError for an example that could not be rendered, unless such are skipped."""
-        for flaw in encoded.flaws.values():
-            if self._data.on_error != "skip":
-                raise flaw.error()
-            self._failed += 1
-            self._first_failed = self._first_failed or f"{flaw.where}: {flaw.problem}"
-
-    def _commit(self, job: Job, writers: dict[Name, SplitWriter]) -> None:
+    def _commit(self, task: EncodeTask, writers: dict[Name, SplitWriter]) -> None:
         counters: dict[str, Any] = {name: writer.sync() for name, writer in writers.items()}
-        counters |= {"source": job.source, "read": job.read, "empty": job.empty, "held_back": job.held_back}
+        counters |= {"source": task.source, "read": task.read, "empty": task.empty, "held_back": task.held_back}
         counters |= {"failed": self._failed, "first_failed": self._first_failed}
         self._journal = self._journal.model_copy(update=counters)
         write_file(self._folder / JOURNAL, self._journal.model_dump_json().encode())
@@ -379,55 +419,53 @@ class Work:
         self._commit(self._last, writers)
         weights = [corpus.weight for corpus in self._corpora]
         splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in writers.items()}
-        sources = snapshot.record(
-            self._corpora, self._seen, self._folder, lambda done, total: self._report("checksums", done, total)
-        )
+        sources = record_sources(self._corpora, self._states, self._folder, partial(self._report, "checksums"))
         chat = self._data.chat
         formatted = self.kinds.formatted(chat.template, tokenizer.config, verbatim=verbatim(self._recipe))
         manifest = Manifest(
-            recipe=self._name,
-            identity=self._identity,
-            tokenizer_hash=tokenizer.hash,
-            vocab_size=tokenizer.vocab_size,
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
-            pad_id=tokenizer.pad_id,
-            unk_id=tokenizer.unk_id,
-            dtype=tokenizer.dtype,
-            shard_tokens=self._limits.shard_tokens,
-            train=splits["train"],
-            validation=splits["validation"],
-            sources=sources,
-            skipped=self._tally.skipped + self._failed,
-            first_skipped=self._tally.first_skipped or self._first_failed,
-            empty=self._last.empty,
-            held_back=self._last.held_back,
-            kind=self.kind,
-            formats=tuple(sorted(self._tally.formats)),
-            padding=self._tally.padding,
-            turns=formatted,
+            recipe=self._name, identity=self._identity, tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, unk_id=tokenizer.unk_id,
+            dtype=tokenizer.dtype, shard_tokens=self._limits.shard_tokens, train=splits["train"],
+            validation=splits["validation"], sources=sources, skipped=self._tally.skipped + self._failed,
+            first_skipped=self._tally.first_skipped or self._first_failed, empty=self._last.empty,
+            held_back=self._last.held_back, kind=self.kind, formats=tuple(sorted(self._tally.formats)),
+            padding=self._tally.padding, turns=formatted,
             template=find_template(chat.template, tokenizer.config).origin if formatted else "",
-            texts=self.kinds.texts,
-            snapshot=file_record(self._folder / snapshot.SNAPSHOT),
-        )
+            texts=self.kinds.texts, snapshot=file_record(self._folder / FINGERPRINT),
+        )  # fmt: skip
         manifest = write_manifest(self._folder, manifest)
         (self._folder / JOURNAL).unlink()
         return manifest
 
 
-def _add(job: Job, encoded: Encoded, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> None:
-    """Each document of a batch into its split, in order."""
-    ends, text = np.cumsum(encoded.lengths).tolist(), 0
-    ids: dict[Name, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in SPLITS}
-    sizes: dict[Name, int] = dict.fromkeys(SPLITS, 0)
-    for name, document in job.documents:
-        if document.tokens is None:
-            ids[name].append(encoded.ids[ends[text] - int(encoded.lengths[text]) : ends[text]])
-            sizes[name] += len(document.text.encode())
-            text += 1
-        else:
-            ids[name].append(checked_tokens(document, tokenizer))
-    for name, parts in ids.items():
-        if parts:
-            lengths = np.array([len(part) for part in parts], np.uint64)
-            writers[name].add(np.concatenate(parts), lengths, sizes[name])
+def _add(
+    task: EncodeTask, encoded: Encoded, writers: dict[Name, SplitWriter], tokenizer: Tokenizer, kind: ShardKind
+) -> None:
+    """Each document of a batch into its split, in order: of an example its answers, of a flawed one nothing; tokens
+    of others are taken as they are.
+    """
+    made: dict[Name, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
+    answers, ends = ANSWERS[kind], [0, *np.cumsum(encoded.lengths).tolist()]
+    number, learned = 0, encoded.learned
+    for name, document in task.documents:
+        if document.tokens is not None:
+            ids = checked_tokens(document, tokenizer)
+            flags = np.ones(len(ids), np.uint8) if document.learned is None else np.array(document.learned, np.uint8)
+            made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
+            continue
+        first, last = number * answers, (number + 1) * answers
+        if number not in encoded.flaws:
+            place = slice(int(ends[first]), int(ends[last]))
+            flags = np.zeros(0, np.uint8) if learned is None else learned[place]
+            made[name].append((document, encoded.ids[place], encoded.lengths[first:last], flags))
+        number += 1
+    for name, mine in ((name, mine) for name, mine in made.items() if mine):
+        ids = np.concatenate([part for _, part, _, _ in mine])
+        lengths = np.concatenate([part for _, _, part, _ in mine])
+        if kind == "text":
+            writers[name].add(ids, lengths, sum(len(document.text.encode()) for document, *_ in mine))
+            continue
+        desirable = [document.example is not None and document.example.desirable is True for document, *_ in mine]
+        marks = np.repeat(np.array(desirable, np.uint8), answers)
+        size = int(tokenizer.token_bytes()[ids].sum())
+        writers[name].add(ids, lengths, size, Structure(np.concatenate([part for *_, part in mine]), marks))

@@ -13,29 +13,20 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular
-from bloomery.data.chat.detect import wants_of
+from bloomery.data.chat.formats import wants_of
 from bloomery.data.loading.packing import count_rows, pairs_cut
-from bloomery.data.prepare import fingerprint as snapshot
-from bloomery.data.prepare.examples import learns_examples, template_identity, train_on, verbatim
-from bloomery.data.prepare.pipeline import Limits, Report, Work, streams
+from bloomery.data.prepare.kinds import learns_examples, template_identity, train_on, verbatim
+from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
 from bloomery.data.shards.format import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
 from bloomery.data.sources import builtin
-from bloomery.data.tokenizer.resolve import tokenizer_spec
+from bloomery.data.tokenizer.tokenizer import tokenizer_spec
 from bloomery.hub import data_place
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Recipe
 
 DEFAULT = Limits()
-_NOT_TOKENS = {
-    "sequence_length",
-    "layout",
-    "chat",
-    "prepared",
-    "workers",
-    "pin_memory",
-    "prefetch",
-}  # data keys that change no token
+_NOT_TOKENS = {"sequence_length", "layout", "chat", "prepared", "workers", "pin_memory", "prefetch"}  # change no token
 
 
 def identity(loaded: LoadedRecipe) -> str:
@@ -44,17 +35,14 @@ def identity(loaded: LoadedRecipe) -> str:
     data = recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS)
     if data["validation"] == AUTO:  # what it means is seen in the files, which are compared, and may be gone
         data["validation"] = "1%"
-    parts: dict[str, Any] = {
-        "format": FORMAT,
-        "data": data,
-        "tokenizer": tokenizer_spec(recipe),
-    }
+    parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
     if recipe.data.builtin:
         parts["python"] = builtin.identity()
     if learns_examples(recipe):
-        parts["examples"] = {"wants": wants_of(recipe), "template": template_identity(recipe.data.chat.template)}
-        parts["examples"]["train_on"] = train_on(recipe)
-        parts["examples"]["verbatim"] = verbatim(recipe)
+        parts["examples"] = {
+            "wants": wants_of(recipe), "template": template_identity(recipe.data.chat.template),
+            "train_on": train_on(recipe), "verbatim": verbatim(recipe),
+        }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -77,7 +65,7 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     refuse_layout(loaded.recipe)
     manifest = finished(loaded, folder)
     if manifest is None:
-        with working(loaded, folder, report=report, limits=limits) as work:
+        with preparation(loaded, folder, report=report, limits=limits) as work:
             manifest = finished(loaded, folder) or work.run()
             check_rows(manifest, loaded.recipe.data, folder)
     else:
@@ -86,10 +74,12 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
 
 
 @contextmanager
-def working(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Iterator[Work]:
+def preparation(
+    loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT
+) -> Iterator[Preparation]:
     """The work on a folder, made and locked. Raises UserError as `prepare` does."""
     with writing(folder), locked(folder):
-        yield Work(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
+        yield Preparation(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
 
 
 def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
@@ -102,28 +92,21 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
         return None
     manifest = read_manifest(folder)
     if manifest.identity != identity(loaded):
-        raise UserError(
-            f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})",
-            where=str(folder),
-            remedy="set data.prepared to another folder, or delete this one",
-        )
+        problem = f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})"
+        raise UserError(problem, where=str(folder), remedy="set data.prepared to another folder, or delete this one")
     if manifest.padding is None and (not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)):
-        raise UserError(
-            "was prepared from token ids by an earlier version, which trained on their padding",
-            where=str(folder),
-            remedy=f"delete it and prepare again: rm -r {folder}",
-        )
-    if not _gone(loaded.recipe.data):
+        problem = "was prepared from token ids by an earlier version, which trained on their padding"
+        raise UserError(problem, where=str(folder), remedy=f"delete it and prepare again: rm -r {folder}")
+    data = loaded.recipe.data
+    paths = [data.path] if data.path else [source.path for source in data.sources]
+    if not paths or any(data_place(path).exists() for path in paths):
         if manifest.snapshot is not None:
             check_record(folder, manifest.snapshot)
-        changed = snapshot.stale(folder, streams(loaded.recipe))
+        changed = stale(folder, streams(loaded.recipe))
         if changed is not None:
-            raise UserError(
-                f"was prepared from text that has changed since: {changed}",
-                where=str(folder),
-                remedy=f"delete it and prepare again: rm -r {folder}",
-            )
-    check_rows(manifest, loaded.recipe.data, folder)
+            problem = f"was prepared from text that has changed since: {changed}"
+            raise UserError(problem, where=str(folder), remedy=f"delete it and prepare again: rm -r {folder}")
+    check_rows(manifest, data, folder)
     return manifest
 
 
@@ -133,43 +116,29 @@ def refuse_layout(recipe: Recipe) -> None:
         raise pairs_cut()
 
 
-def _gone(data: Data) -> bool:
-    paths = [data.path] if data.path else [source.path for source in data.sources]
-    return bool(paths) and not any(data_place(path).exists() for path in paths)
-
-
 def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
-    """Raises UserError when no source fills one sequence."""
-    train, length = manifest.train, data.sequence_length
-    if manifest.kind != "text":
-        _check_fitted(manifest, data, folder)
-        return
-    if data.layout == "padded" or max((part.tokens for part in train.parts), default=0) > length:
-        return
-    raise UserError(
-        f"all text together is {train.tokens:,} tokens, less than one sequence of {length:,}",
-        where="data.sequence_length",
-        remedy=f"set it below {max(part.tokens for part in train.parts):,}, or add text",
-    )
-
-
-def _check_fitted(manifest: Manifest, data: Data, folder: Path) -> None:
-    laid = count_rows(folder, manifest, sequence_length=data.sequence_length, layout=data.layout)
-    parts = manifest.train.parts
+    """Raises UserError when no source fills one sequence, or nothing of structured text is learned."""
+    parts, length = manifest.train.parts, data.sequence_length
+    if manifest.kind == "text":
+        longest = max((part.tokens for part in parts), default=0)
+        if data.layout == "padded" or longest > length:
+            return
+        problem = f"all text together is {manifest.train.tokens:,} tokens, less than one sequence of {length:,}"
+        raise UserError(problem, where="data.sequence_length", remedy=f"set it below {longest:,}, or add text")
+    rows = count_rows(folder, manifest, sequence_length=length, layout=data.layout)
     structured = any(part.documents for part in parts if not part.plain)  # its text cannot stand in for it
-    if any(count for count, part in zip(laid.counts, parts, strict=True) if not (structured and part.plain)):
+    if any(count for count, part in zip(rows.counts, parts, strict=True) if not (structured and part.plain)):
         return
-    if not any(fitted.dropped for fitted in laid.fitted):
+    if not any(fitted.dropped for fitted in rows.fitted):
         raise UserError(
             "nothing of it is learned: no row has an answer of the assistant that the template marks",
             where="data.chat.train_on",
             remedy="set data.chat.train_on=all, or see what is learned: bloomery prepare RECIPE --preview 3",
         )
     raise UserError(
-        f"no row has anything to learn among its first {data.sequence_length:,} tokens",
-        where="data.sequence_length",
+        f"no row has anything to learn among its first {length:,} tokens", where="data.sequence_length",
         remedy="raise it; bloomery prepare RECIPE --preview 3 shows what is learned",
-    )
+    )  # fmt: skip
 
 
 @contextmanager
@@ -180,17 +149,12 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                "the disk is full",
-                where=str(folder),
-                remedy="free some space and run the same command again: it goes on where it stopped",
-            ) from error
+            remedy = "free some space and run the same command again: it goes on where it stopped"
+            raise UserError("the disk is full", where=str(folder), remedy=remedy) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise UserError(
-                f"cannot be written: {error.strerror}",
-                where=str(error.filename or folder),
-                remedy="set data.prepared to a folder that you may write",
-            ) from error
+            problem, where = f"cannot be written: {error.strerror}", str(error.filename or folder)
+            remedy = "set data.prepared to a folder that you may write"
+            raise UserError(problem, where=where, remedy=remedy) from error
         raise
 
 
@@ -201,9 +165,6 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                "another process is preparing it right now",
-                where=str(folder),
-                remedy="wait for that one, then run again",
-            ) from error
+            problem, remedy = "another process is preparing it right now", "wait for that one, then run again"
+            raise UserError(problem, where=str(folder), remedy=remedy) from error
         yield

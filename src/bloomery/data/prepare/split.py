@@ -8,7 +8,7 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.data.chat.detect import ROWS, Wants
+from bloomery.data.chat.formats import ROWS, Wants
 from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpus, read_documents, sources_of
 from bloomery.data.sources.files import other_splits, validation_split
 from bloomery.hub import PREFIX, data_place
@@ -25,7 +25,7 @@ def content_key(document: Document) -> int:
     if example is not None and example.kind == "kto" and example.prompt:
         content = repr(example.prompt).encode()
     else:
-        content = document.text.encode() if document.tokens is None else np.array(document.tokens, np.uint32).tobytes()
+        content = document.wire if document.tokens is None else np.array(document.tokens, np.uint32).tobytes()
     return int.from_bytes(blake2b(content, digest_size=8, salt=_SALT).digest(), "big")
 
 
@@ -117,7 +117,7 @@ def _held_keys(held: Corpus, *, on_error: str) -> frozenset[int]:
     """Raises UserError when there is nothing in it: then nothing would tell learning from memorising."""
     tally = Tally()
     documents = read_documents(held, on_error=on_error, tally=tally)
-    keys = frozenset(content_key(document) for document in documents if document.text or document.tokens)
+    keys = frozenset(content_key(document) for document in documents if document.content or document.tokens)
     if not keys:
         told = f": {counted(tally.skipped, 'rows')} skipped, the first: {tally.first_skipped}" if tally.skipped else ""
         remedy = "name another file, or a share of the text: data.validation=1%; 0 keeps none for validation"

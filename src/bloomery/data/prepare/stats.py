@@ -1,8 +1,8 @@
-"""The health of prepared text: what is repeated, cut, foreign or not learned, and what that means."""
+"""What training will see of prepared text: single documents as tokens, and the health of all of it."""
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.units import counted
-from bloomery.data.loading.packing import Layout, Rows
+from bloomery.data.chat.render import Encoded, Renderer, Sequence
+from bloomery.data.loading.packing import Layout, Rows, kept_lengths
+from bloomery.data.prepare.kinds import kind_of
+from bloomery.data.prepare.pipeline import Preparation
 from bloomery.data.shards.format import ANSWERS, Manifest, ShardKind, Split, open_split, read_manifest
+from bloomery.data.sources.documents import Document
+from bloomery.data.sources.readers import Flaw
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
@@ -43,26 +48,21 @@ def unigram_nats(split: Split) -> float:
     """
     total = len(split.tokens)
     each = min(total, SAMPLE_TOKENS) // STRETCHES or total
-    starts = range(0, total, max(each, total // STRETCHES)) if total else ()
-    ids = np.concatenate([_learned(split, start, start + each) for start in starts]) if total else np.zeros(0, np.int64)
-    counts = np.unique(ids, return_counts=True)[1] / max(1, len(ids))
-    return float(-(counts * np.log(counts)).sum() + (len(counts) - 1) / (2 * max(1, len(ids))))
-
-
-def _learned(split: Split, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    ids = split.tokens[start:stop]
-    return ids if split.learned is None else ids[split.learned[start:stop] > 0]
+    ids = [np.zeros(0, np.int64)]
+    for start in range(0, total, max(each, total // STRETCHES)) if total else ():
+        stretch = split.tokens[start : start + each]
+        ids.append(stretch if split.learned is None else stretch[split.learned[start : start + each] > 0])
+    learned = np.concatenate(ids)
+    counts = np.unique(learned, return_counts=True)[1] / max(1, len(learned))
+    return float(-(counts * np.log(counts)).sum() + (len(counts) - 1) / (2 * max(1, len(learned))))
 
 
 def duplicates(split: Split) -> float:
     """Share of the first documents that repeat one before them, token for token."""
-    seen = {blake2b(split.document(i).tobytes(), digest_size=16).digest() for i in range(_looked_at(split))}
-    return 1 - len(seen) / max(1, _looked_at(split))
-
-
-def _looked_at(split: Split) -> int:
     within = int(np.searchsorted(split.bounds, SAMPLE_TOKENS, side="right"))
-    return min(len(split), SAMPLE_DOCUMENTS, max(1, within))
+    count = min(len(split), SAMPLE_DOCUMENTS, max(1, within))
+    seen = {blake2b(split.document(index).tobytes(), digest_size=16).digest() for index in range(count)}
+    return 1 - len(seen) / max(1, count)
 
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
@@ -120,7 +120,11 @@ def fill_of(split: Split, *, sequence_length: int, layout: Layout) -> Fill | Non
     rows = Rows(split, sequence_length=sequence_length, layout=layout, pad_id=None)
     if not rows.fitted:
         return None
-    plain = [_labels(split, part) for part, record in enumerate(split.record.parts) if record.plain]
+    plain = list[Lengths]()  # of each text of a source: the tokens after its first
+    for part, (_, begin), (_, end) in zip(split.record.parts, split.part_starts, split.part_starts[1:], strict=False):
+        if part.plain:
+            bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
+            plain.append(bounds[1:] - bounds[:-1] - 1)
     longer = [np.maximum(labels - sequence_length, 0) for labels in plain if layout == "padded"]
     cut = sum(int(more.sum()) for more in longer)
     texts = sum(int(labels.sum()) if layout == "padded" else max(int((labels + 1).sum()) - 1, 0) for labels in plain)
@@ -132,13 +136,6 @@ def fill_of(split: Split, *, sequence_length: int, layout: Layout) -> Fill | Non
         dropped=sum(fitted.dropped for fitted in rows.fitted),
         unlearned=sum(fitted.unlearned for fitted in rows.fitted),
     )
-
-
-def _labels(split: Split, part: int) -> Lengths:
-    """Of each text of a source: the tokens after its first."""
-    (_, begin), (_, end) = split.part_starts[part], split.part_starts[part + 1]
-    bounds: Lengths = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
-    return bounds[1:] - bounds[:-1] - 1
 
 
 def health(
@@ -161,19 +158,31 @@ def health(
     lost = int((longer - longest).sum()) if layout == "padded" else 0
     ends = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
     duplicates, double_bos, missing_eos, foreign_eos = _texts(split, manifest, {end for end in ends if end is not None})
+    unknown, unk_id = 0, manifest.unk_id
+    for start in range(0, len(split.tokens), _CHUNK) if unk_id is not None else ():
+        unknown += int((split.tokens[start : start + _CHUNK] == unk_id).sum())
+    histogram = tuple[tuple[int, int], ...]()  # units by length, in powers of two
+    if len(lengths):
+        edges = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+        histogram = tuple((2 ** int(edge), int((edges == edge).sum())) for edge in range(edges.min(), edges.max() + 1))
     found = Health(
         kind=split.kind, units=len(lengths), empty=manifest.empty, skipped=manifest.skipped,
-        held_back=manifest.held_back, duplicates=duplicates, unknown=_unknown(split, manifest.unk_id),
+        held_back=manifest.held_back, duplicates=duplicates, unknown=unknown,
         tokens=manifest.train.tokens, rows=sum(rows.counts), longer=len(longer), cut=fill.cut if fill else lost,
-        double_bos=double_bos, missing_eos=missing_eos, foreign_eos=foreign_eos, lengths=_histogram(lengths), fill=fill,
+        double_bos=double_bos, missing_eos=missing_eos, foreign_eos=foreign_eos, lengths=histogram, fill=fill,
         named=named(manifest),
     )  # fmt: skip
+    marks = set() if split.marks is None else set(np.asarray(split.marks)[:: ANSWERS[split.kind]].tolist())
+    one_sided = {
+        (1,): "desirable: nothing tells kto what to avoid, and sft learns them with less work",
+        (0,): "undesirable: there is nothing to learn instead; are the labels turned round?",
+    }.get(tuple(marks))
     warnings = (
         *_warnings(found, manifest, sequence_length),
         *_chat_warnings(found, manifest, tokenizer, missing or []),
-        *_one_sided(split),
+        *([f"every answer is marked as {one_sided}"] if one_sided else []),
     )
-    return Health(**{**vars(found), "warnings": warnings})
+    return replace(found, warnings=warnings)
 
 
 def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
@@ -190,7 +199,11 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             double += manifest.bos_id is not None and ids[:2].tolist() == [manifest.bos_id] * 2
             if split.is_plain(index):
                 continue
-            learned = _where_it_ends(split, index, ids)
+            if split.learned is None:  # where begin and end are one token it stands first
+                learned = {int(ids[0]), int(ids[-1])} if len(ids) else set()
+            else:
+                flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])] > 0
+                learned = set(ids[flags].tolist())
             if manifest.eos_id in learned or not learned or (manifest.kind == "kto" and index % 2):
                 continue
             ended = bool(ends & learned)
@@ -198,40 +211,6 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
         keys.append(int.from_bytes(digest.digest(), "big"))
     repeated = len(keys) - len(np.unique(np.frombuffer(keys, np.uint64))) if keys else 0
     return repeated, double, endless, foreign
-
-
-def _where_it_ends(split: Split, index: int, ids: Lengths) -> set[int]:
-    """The learned tokens of a text; of plain text its first and last, as where begin and end are one token it stands
-    first.
-    """
-    if split.learned is None:
-        return {int(ids[0]), int(ids[-1])} if len(ids) else set()
-    flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])] > 0
-    return set(ids[flags].tolist())
-
-
-def _unknown(split: Split, unk_id: int | None) -> int:
-    if unk_id is None:
-        return 0
-    starts = range(0, len(split.tokens), _CHUNK)
-    return sum(int((split.tokens[start : start + _CHUNK] == unk_id).sum()) for start in starts)
-
-
-def _histogram(lengths: Lengths) -> tuple[tuple[int, int], ...]:
-    """Units by length, in powers of two."""
-    if not len(lengths):
-        return ()
-    edges = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    return tuple((2 ** int(edge), int((edges == edge).sum())) for edge in range(edges.min(), edges.max() + 1))
-
-
-def _one_sided(split: Split) -> Iterator[str]:
-    """Of marked answers that are all marked alike."""
-    marks = set() if split.marks is None else set(np.asarray(split.marks)[:: ANSWERS[split.kind]].tolist())
-    if marks == {1}:
-        yield "every answer is marked as desirable: nothing tells kto what to avoid, and sft learns them with less work"
-    if marks == {0}:
-        yield "every answer is marked as undesirable: there is nothing to learn instead; are the labels turned round?"
 
 
 def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterator[str]:
@@ -284,3 +263,94 @@ def _chat_warnings(found: Health, manifest: Manifest, tokenizer: Tokenizer, miss
             f"the end token {end} is the padding token, too: harmless here, where padding is never learned; programs "
             "that mask padding by its id would never teach a model to stop"
         )
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """A document as training sees it. `pieces` are its tokens as text, `ids` the same as numbers, and `learned` says
+    which of them are learned (None: all). `role`: what an answer is in its pair. `flaw`: why there are none. `kind`:
+    what it is, where a run learns from several.
+    """
+
+    source: str
+    split: str
+    ids: list[int]
+    pieces: list[str]
+    rows: int  # how many rows it touches at least; 0: it is left out
+    cut: int  # tokens that no row holds
+    learned: list[bool] | None = None
+    role: str = ""
+    flaw: str = ""
+    kind: str = ""
+
+
+def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Previewed]:
+    """The first `count` documents, of several sources some of each. The tokenizer is trained and kept when it is not
+    there yet; nothing else is written.
+    """
+    splitter, tokenizer = work.begin()
+    documents = work.first_documents(splitter, count)
+    if work.rendering is None:
+        yield from (_plain(*found, tokenizer, sequence_length, layout) for found in documents)
+        return
+    mixed = bool(work.kinds.plain)
+    with work.rendering.renderer(tokenizer) as renderer:
+        for name, document in documents:
+            if kind_of(document) == "text":
+                seen = _plain(name, document, tokenizer, sequence_length, layout)
+                yield replace(seen, learned=[True] * len(seen.ids), kind="text")
+            else:
+                found = _structured(name, document, renderer, tokenizer, sequence_length)
+                yield from (replace(seen, kind="conversation" if mixed else "") for seen in found)
+
+
+def _plain(name: str, document: Document, tokenizer: Tokenizer, sequence_length: int, layout: Layout) -> Previewed:
+    if document.tokens is not None:
+        ids = list(document.tokens)
+    else:
+        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        end = [] if tokenizer.eos_id in (None, tokenizer.bos_id) else [tokenizer.eos_id]
+        ids = [*begin, *tokenizer.encode(document.text), *[index for index in end if index is not None]]
+    cut = max(len(ids) - 1 - sequence_length, 0) if layout == "padded" else 0
+    rows = 1 if layout == "padded" else -(-len(ids) // sequence_length)
+    return Previewed(document.source, name, ids, pieces(ids, tokenizer), rows, cut)
+
+
+def _structured(
+    name: str, document: Document, renderer: Renderer, tokenizer: Tokenizer, sequence_length: int
+) -> Iterator[Previewed]:
+    """Both answers of a pair; of a marked answer its own alone, as its twin is never learned. Of an example, or of
+    tokens whose maker has said which are learned.
+    """
+    example, roles = document.example, [""]
+    if example is None:
+        assert document.tokens is not None and document.learned is not None
+        sides: Encoded | Flaw = (Sequence(list(document.tokens), list(document.learned)),)
+    else:
+        sides = renderer.encode_batch([example])[0]
+        if example.kind == "pair":
+            roles = ["chosen", "rejected"]
+        elif example.kind == "kto":
+            roles = ["desirable" if example.desirable else "undesirable"]
+    if isinstance(sides, Flaw):
+        yield Previewed(document.source, name, [], [], 0, 0, flaw=sides.problem)
+        return
+    whole = np.array([[len(side.ids) for side in sides]], np.int64)
+    kept = kept_lengths(whole, sequence_length)[0].tolist()
+    fits = all(any(side.learned[1:count]) for side, count in zip(sides, kept, strict=True))
+    for side, count, role in zip(sides, kept, roles, strict=False):
+        text, cut = pieces(side.ids, tokenizer), len(side.ids) - count
+        yield Previewed(document.source, name, side.ids, text, int(fits), cut, side.learned, role)
+
+
+def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
+    """Each id as text; a character that several tokens share shows in the last of them."""
+    shown, start = [], 0
+    for stop in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:stop])
+        if text.endswith("�") and stop - start < 4 and stop < len(ids):
+            shown.append("")
+            continue
+        shown.append(text)
+        start = stop
+    return shown

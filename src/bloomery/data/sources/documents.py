@@ -4,11 +4,14 @@ import gzip
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.detect import (
+from bloomery.data.chat.examples import Example, to_wire
+from bloomery.data.chat.formats import (
+    FORMATS,
     ROWS,
     Wants,
     columns_of_examples,
@@ -18,19 +21,16 @@ from bloomery.data.chat.detect import (
     refuse_unknown_roles,
     row_to_example,
 )
-from bloomery.data.chat.examples import Example, to_wire
 from bloomery.data.sources import builtin
 from bloomery.data.sources import builtin as mined
-from bloomery.data.sources.files import CHAT, SourceFile, list_files, other_splits
-from bloomery.data.sources.readers import READERS, Value, column_types
-from bloomery.data.sources.streams import Flaw, open_bytes, text_of
+from bloomery.data.sources.files import SourceFile, list_files, other_splits
+from bloomery.data.sources.readers import JSON_KINDS, READERS, Flaw, Value, column_types, open_bytes, text_of
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
 _IGNORED = -100  # torch's and transformers' label that is not learned
 _AGAIN = "copy or download it again"
 _REACH = "check its owner, its permissions and the disk"
-_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # labels are -100 where nothing is learned
 ATTENTION = "attention_mask"  # 0 for padding
@@ -38,18 +38,30 @@ ATTENTION = "attention_mask"  # 0 for padding
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or tokens that somebody else made, or an example, and where it stood ("file.jsonl:17").
+    """One text or example, or tokens that somebody else made, and where it stood ("file.jsonl:17").
 
-    The `text` of an example is what example_wire writes of it. `learned` says which of the tokens are, where their
-    maker has said so. `padding`: how many more tokens there were that its attention mask leaves out; None without one.
+    `learned` says which of the tokens are, where their maker has said so. `padding`: how many more tokens there were
+    that its attention mask leaves out; None without one.
     """
 
     source: str
-    text: str = ""
+    content: str | Example = ""
     tokens: tuple[int, ...] | None = None
-    example: Example | None = None
     learned: tuple[bool, ...] | None = None
     padding: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else ""
+
+    @property
+    def example(self) -> Example | None:
+        return None if isinstance(self.content, str) else self.content
+
+    @cached_property
+    def wire(self) -> bytes:
+        """The content as it is hashed, and as it travels to the process that encodes it."""
+        return (self.content if isinstance(self.content, str) else to_wire(self.content)).encode()
 
 
 @dataclass
@@ -122,7 +134,7 @@ def sources_of(data: Data) -> list[Source]:
 
 def open_corpus(source: Source, wants: Wants = "text", *, split: str | None = None) -> Corpus:
     """Raises UserError as `open_corpora` does. `split`: one of its data set's other splits than train."""
-    if source.format in CHAT and wants == "text":
+    if source.format in FORMATS and wants == "text":
         raise UserError(
             f"rows of format {source.format} are no plain text",
             where="data.format",
@@ -159,7 +171,7 @@ def _mined(corpus: Corpus, tally: Tally) -> Iterator[Document]:
     tally.formats.add(corpus.path)
     for example in (mined.pairs if corpus.builtin == "stdlib-pairs" else mined.conversations)(corpus.files):
         for wanted in documents_wanted(example, corpus.wants):
-            yield Document(wanted.source, to_wire(wanted), example=wanted)
+            yield Document(wanted.source, wanted)
     tally.bytes_read += corpus.bytes
 
 
@@ -210,7 +222,7 @@ def _typed_reader(
 def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
     read: _Read | None = None
     for value in READERS[file.format](file.path, file.shown, None):
-        row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in CHAT)
+        row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in FORMATS)
         if row and read is None:
             read = _reader(value, corpus, tally)
         yield from read(value) if row and read is not None else [_document(value, "text", "")]
@@ -229,7 +241,7 @@ def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
 
 
 def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
-    if corpus.format in CHAT:
+    if corpus.format in FORMATS:
         return corpus.format, corpus.columns
     if not isinstance(first, Value) or corpus.tokens or {"text", "tokens"} & set(corpus.columns):
         return None
@@ -246,7 +258,7 @@ def _examples(format: str, columns: dict[str, str], corpus: Corpus, tally: Tally
             yield found
             return
         for example in documents_wanted(found, corpus.wants):
-            yield Document(example.source, to_wire(example), example=example)
+            yield Document(example.source, example)
 
     return read
 
@@ -372,7 +384,7 @@ def _unmasked(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
         and all(type(item) is int and 0 <= item < 2**32 for item in content)
     ):
         return Document(value.where, tokens=tuple(content))
-    what = _KINDS.get(type(content).__name__, f"a {type(content).__name__}")
+    what = JSON_KINDS.get(type(content).__name__, f"a {type(content).__name__}")
     return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import closest
 from bloomery.core.units import counted
-from bloomery.data.sources.streams import COMPRESSED
+from bloomery.data.chat.formats import FORMATS
+from bloomery.data.sources.readers import COMPRESSED
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
@@ -29,7 +30,6 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how the Hub's data
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")  # splits to evaluate on while training, the likeliest first
 _EXAMINED = {*_VALIDATION, "test"}
 _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
-CHAT = ("messages", "sharegpt", "alpaca", "completion", "preference", "kto")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return [replace(file, found=str(shown / file.path.relative_to(root))) for file in _saved_dataset(root)]
     found = sorted(_walk(root, source.glob))
-    chosen = found if source.glob else _recognised(found, rows=rows or source.format in CHAT)
+    chosen = found if source.glob else _recognised(found, rows=rows or source.format in FORMATS)
     if not chosen:
         raise _nothing(root, source.glob, found)
     chosen = chosen if source.glob else train_files(chosen, str(root))
@@ -153,7 +153,7 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
             files = _saved_dataset(root / split) if split != "train" else []
             splits[split] = [replace(file, found=str(shown / split / file.name)) for file in files]
         return {split: files for split, files in splits.items() if files}
-    found = _recognised(sorted(_walk(root, None)), rows=rows or source.format in CHAT)
+    found = _recognised(sorted(_walk(root, None)), rows=rows or source.format in FORMATS)
     kept = set(train_files(found, str(root)))
     for name in found:
         own = _split_of(name)
@@ -180,7 +180,7 @@ def unread(source: Source, *, rows: bool = False, key: str = "data.glob=") -> st
     root = data_place(source.path)
     if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return None
-    found, rows = sorted(_walk(root, None)), rows or source.format in CHAT
+    found, rows = sorted(_walk(root, None)), rows or source.format in FORMATS
     taken = _recognised(found, rows=rows)
     aside = [name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)]
     if not aside:
@@ -232,7 +232,7 @@ def _split_of(name: str) -> str | None:
 
 
 def _format(path: Path, asked: str) -> str:
-    if asked == "tokens" or asked in CHAT:
+    if asked == "tokens" or asked in FORMATS:
         return _format(path, "auto")
     if asked != "auto":
         return asked

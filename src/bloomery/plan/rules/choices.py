@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
-from bloomery.data.chat.detect import wants_of
+from bloomery.data.chat.formats import wants_of
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
 from bloomery.model.config import ModelConfig

@@ -6,7 +6,7 @@ from typing import Any
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
-from bloomery.data.tokenizer.resolve import new_tokens
+from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.model.adapters.peft_settings import method_settings, named, targets_of
 from bloomery.model.adapters.targets import ALL_LINEAR, adaptation, refuse_untrained_rows
 from bloomery.model.config import ModelConfig

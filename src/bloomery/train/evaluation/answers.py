@@ -9,7 +9,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Message
-from bloomery.data.chat.prompting import chat_form, continuation
+from bloomery.data.chat.render import chat_form, continuation
 from bloomery.data.shards.format import ANSWERS, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder

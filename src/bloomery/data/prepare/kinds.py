@@ -1,4 +1,4 @@
-"""What `prepare` does with examples and not with plain text: which kinds go together, twins for KTO, flags of tokens"""
+"""What documents are: which kinds go together, what decides how examples become tokens, and twins for KTO."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,14 +8,12 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example, Turns, to_wire
+from bloomery.data.chat.examples import Example
+from bloomery.data.chat.formats import FORMATS
 from bloomery.data.chat.render import Renderer
-from bloomery.data.chat.templates import BUILTIN, NONE, builtin_template, formats_texts
-from bloomery.data.prepare.workers import Encoded, Rendering
-from bloomery.data.shards.format import Name, ShardKind, Texts
-from bloomery.data.shards.writer import SplitWriter, Structure
+from bloomery.data.chat.templates import BUILTIN, builtin_template, formats_texts
+from bloomery.data.shards.format import ShardKind, Texts
 from bloomery.data.sources.documents import Corpus, Document, Tally, read_documents
-from bloomery.data.sources.files import CHAT
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.recipe.schema import Chat, Recipe
 
@@ -90,19 +88,6 @@ def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
     return "all" if recipe.objective.spec.reads_text else recipe.data.chat.train_on
 
 
-def keep_template(tokenizer: Tokenizer, rendering: Rendering, folder: Path) -> None:
-    """The template that training used goes with its tokenizer, so that whoever opens it writes conversations alike.
-    Raises UserError for a template that cannot be used; completions of plain texts need none.
-    """
-    if rendering.template in (None, NONE):
-        return
-    with rendering.renderer(tokenizer) as renderer:
-        text = renderer.template.text
-    if tokenizer.config.get("chat_template") != text:
-        tokenizer.config["chat_template"] = text
-        tokenizer.save(folder)
-
-
 def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
     """Markup of the chat template that the tokenizer has no token for. Completions of plain texts need no template."""
     if not formats_texts(asked, tokenizer.config):
@@ -135,8 +120,12 @@ class Twins:
             self._other[split] = last
         if split not in self._other:
             self._other[split] = self._first_other(example, split)
-        both = replace(example, answers=(example.answers[0], _as(self._other[split].answers[0], example)))
-        return replace(document, example=both, text=to_wire(both))
+        own, answer = example.answers[0], self._other[split].answers[0]
+        if isinstance(own, str) and not isinstance(answer, str):  # in the form that its own answer has
+            answer = "\n".join(turn.content for turn in answer)
+        elif isinstance(answer, str) and not isinstance(own, str):
+            answer = (replace(own[-1], content=answer, calls=(), thinking=None),)
+        return replace(document, content=replace(example, answers=(own, answer)))
 
     def _first_other(self, example: Example, split: str) -> Example:
         elsewhere: Example | None = None
@@ -156,82 +145,14 @@ class Twins:
         )
 
 
-def _as(answer: Turns, example: Example) -> Turns:
-    """An answer in the form that the example's own has, text or turns."""
-    own = example.answers[0]
-    if isinstance(own, str) and not isinstance(answer, str):
-        return "\n".join(turn.content for turn in answer)
-    if isinstance(answer, str) and not isinstance(own, str):
-        return (replace(own[-1], content=answer, calls=(), thinking=None),)
-    return answer
-
-
-def add_examples(
-    documents: list[tuple[Name, Document]],
-    encoded: Encoded,
-    writers: dict[Name, SplitWriter],
-    tokenizer: Tokenizer,
-    answers: int,
-) -> None:
-    """The answers of each example of a batch into its split, in order, and texts as such of one answer; those of
-    flawed examples nowhere.
-    """
-    sizes = tokenizer.token_bytes()
-    made = _made(documents, encoded, tokenizer, answers)
-    for name, writer in writers.items():
-        mine = [(document, part) for (split, document), part in zip(documents, made, strict=True)
-                if split == name and part is not None]  # fmt: skip
-        if not mine:
-            continue
-        ids = np.concatenate([part.ids for _, part in mine])
-        marks = np.repeat(np.array([_mark(document) for document, _ in mine], np.uint8), answers)
-        structure = Structure(np.concatenate([part.learned for _, part in mine]), marks)
-        writer.add(ids, np.concatenate([part.lengths for _, part in mine]), int(sizes[ids].sum()), structure)
-
-
-class _Made(NamedTuple):
-    """The texts of one example."""
-
-    ids: np.ndarray[Any, np.dtype[Any]]
-    lengths: np.ndarray[Any, np.dtype[np.uint64]]
-    learned: np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def _made(
-    documents: list[tuple[Name, Document]], encoded: Encoded, tokenizer: Tokenizer, answers: int
-) -> list[_Made | None]:
-    """Of each document, None for a flawed one; tokens of others are taken as they are."""
-    assert encoded.learned is not None
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(encoded.lengths).astype(np.int64)])
-    found, number = list[_Made | None](), 0
-    for _, document in documents:
-        if document.tokens is not None:
-            ids = checked_tokens(document, tokenizer)
-            learned = np.ones(len(ids), np.uint8) if document.learned is None else np.array(document.learned, np.uint8)
-            found.append(_Made(ids, np.array([len(ids)], np.uint64), learned))
-            continue
-        place = slice(int(ends[number * answers]), int(ends[(number + 1) * answers]))
-        lengths = encoded.lengths[number * answers : (number + 1) * answers]
-        good = number not in encoded.flaws
-        found.append(_Made(encoded.ids[place], lengths, encoded.learned[place]) if good else None)
-        number += 1
-    return found
-
-
 def checked_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[Any]]:
     """Tokens that somebody else made. Raises UserError for one that the tokenizer does not have."""
     tokens = np.array(document.tokens, np.uint32)
     if int(tokens.max()) >= tokenizer.vocab_size:
-        raise UserError(
-            f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}",
-            where=document.source,
-            remedy="name the tokenizer that made these tokens: tokenizer.from",
-        )
+        problem = f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}"
+        remedy = "name the tokenizer that made these tokens: tokenizer.from"
+        raise UserError(problem, where=document.source, remedy=remedy)
     return tokens
-
-
-def _mark(document: Document) -> int:
-    return int(document.example is not None and document.example.desirable is True)
 
 
 def template_identity(asked: str | None) -> str | None:
@@ -240,14 +161,11 @@ def template_identity(asked: str | None) -> str | None:
         return None
     if asked in BUILTIN:
         return builtin_template(asked)
-    return Path(asked).read_text(encoding="utf-8", errors="replace") if _is_file(asked) else asked
-
-
-def _is_file(name: str) -> bool:
     try:
-        return Path(name).is_file()
+        is_file = Path(asked).is_file()
     except OSError:  # a template in the recipe is longer than any path
-        return False
+        is_file = False
+    return Path(asked).read_text(encoding="utf-8", errors="replace") if is_file else asked
 
 
 def learns_examples(recipe: Recipe) -> bool:
@@ -256,7 +174,7 @@ def learns_examples(recipe: Recipe) -> bool:
     formats = {data.format, *(source.format for source in data.sources)}
     if recipe.objective.spec.reads_text:
         mined = data.builtin in ("stdlib-chat", "stdlib-pairs")
-        return mined or data.chat != Chat() or bool(formats & set(CHAT))
+        return mined or data.chat != Chat() or bool(formats & set(FORMATS))
     return data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}
 
 
