@@ -170,7 +170,7 @@ def test_the_child_sees_no_secret(monkeypatch):
     with Renderer(chat_tokenizers.ours(), template=SIMPLE, train_on="all") as renderer:
         renderer.encode(TALK)
         (process,) = renderer._processes.values()
-        assert process._process is not None
+        assert process._child is not None
         seen = Path(f"/proc/{process._child._process.pid}/environ").read_text()
     assert "secret" not in seen and "HF_" not in seen
 
