@@ -18,6 +18,7 @@ from gpu_check_use import used
 from bloomery.core.units import GIB
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Machine
+from bloomery.plan.gather import facts_of
 from bloomery.plan.local import child_environment
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
@@ -40,7 +41,8 @@ def plan_of(method: str, *, tiny: bool) -> Plan:
     machine = detect()
     recipe = RECIPES[method] + ("-tiny" if tiny else "")
     words = (*(TINY_STEP if tiny else STEP), *WORDS.get(method, ()))
-    plan = resolve(load_recipe(recipe, words), machine if tiny else capped(machine, TARGETS[method]), brief=True)
+    loaded, there = load_recipe(recipe, words), machine if tiny else capped(machine, TARGETS[method])
+    plan = resolve(loaded, facts_of(loaded, there))
     update: Found = {"model": plan.model.model_copy(update={"source": None})}
     if plan.train.device == "cuda":
         update["memory"] = plan.memory.model_copy(update={"limit": TARGETS[method] * GIB})

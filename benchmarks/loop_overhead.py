@@ -19,7 +19,7 @@ from pathlib import Path
 from bloomery.data.prepare.prepare import prepare
 from bloomery.hardware.detect.detect import detect
 from bloomery.monitor.events import EventLog
-from bloomery.plan.gather import corpus_of
+from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
@@ -37,7 +37,7 @@ def planned(folder: Path) -> Plan:
     """The demo's plan, with steps in place of its wall time."""
     loaded = load_recipe("demo", ["train.length=100000 steps", f"data.prepared={folder / 'prepared'}"])
     prepare(loaded, folder / "prepared")
-    return resolve(loaded, detect(), prepared=folder / "prepared", corpus=corpus_of(loaded, folder / "prepared"))
+    return resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"))
 
 
 def timed(plan: Plan, folder: Path, steps: int) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ from paced import Ended, Pace
 
 from bloomery.hardware.detect.detect import detect
 from bloomery.monitor.events import Event, StepDone
-from bloomery.plan.gather import corpus_of
+from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
@@ -20,7 +20,7 @@ def planned(folder: Path, overrides: list[str]) -> Plan:
     """The plan of the folder's recipe for this machine, as `bloomery train` would make it."""
     loaded = load_recipe(folder / RECIPE, overrides)
     prepared = folder / "prepared"
-    return resolve(loaded, detect(), prepared=prepared, corpus=corpus_of(loaded, prepared))
+    return resolve(loaded, gather(loaded, detect(), prepared=prepared))
 
 
 def main() -> None:

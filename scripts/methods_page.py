@@ -21,9 +21,10 @@ from bloomery.core.units import GIB, format_count, two_digits
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.counting import parameter_count
-from bloomery.plan.advice.suggestions import state_parts
-from bloomery.plan.estimate.states import trained_count, way_of
+from bloomery.plan.estimate.states import mode_of, trained_count
+from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
+from bloomery.plan.rules.choices import state_parts
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 
@@ -107,7 +108,8 @@ def planned_for(card: str, name: str, *words: str) -> Plan:
     recipe, own = SEVEN[name]
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
         machine = with_gpu(computer(), find_gpu(card))
-        return resolve(load_recipe(recipe, (*own, *words)), machine, brief=True)
+        loaded = load_recipe(recipe, (*own, *words))
+        return resolve(loaded, facts_of(loaded, machine))
 
 
 def planned() -> str:
@@ -119,7 +121,7 @@ def planned() -> str:
         plan = planned_for(LARGE, name)
         least = planned_for(LARGE, name, "train.micro_batch=1", "train.tokens_per_step=2048",
                             "train.activation_checkpointing=full")  # fmt: skip
-        trained = trained_count(plan.model.config, way_of(plan, plan.model.config))
+        trained = trained_count(plan.model.config, mode_of(plan, plan.model.config))
         cells = " | ".join(_rate(each) for each in (planned_for(SMALL, name), plan))
         lines.append(f"| {name} | {format_count(trained)} | {least.memory.total / GIB:.1f} | {cells} |")
     return "\n".join(lines)
@@ -147,7 +149,7 @@ def seven_parts() -> dict[str, dict[str, float]]:
     for name in ("full, AdamW", "LoRA r16", "QLoRA r16 (nf4)"):
         plan = planned_for(LARGE, name)
         config = plan.model.config
-        found[name] = state_parts(config, way_of(plan, config), plan.optimizer.kind, plan.train.precision)
+        found[name] = state_parts(config, mode_of(plan, config), plan.optimizer.kind, plan.train.precision)
     return found
 
 

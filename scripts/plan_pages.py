@@ -23,6 +23,7 @@ from bloomery.core.units import GIB, two_digits
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.specs.specs import find_gpu
+from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe, packaged
 
@@ -59,7 +60,8 @@ def tuning() -> list[str]:
 
 def _cell(recipe: str, card: str) -> str:
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
-        plan = resolve(load_recipe(recipe), with_gpu(computer(), find_gpu(card)), brief=True)
+        loaded = load_recipe(recipe)
+        plan = resolve(loaded, facts_of(loaded, with_gpu(computer(), find_gpu(card))))
     needs = plan.memory.total / GIB
     if not plan.fits:
         return f"no: {needs:.1f}"

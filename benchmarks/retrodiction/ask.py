@@ -11,16 +11,14 @@ from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile
 from bloomery.hardware.specs.specs import find_gpu
+from bloomery.model.families.presets import build_config
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.activations import layer_bytes_per_token
-from bloomery.plan.estimate.memory import FRAGMENTATION, Moment, moments, tensors_at
+from bloomery.plan.estimate.memory import FRAGMENTATION, Moment, layer_bytes_per_token, moments, tensors_at
+from bloomery.plan.estimate.mesh_memory import Split, unsharded
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
-from bloomery.plan.estimate.states import learning_bytes, way_of
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.mesh.layouts import Job, layout_parts
-from bloomery.plan.mesh.links import fabric_of
-from bloomery.plan.mesh.memory import Split, unsharded
-from bloomery.plan.resolve import expandable, model_config
+from bloomery.plan.estimate.states import StepShape, learning_bytes, mode_of
+from bloomery.plan.gather import planned_vocabulary
+from bloomery.plan.mesh import MeshWorkload, fabric_of, layout_parts
 from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
 
@@ -70,8 +68,8 @@ def answers() -> list[Answer]:
 @dataclass(frozen=True)
 class Asked:
     recipe: Any
-    load: Occupancy
-    job: Job
+    load: StepShape
+    job: MeshWorkload
     split: Split
     rows: int  # of a device and step
     work: speed.Work
@@ -84,18 +82,19 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     program, precision = row["program"], recipe.train.precision
     machine = with_gpu(_host(), find_gpu(row["gpu"]))
     profile = build_profile(machine)
-    config = model_config(recipe, None)
+    config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
     compiled = recipe.train.compile if compiled is None else compiled
     micro, length = recipe.train.micro_batch, recipe.data.sequence_length
     mode = "none" if recipe.train.activation_checkpointing == "auto" else recipe.train.activation_checkpointing
     tokens = micro * length
-    load = Occupancy(
+    expandable = any("expandable_segments:True" in value for value in profile.environment.value.values())
+    load = StepShape(
         config=config, sequence_length=length, micro_batch=micro, precision=precision, optimizer=recipe.optimizer.kind,
         attention="math" if program["attention"] == "math" else "sdpa",
         checkpointing=mode, compiled=bool(compiled),
         score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
-        context_bytes=profile.arch.context_mib * 2**20, on_gpu=True, expandable=expandable(profile),
-        way=way_of(recipe, config),
+        context_bytes=profile.arch.context_mib * 2**20, on_gpu=True, expandable=expandable,
+        mode=mode_of(recipe, config),
     )  # fmt: skip
     rate = speed.device_rate(profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled))
     if "bandwidth_gbs" in row.get("card", {}):
@@ -108,8 +107,8 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     operators = program.get("checkpointing") == "operators"
     again = OPERATORS if operators else recompute(load)
     loss = {"fused": "kept", "plain": "plain", "chunked": "chunked"}[program["loss"]]
-    job = Job(
-        load=load, train=recipe.train, rows_per_step=rows * devices, fabric=fabric, rate=rate,
+    job = MeshWorkload(
+        step=load, rows_per_step=rows * devices, fabric=fabric, rate=rate,
         vendor=profile.arch.vendor, limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
     )  # fmt: skip
     work = work_of(load, tokens=rows * length, again=again, loss=loss, clips=recipe.train.clip is not None)
@@ -150,8 +149,8 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     load, config, shard = one.load, one.load.config, one.split.shard
     peak = max((their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total)
     parts = tensors_at(load, peak)
-    if not load.way.in_backward:
-        parts["gradients"] = learning_bytes(config, load.way, load.precision)
+    if not load.mode.in_backward:
+        parts["gradients"] = learning_bytes(config, load.mode, load.precision)
     for name in parts.keys() & {"weights", "gradients", "optimizer", "adapter"}:
         parts[name] /= shard
     if shard > 1:
@@ -173,15 +172,15 @@ def their_moment(one: Asked, moment: Moment) -> Moment:
     load, config = one.load, one.load.config
     scores, activations = moment.scores, moment.activations
     if one.operators and activations:
-        inside = load.rows * layer_bytes_per_token(load)  # of the layer that is computed again
-        activations = config.num_layers * load.rows * operator_bytes(load) + inside
+        inside = load.tokens_per_micro_batch * layer_bytes_per_token(load)  # of the layer that is computed again
+        activations = config.num_layers * load.tokens_per_micro_batch * operator_bytes(load) + inside
     if one.loss != "fused" and scores:
         chunks = CHUNKS if one.loss == "chunked" else 1
-        scores = PLAIN_LOGIT_BYTES * float(load.rows) * config.vocab_size / chunks
+        scores = PLAIN_LOGIT_BYTES * float(load.tokens_per_micro_batch) * config.vocab_size / chunks
     return replace(moment, scores=scores, activations=activations)
 
 
-def operator_bytes(load: Occupancy) -> float:
+def operator_bytes(load: StepShape) -> float:
     """Per token and layer: the layer's input, attention's output, and every other product's."""
     config = load.config
     products = config.query_width + 2 * config.key_width + 2 * config.hidden_size

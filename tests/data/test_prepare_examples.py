@@ -149,7 +149,7 @@ def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_pre
     first = load_tokenizer(tmp_path / "p").decode(open_split(tmp_path / "p", "train").document(0).tolist())
     assert ("<|im_start|>assistant" in first) == manifest.turns
     for corpus in (guessed(loaded.recipe), counted(manifest, loaded.recipe.data, tmp_path / "p")):
-        choices = dict(objective_choices(loaded.recipe, corpus))
+        choices = dict(objective_choices(loaded.recipe, corpus, None))
         assert choices["data.chat.template"].value == told
 
 

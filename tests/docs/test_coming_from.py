@@ -15,7 +15,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.profile import build_profile
 from bloomery.hardware.specs.specs import find_gpu
-from bloomery.plan.rules.unsupported import refuse_unbuilt
+from bloomery.plan.rules.unsupported import refuse_recipe, refuse_several_devices
 from bloomery.recipe.load import load_recipe
 
 GUIDES = {
@@ -66,7 +66,9 @@ def check_missing(text: str, recipe: str) -> None:
         assert words_of(text)[0] not in cli.list_commands(click.Context(cli)), f"{text} has come: give it its row"
         return
     with pytest.raises(UserError, match="not in this version"):
-        refuse_unbuilt(load_recipe(recipe, shlex.split(text)).recipe)
+        asked = load_recipe(recipe, shlex.split(text)).recipe
+        refuse_recipe(asked)
+        refuse_several_devices(asked)
 
 
 def check(text: str, recipe: str) -> None:

@@ -15,7 +15,6 @@ def plan_of(*, attention: str = "mask", **train: object) -> Plan:
     """`train`: fields of its section."""
     plan = {
         "name": "tiny", "torch": "2.13.0", "step_seconds": None, "total_tokens": None, "decisions": (),
-        "contradictions": (), "claims": (), "remedies": (),
         "model": {"config": CONFIG, "source": None, "attention": attention, "score_chunk": 64},
         "data": {
             "prepared": Path(), "sequence_length": 32, "layout": "packed", "pin_memory": False, "prefetch": 2,

@@ -6,6 +6,7 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
+from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts, Plan
 from bloomery.recipe.load import load_recipe
@@ -37,7 +38,8 @@ def plan(tmp_path: Path):
     facts = CorpusFacts(rows_per_epoch=5000, tokens=320_000, vocab_size=300)
 
     def make(machine: Machine, *overrides: str) -> Plan:
-        return resolve(load_recipe(tmp_path / "tiny.yaml", overrides), machine, prepared=tmp_path, corpus=facts)
+        recipe = load_recipe(tmp_path / "tiny.yaml", overrides)
+        return resolve(recipe, facts_of(recipe, machine, prepared=tmp_path, corpus=facts))
 
     return make
 

@@ -6,6 +6,10 @@ from bloomery.core.units import GIB
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.specs.specs import find_gpu
+from bloomery.plan.advice.advise import advise
+from bloomery.plan.gather import facts_of
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import CorpusFacts, Plan, PlanReport
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
 
@@ -38,3 +42,17 @@ def loaded(**sections: Any) -> LoadedRecipe:
         for key in {**defaults, **sections}
     }
     return LoadedRecipe(Recipe.model_validate(merged), "small", {})
+
+
+def planned(
+    loaded: LoadedRecipe, machine: Machine, *, corpus: CorpusFacts | None = None, gpus: int = 1, nodes: int = 1
+) -> Plan:
+    """Without the text that may lie here."""
+    return resolve(loaded, facts_of(loaded, machine, corpus=corpus), gpus=gpus, nodes=nodes)
+
+
+def reported(
+    loaded: LoadedRecipe, machine: Machine, *, corpus: CorpusFacts | None = None, gpus: int = 1, nodes: int = 1
+) -> PlanReport:
+    facts = facts_of(loaded, machine, corpus=corpus)
+    return advise(loaded, resolve(loaded, facts, gpus=gpus, nodes=nodes), facts)

@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
-from plan_help import SMALL, loaded, machine
+from plan_help import SMALL, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.model.families.presets import build_config
+from bloomery.model.families.presets import build_config, known_config
 from bloomery.model.families.registry import config_to_hf
-from bloomery.plan.resolve import resolve
-from bloomery.plan.rules.peft import adapter_choices, counted_as, refuse_method_misfits, refuse_new_rows
+from bloomery.plan.rules.adapters import adapter_choices, counted_as, refuse_method_misfits, refuse_new_rows
 from bloomery.recipe.schema import Model, Peft, Recipe, Tokenizer, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
@@ -26,7 +26,7 @@ def recipe_from(folder, **adapter) -> Recipe:
 
 def test_the_plan_says_how_much_is_trained():
     adapter = {"kind": "dora", "rank": 4, "targets": ["q_proj"], "scale": "rslora", "init": "pissa"}
-    plan = resolve(loaded(adapter=adapter), machine())
+    plan = planned(loaded(adapter=adapter), machine())
     said = next(decision for decision in plan.decisions if decision.key == "adapter.kind")
     assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
     assert said.because.startswith("1,152 numbers are trained") and said.because.endswith("on 2 matrices")  # 2 x 9 x 64
@@ -34,26 +34,32 @@ def test_the_plan_says_how_much_is_trained():
 
 @pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])
 def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
-    plan = resolve(loaded(adapter={"kind": "lora", "rank": rank, "targets": ["q_proj", "down_proj"]}), machine())
+    plan = reported(loaded(adapter={"kind": "lora", "rank": rank, "targets": ["q_proj", "down_proj"]}), machine())
     found = [text for text in plan.contradictions if "adapter.rank is 65" in text and "no more than 64" in text]
     assert len(found) == doubted
 
 
+def words_of(recipe):
+    """What the model of the start knows, and what is added."""
+    return {"known": known_config(recipe.model.from_).vocab_size, "added": new_tokens(recipe)}
+
+
 def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     plain = recipe_from(tmp_path)
-    ((key, choice),) = adapter_choices(plain, GROWN)
+    ((key, choice),) = adapter_choices(plain, GROWN, **words_of(plain))
     assert (key, choice.value) == ("model.vocab_size", "3 new tokens")
-    assert list(adapter_choices(plain, CONFIG)) == []
-    refuse_new_rows(plain, GROWN)
+    assert list(adapter_choices(plain, CONFIG, **words_of(plain))) == []
+    refuse_new_rows(plain, GROWN, **words_of(plain))
     alone = recipe_from(tmp_path, kind="lora")
-    refuse_new_rows(alone, CONFIG)
+    refuse_new_rows(alone, CONFIG, **words_of(alone))
     with pytest.raises(UserError, match="3 tokens are new"):
-        refuse_new_rows(alone, GROWN)
-    refuse_new_rows(recipe_from(tmp_path, kind="lora", train_also=["embed_tokens", "lm_head"]), GROWN)
+        refuse_new_rows(alone, GROWN, **words_of(alone))
+    both = recipe_from(tmp_path, kind="lora", train_also=["embed_tokens", "lm_head"])
+    refuse_new_rows(both, GROWN, **words_of(both))
     method = recipe_from(tmp_path, kind="peft", method="ia3")
-    refuse_new_rows(method, CONFIG)
+    refuse_new_rows(method, CONFIG, **words_of(method))
     with pytest.raises(UserError, match="3 tokens are new"):
-        refuse_new_rows(method, GROWN)
+        refuse_new_rows(method, GROWN, **words_of(method))
 
 
 def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
@@ -65,12 +71,12 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
     for tokens, new in ((["<old>"], 0), (["<old>", "<call>", "<call>"], 1)):
         recipe = alone.model_copy(update={"tokenizer": Tokenizer(add_tokens=tokens)})
         if not new:
-            refuse_new_rows(recipe, padded)
+            refuse_new_rows(recipe, padded, **words_of(recipe))
             continue
         with pytest.raises(UserError, match="1 token is new"):
-            refuse_new_rows(recipe, padded)
+            refuse_new_rows(recipe, padded, **words_of(recipe))
         words = alone.model_dump(by_alias=True, include={"model"})
-        plan = resolve(loaded(model=words["model"], tokenizer={"add_tokens": tokens}), machine())
+        plan = planned(loaded(model=words["model"], tokenizer={"add_tokens": tokens}), machine())
         assert plan.model.new_ids == (known.vocab_size,), "the rows that begin anew are known to the run"
         assert {d.key: d.value for d in plan.decisions}["model.vocab_size"] == "1 new token"
 
@@ -84,7 +90,7 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
 ])  # fmt: skip
 def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(said, remedy):
     with pytest.raises(UserError) as refused:
-        resolve(loaded(adapter={"kind": "peft", **said}), machine())
+        planned(loaded(adapter={"kind": "peft", **said}), machine())
     assert remedy in refused.value.remedy
 
 
@@ -98,4 +104,4 @@ def test_adalora_is_counted_with_the_rank_that_it_starts_with_and_needs_its_step
 def test_a_method_of_peft_trains_no_reward_model():
     words = {"objective": {"kind": "reward"}, "adapter": {"kind": "peft", "method": "ia3"}}
     with pytest.raises(UserError, match="values head must learn"):
-        resolve(loaded(**words), machine())
+        planned(loaded(**words), machine())

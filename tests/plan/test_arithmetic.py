@@ -1,9 +1,8 @@
 """The bytes that training a pretrained model holds before any activation, computed by hand beside the plan's."""
 
 import pytest
-from plan_help import machine
+from plan_help import machine, planned
 
-from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 
 LLAMA_2_7B = 6_738_415_616  # parameters, as its paper's weights have them
@@ -11,7 +10,7 @@ Q_AND_V = 64 * 2 * 8 * 4096  # numbers of rank 8 beside q_proj and v_proj of 32 
 
 
 def said(*words: str) -> str:
-    plan = resolve(load_recipe("samantha-llama2-7b-lora", ("tokenizer={}", *words)), machine(), brief=True)
+    plan = planned(load_recipe("samantha-llama2-7b-lora", ("tokenizer={}", *words)), machine())
     return next(f"{told.value}: {told.because}" for told in plan.decisions if told.key == "model.from")
 
 
@@ -33,5 +32,5 @@ def test_lora_leaves_the_weights_and_little_beside(base):
 
 
 def test_a_model_of_random_weights_is_not_compared():
-    plan = resolve(load_recipe("go-coder-tiny"), machine(), brief=True)
+    plan = planned(load_recipe("go-coder-tiny"), machine())
     assert "model.from" not in {told.key for told in plan.decisions}

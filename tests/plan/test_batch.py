@@ -3,14 +3,13 @@
 from typing import get_args
 
 import pytest
-from plan_help import SMALL, gpu_machine, loaded, machine
+from plan_help import SMALL, gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.model.families.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.lengths import REPEATS
 from bloomery.plan.report.page import step_lines
-from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model, Objective
@@ -25,7 +24,7 @@ def test_the_step_grows_with_the_model_by_the_published_law():
 
 @pytest.mark.parametrize("where", [machine(), machine(cores=64), gpu_machine("RX 6700 XT"), gpu_machine("H200")])
 def test_one_recipe_is_one_run_everywhere(where):
-    plan = resolve(loaded(train={"tokens_per_step": "auto"}), where)
+    plan = planned(loaded(train={"tokens_per_step": "auto"}), where)
     assert plan.train.tokens_per_step == 4096
     assert plan.train.micro_batch * plan.train.accumulation == 4096 // 128
 
@@ -45,25 +44,25 @@ def test_a_step_shorter_than_a_row_names_one_row():
 
 def test_a_micro_batch_must_divide_the_step():
     with pytest.raises(UserError) as error:
-        resolve(loaded(train={"micro_batch": 3}), machine())
+        planned(loaded(train={"micro_batch": 3}), machine())
     assert error.value.remedy == "set train.micro_batch to one of 1, 2, 4, 8"
 
 
 def test_a_gpu_takes_the_largest_micro_batch_that_fits():
     def micro_batch(gpu: str) -> int:
         recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=65536"])
-        return resolve(recipe, gpu_machine(gpu)).train.micro_batch
+        return planned(recipe, gpu_machine(gpu)).train.micro_batch
 
     assert [micro_batch(gpu) for gpu in ("RX 6600", "RX 6700 XT", "H200")] == [8, 16, 64]
 
 
 def test_a_processor_keeps_to_its_caches():
-    plan = resolve(loaded(train={"tokens_per_step": 128 * 256}), machine())
+    plan = planned(loaded(train={"tokens_per_step": 128 * 256}), machine())
     assert plan.train.micro_batch * 128 == CPU_TOKENS
 
 
 def test_an_odd_number_of_rows_is_cut_into_single_rows():
-    plan = resolve(loaded(train={"tokens_per_step": 128 * 9}), machine())
+    plan = planned(loaded(train={"tokens_per_step": 128 * 9}), machine())
     assert (plan.train.micro_batch, plan.train.accumulation) == (1, 9)
 
 
@@ -73,16 +72,17 @@ def test_checkpointing_comes_when_nothing_else_fits():
         data={"sequence_length": 16384},
         train={"tokens_per_step": 16384},
     )
-    plan = resolve(recipe, gpu_machine("RX 7900 XTX"))
+    plan = planned(recipe, gpu_machine("RX 7900 XTX"))
     assert plan.train.activation_checkpointing == "full"
     assert plan.fits
 
 
 def test_a_run_that_does_not_fit_says_what_would_help():
-    plan = resolve(loaded(train={"micro_batch": 8, "activation_checkpointing": "none"}), machine(free_gib=0.411))
-    assert not plan.fits
-    assert "train.micro_batch=1" in [remedy.edit for remedy in plan.remedies]
-    assert all("in all" in remedy.saves for remedy in plan.remedies)
+    large = {"micro_batch": 8, "activation_checkpointing": "none"}
+    report = reported(loaded(train=large), machine(free_gib=0.411))
+    assert not report.plan.fits
+    assert "train.micro_batch=1" in report.plan.remedies
+    assert all("in all" in remedy.saves for remedy in report.remedies)
 
 
 def test_a_small_dataset_has_steps_to_learn_in():
@@ -106,10 +106,11 @@ def test_two_hundred_conversations_plan_something_sensible():
     """They pack into three sequences; nothing but the data is named."""
     corpus = CorpusFacts(rows_per_epoch=3, tokens=11_000, vocab_size=256)
     recipe = loaded(objective={"kind": "sft"}, train={"length": "3 epochs", "tokens_per_step": "auto"})
-    plan = resolve(recipe, machine(), corpus=corpus)
+    report = reported(recipe, machine(), corpus=corpus)
+    plan = report.plan
     assert (plan.train.steps, plan.epochs) == (9, 3.0)
     assert "3 epochs" in " ".join(step_lines(plan))
-    assert not [doubt for doubt in plan.contradictions if "epochs" in doubt]
+    assert not [doubt for doubt in report.contradictions if "epochs" in doubt]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-qlora", "worldmodel-qwen2.5-lora", "dpo", "reward", "llama3.1-8b-lora"])
@@ -129,7 +130,7 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, e
 
     def doubts(steps: int) -> list[str]:
         recipe = loaded(objective={"kind": objective}, train={"length": f"{steps} steps", "tokens_per_step": 1024})
-        return [said for said in resolve(recipe, machine(), corpus=corpus).contradictions if "epochs" in said]
+        return [said for said in reported(recipe, machine(), corpus=corpus).contradictions if "epochs" in said]
 
     assert doubts(10 * epochs) == []
     (said,) = doubts(10 * epochs + 10)

@@ -1,25 +1,24 @@
 """The Go coder guide's beliefs, and claims of any other recipe, judged by arithmetic."""
 
 import pytest
-from plan_help import gpu_machine, loaded, machine
+from plan_help import gpu_machine, loaded, machine, reported
 
 from bloomery.plan.advice.claims import roughly, span
-from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import load_recipe
 
 
 @pytest.fixture(scope="module")
 def guide():
-    return resolve(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
+    return reported(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
 
 
-def verdicts(plan):
-    return {verdict.claim: (verdict.verdict, verdict.because) for verdict in plan.claims}
+def verdicts(report):
+    return {verdict.claim: (verdict.verdict, verdict.because) for verdict in report.claims}
 
 
 def test_the_guide_trains_on_a_third_of_what_it_says(guide):
-    assert guide.total_tokens == 195_000 * 16 * 1024 == 3_194_880_000
+    assert guide.plan.total_tokens == 195_000 * 16 * 1024 == 3_194_880_000
     verdict, because = verdicts(guide)["10 B tokens"]
     assert verdict == "wrong"
     assert because.startswith("195,000 x 16 x 1,024 = 3.19 B; 10 B are 610,352 steps, 18.")
@@ -32,7 +31,7 @@ def test_five_tokens_a_second_would_take_twenty_years(guide):
 
 
 def test_five_to_seven_days_are_right(guide):
-    assert guide.seconds.value / 86400 == pytest.approx(5.9, abs=0.1)
+    assert guide.plan.seconds.value / 86400 == pytest.approx(5.9, abs=0.1)
     assert verdicts(guide)["5 to 7 days"] == ("fits", "inside 4.0 to 8.1 days")
 
 
@@ -44,7 +43,7 @@ def test_epochs_wait_for_the_text(guide):
 def test_ten_gigabytes_are_judged_by_the_plans_own_total(guide):
     """10 to 11 GB with 5% to each side are 8.85 to 10.76 GiB."""
     verdict, because = verdicts(guide)["10 to 11 GB"]
-    total = guide.memory.total / 2**30
+    total = guide.plan.memory.total / 2**30
     assert verdict == ("high" if total < 8.85 else "fits")
     assert because.startswith(f"{total:.1f} GiB at micro-batch 16")
 
@@ -58,7 +57,7 @@ def test_the_guide_denies_itself(guide):
 
 
 def judged(expect, *, corpus=None, **sections):
-    return resolve(loaded(expect=expect, **sections), machine(), corpus=corpus).claims[0]
+    return reported(loaded(expect=expect, **sections), machine(), corpus=corpus).claims[0]
 
 
 CORPUS = CorpusFacts(rows_per_epoch=400, tokens=51_200, vocab_size=256)
@@ -88,9 +87,9 @@ def test_each_kind_of_claim(expect, verdict):
 
 def test_claims_about_an_unknown_device_stay_open():
     recipe = loaded(expect={"tokens_per_second": 5, "duration": "8h"})
-    plan = resolve(recipe, machine(flags=()))
-    assert plan.step_seconds is None
-    assert [verdict.verdict for verdict in plan.claims] == ["open", "open"]
+    report = reported(recipe, machine(flags=()))
+    assert report.plan.step_seconds is None
+    assert [verdict.verdict for verdict in report.claims] == ["open", "open"]
 
 
 def test_times_read_like_a_person_writes_them():

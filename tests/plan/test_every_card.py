@@ -6,16 +6,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from plan_help import machine
+from plan_help import machine, reported
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.profile import build_profile
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.report.all_gpus import devices
-from bloomery.plan.report.figures import dtype_of, reached_flops
-from bloomery.plan.report.page import page
-from bloomery.plan.resolve import resolve
+from bloomery.plan.report.page import dtype_of, page, reached_flops
 from bloomery.recipe.load import load_recipe, packaged
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +28,8 @@ def ordered(estimate) -> bool:
     return 0 < estimate.low <= estimate.value <= estimate.high < math.inf
 
 
-def sound(plan, where) -> None:
+def sound(report, where) -> None:
+    plan = report.plan
     memory = plan.memory
     assert all(part >= 0 and math.isfinite(part) for part in memory.parts.values()), memory.parts
     assert memory.low <= memory.total <= memory.high
@@ -39,28 +38,28 @@ def sound(plan, where) -> None:
     assert plan.train.micro_batch * plan.train.accumulation * plan.data.sequence_length * replicas(plan) == (
         plan.train.tokens_per_step
     )
-    if plan.longest is not None:
-        assert 0 <= plan.longest.as_planned <= plan.longest.checkpointed
+    if report.longest is not None:
+        assert 0 <= report.longest.as_planned <= report.longest.checkpointed
         if plan.fits and plan.train.activation_checkpointing == "none":
-            assert plan.longest.as_planned >= plan.data.sequence_length - 256
+            assert report.longest.as_planned >= plan.data.sequence_length - 256
     gpu = build_profile(where).gpu
     if plan.step_seconds is not None:
         assert ordered(plan.step_seconds)
-        assert all(0 <= part.low <= part.value <= part.high for part in plan.step_parts.values())
-        assert sum(part.value for part in plan.step_parts.values()) == pytest.approx(plan.step_seconds.value)
+        assert all(0 <= part.low <= part.value <= part.high for part in report.step_parts.values())
+        assert sum(part.value for part in report.step_parts.values()) == pytest.approx(plan.step_seconds.value)
     if plan.step_seconds is not None and gpu is not None and gpu.peak_flops(dtype_of(plan)):
         best = reached_flops(plan) * plan.step_seconds.value / plan.step_seconds.low
         assert 0 < best < gpu.peak_flops(dtype_of(plan)), "nobody reaches the peak"
-    assert plan.energy_kwh is None or plan.energy_kwh > 0
-    for verdict in plan.claims:
+    assert report.energy_kwh is None or report.energy_kwh > 0
+    for verdict in report.claims:
         assert verdict.because
 
 
 def replicas(plan) -> int:
     """Ranks that read rows of their own."""
-    if plan.mesh is None:
+    if plan.parallel is None:
         return 1
-    layout = plan.mesh.layouts[plan.mesh.chosen]
+    layout = plan.parallel.layout
     return layout.replicate * layout.shard
 
 
@@ -74,9 +73,9 @@ def test_one_of_every_card(recipe, cards):
     loaded = load_recipe(recipe)
     for device in cards:
         where = with_gpu(machine(), device)
-        plan = resolve(loaded, where)
-        sound(plan, where)
-        lines = page(plan, where, source=recipe, verbs=["train", "bench"])
+        report = reported(loaded, where)
+        sound(report, where)
+        lines = page(report, where, source=recipe, verbs=["train", "bench"])
         assert max(map(len, lines)) <= 100, device.name
 
 
@@ -84,23 +83,23 @@ def test_one_of_every_card(recipe, cards):
 def test_several_of_a_card_in_several_nodes(device):
     where, loaded = with_gpu(machine(), device), load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
     for gpus, nodes in product((2, 8), (1, 4)):
-        plan = resolve(loaded, where, gpus=gpus, nodes=nodes)
-        sound(plan, where)
-        for layout in plan.mesh.layouts:
+        report = reported(loaded, where, gpus=gpus, nodes=nodes)
+        sound(report, where)
+        for layout in report.plan.parallel.layouts:
             assert layout.replicate * layout.shard * layout.pipeline == gpus * nodes
             assert layout.step_seconds is None or ordered(layout.step_seconds)
             assert layout.exposed_seconds >= 0
             assert layout.bubble_seconds >= 0
-        assert max(map(len, page(plan, where, source="go-coder-125m", verbs=[]))) <= 100
+        assert max(map(len, page(report, where, source="go-coder-125m", verbs=[]))) <= 100
 
 
 @pytest.mark.parametrize("device", CARDS[::5], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
 def test_a_model_that_is_far_too_large(device):
     where = with_gpu(machine(), device)
-    plan = resolve(load_recipe("go-coder-125m", HUGE), where)
-    assert not plan.fits
-    sound(plan, where)
-    for remedy in plan.remedies:
+    report = reported(load_recipe("go-coder-125m", HUGE), where)
+    assert not report.plan.fits
+    sound(report, where)
+    for remedy in report.remedies:
         assert "saves -" not in remedy.saves
 
 
@@ -114,16 +113,16 @@ def test_the_longest_search_takes_less_than_two_seconds():
     loaded = load_recipe(str(ROOT / "benchmarks" / "retrodiction" / "base.yaml"), words)
     where = with_gpu(machine(), find_gpu("RX 6700 XT"))
     began = time.process_time()
-    plan = resolve(loaded, where, gpus=8, nodes=2)
+    report = reported(loaded, where, gpus=8, nodes=2)
     assert time.process_time() - began < 2.0
-    assert not plan.fits
+    assert not report.plan.fits
 
 
 @pytest.mark.parametrize("gpus", [3, 5, 7, 1024])
 def test_numbers_of_devices_that_divide_nothing(gpus):
     where = with_gpu(machine(), CARDS[0])
     try:
-        sound(resolve(load_recipe("go-coder-125m"), where, gpus=gpus), where)
+        sound(reported(load_recipe("go-coder-125m"), where, gpus=gpus), where)
     except UserError as refused:
         assert "train.tokens_per_step" in (refused.where or "")
         assert refused.remedy
@@ -147,6 +146,6 @@ def test_what_a_recipe_may_ask_for_on_old_new_and_odd_cards(words):
     loaded = load_recipe("go-coder-125m", words)
     for device in CARDS[::6]:
         where = with_gpu(machine(), device)
-        plan = resolve(loaded, where)
-        sound(plan, where)
-        assert page(plan, where, source="x", verbs=[])
+        report = reported(loaded, where)
+        sound(report, where)
+        assert page(report, where, source="x", verbs=[])

@@ -1,11 +1,10 @@
 """What a plan says of architectures that transformers computes: whose layers, how they are loaded, what they lack."""
 
 import pytest
-from plan_help import SMALL, loaded, machine
+from plan_help import SMALL, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.plan.report.page import page
-from bloomery.plan.resolve import resolve
 from foreign_models import saved_model
 
 
@@ -17,7 +16,7 @@ def phi(tmp_path_factory):
 
 
 def told(**sections):
-    plan = resolve(loaded(**sections), machine())
+    plan = reported(loaded(**sections), machine())
     return " ".join(" ".join(page(plan, machine(), source="r", verbs=["train"])).split())
 
 
@@ -38,5 +37,5 @@ def test_our_decoder_says_that_every_load_is_safe():
 ])  # fmt: skip
 def test_what_they_lack_is_refused_with_a_remedy(phi, sections, remedy):
     with pytest.raises(UserError) as refused:
-        resolve(loaded(model=phi, **sections), machine())
+        planned(loaded(model=phi, **sections), machine())
     assert remedy in refused.value.remedy

@@ -1,9 +1,8 @@
 import pytest
-from plan_help import loaded, machine
+from plan_help import loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.plan.fallback import smaller_micro_batch
-from bloomery.plan.resolve import resolve
 
 LEAN = {"kind": "adafactor", "in_backward": True}
 
@@ -13,30 +12,30 @@ def said(plan) -> dict[str, str]:
 
 
 def test_in_backward_a_step_is_one_micro_batch():
-    plan = resolve(loaded(optimizer=LEAN, train={"tokens_per_step": "auto"}), machine())
+    plan = planned(loaded(optimizer=LEAN, train={"tokens_per_step": "auto"}), machine())
     assert plan.train.accumulation == 1
     assert plan.train.tokens_per_step == plan.train.micro_batch * plan.data.sequence_length
     assert "one micro-batch" in said(plan)["train.tokens_per_step"]
-    asked = resolve(loaded(optimizer=LEAN, train={"micro_batch": 3, "tokens_per_step": "auto"}), machine())
+    asked = planned(loaded(optimizer=LEAN, train={"micro_batch": 3, "tokens_per_step": "auto"}), machine())
     assert (asked.train.micro_batch, asked.train.accumulation) == (3, 1)
     tokens = 4 * plan.data.sequence_length
-    whole = resolve(loaded(optimizer=LEAN, train={"tokens_per_step": tokens}), machine())
+    whole = planned(loaded(optimizer=LEAN, train={"tokens_per_step": tokens}), machine())
     assert (whole.train.micro_batch, whole.train.accumulation) == (4, 1)
     assert smaller_micro_batch(whole, "memory ran out") is None
 
 
 def test_accumulation_in_backward_is_refused_with_the_edit_that_helps():
-    length = resolve(loaded(), machine()).data.sequence_length
+    length = planned(loaded(), machine()).data.sequence_length
     both = {"micro_batch": 2, "tokens_per_step": 8 * length}
     with pytest.raises(UserError) as error:
-        resolve(loaded(optimizer=LEAN, train=both), machine())
+        planned(loaded(optimizer=LEAN, train=both), machine())
     assert f"train.tokens_per_step={2 * length}" in error.value.remedy
-    resolve(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
+    planned(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
 
 
 @pytest.mark.parametrize("asked", [{"kind": "adafactor"}, {"in_backward": True}, {"states": "int8"}, {"offload": True}])
 def test_an_optimizer_of_our_own_is_not_called_torchs_fused_one(asked):
-    own, torchs = resolve(loaded(optimizer=asked), machine()), resolve(loaded(), machine())
+    own, torchs = planned(loaded(optimizer=asked), machine()), planned(loaded(), machine())
     assert (own.optimizer.fused, torchs.optimizer.fused) == (False, True)
     assert "Bloomery's Ada" in said(own)["optimizer.fused"]
 
@@ -44,15 +43,15 @@ def test_an_optimizer_of_our_own_is_not_called_torchs_fused_one(asked):
 @pytest.mark.parametrize("asked", [{"states": "int8"}, {"in_backward": True}, {"paged": True}, {"offload": True}])
 def test_muon_takes_none_of_it(asked):
     with pytest.raises(UserError, match="does not go with Muon"):
-        resolve(loaded(optimizer={"kind": "muon"} | asked), machine())
+        planned(loaded(optimizer={"kind": "muon"} | asked), machine())
 
 
 def test_what_is_done_instead_of_clipping_is_said():
-    adafactor = said(resolve(loaded(optimizer=LEAN), machine()))["optimizer.in_backward"]
+    adafactor = said(planned(loaded(optimizer=LEAN), machine()))["optimizer.in_backward"]
     assert "Adafactor clips its updates" in adafactor
-    adamw = said(resolve(loaded(optimizer={"in_backward": True}, train={"clip": 0.5}), machine()))
+    adamw = said(planned(loaded(optimizer={"in_backward": True}, train={"clip": 0.5}), machine()))
     assert "train.clip=0.5 holds for each gradient alone" in adamw["optimizer.in_backward"]
-    off = said(resolve(loaded(optimizer={"in_backward": True}, train={"clip": None}), machine()))
+    off = said(planned(loaded(optimizer={"in_backward": True}, train={"clip": None}), machine()))
     assert "clip" not in off["optimizer.in_backward"]
 
 
@@ -67,14 +66,14 @@ def test_what_is_done_instead_of_clipping_is_said():
     ],
 )
 def test_what_changes_nothing_is_said(sections, words):
-    plan = resolve(loaded(**sections), machine())
-    assert any(words in text for text in plan.contradictions)
+    report = reported(loaded(**sections), machine())
+    assert any(words in text for text in report.contradictions)
 
 
 def test_bfloat16_adapters_are_rounded_at_random_beside_float32_products():
     rounded = {"stochastic_rounding": True}
-    half = resolve(loaded(optimizer=rounded, adapter={"kind": "lora", "dtype": "bfloat16"}), machine())
-    assert "optimizer.stochastic_rounding" in said(half)
+    half = reported(loaded(optimizer=rounded, adapter={"kind": "lora", "dtype": "bfloat16"}), machine())
+    assert "optimizer.stochastic_rounding" in said(half.plan)
     assert not any("stochastic" in text for text in half.contradictions)
-    wide = resolve(loaded(optimizer=rounded, adapter={"kind": "lora"}), machine())
+    wide = reported(loaded(optimizer=rounded, adapter={"kind": "lora"}), machine())
     assert any("stochastic_rounding does nothing" in text for text in wide.contradictions)

@@ -1,13 +1,12 @@
 """Every unit becomes steps, and refuses where it cannot."""
 
 import pytest
-from plan_help import loaded, machine
+from plan_help import loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, parse_duration
 from bloomery.plan.lengths import Scale, complete, evaluation_rows, provisional_steps, steps_of, total_steps
 from bloomery.plan.report.page import step_lines
-from bloomery.plan.resolve import resolve
 from bloomery.plan.types import CorpusFacts
 
 SCALE = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=1000, steps=200, step_seconds=0.5)
@@ -78,7 +77,7 @@ def test_a_wall_time_run_is_completed_once_it_is_measured():
         checkpoint={"every": "25%"},
         eval={"every": "50%"},
     )
-    plan = resolve(recipe, machine())
+    plan = planned(recipe, machine())
     assert (plan.train.steps, plan.train.seconds, plan.total_tokens) == (None, 90.0, None)
     done = complete(plan, steps=400, step_seconds=0.2)
     assert (done.train.steps, done.total_tokens) == (400, 400 * 1024)
@@ -88,23 +87,23 @@ def test_a_wall_time_run_is_completed_once_it_is_measured():
 
 def test_a_decay_in_steps_becomes_a_share_of_a_wall_time_run():
     wsd = {"schedule": {"kind": "wsd", "decay": "50 steps"}, "warmup": "3 steps"}
-    plan = resolve(loaded(train={"length": "90s"}, optimizer=wsd), machine())
+    plan = planned(loaded(train={"length": "90s"}, optimizer=wsd), machine())
     assert plan.optimizer.warmup_steps == 3
     done = complete(plan, steps=400, step_seconds=0.2)
     assert (done.optimizer.warmup_steps, done.lengths.decay) == (3, Duration(12.5, "percent"))
 
 
 def test_a_least_number_of_steps_is_of_a_wall_time_run():
-    timed = resolve(loaded(train={"length": "90s", "min_steps": 200}), machine())
+    timed = planned(loaded(train={"length": "90s", "min_steps": 200}), machine())
     assert timed.train.min_steps == 200
     assert "at least 200 steps" in " ".join(step_lines(timed))
-    counted = resolve(loaded(train={"length": "90 steps", "min_steps": 200}), machine())
+    counted = reported(loaded(train={"length": "90 steps", "min_steps": 200}), machine())
     assert any("train.min_steps does nothing" in doubt for doubt in counted.contradictions)
 
 
 def test_epochs_come_from_the_counted_rows():
     corpus = CorpusFacts(rows_per_epoch=1001, tokens=128_000, vocab_size=256)
-    plan = resolve(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
+    plan = planned(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
     said = next(choice for choice in plan.decisions if choice.key == "train.length")
@@ -116,14 +115,14 @@ def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
     scale = Scale(tokens_per_step=1024, rows_per_step=8, rows_per_epoch=None, steps=None, step_seconds=None)
     assert evaluation_rows(500, scale, tokens=None) == 400
     assert evaluation_rows(10, scale, tokens=None) == 64
-    plan = resolve(loaded(train={"length": "90s"}, eval={"every": "50%"}), machine())
+    plan = planned(loaded(train={"length": "90s"}, eval={"every": "50%"}), machine())
     done = complete(plan, steps=2000, step_seconds=0.05)
     assert done.eval.rows == done.eval.every_steps * 8 // 10 == 800
 
 
 @pytest.mark.parametrize("length", ["100 steps", "90s"])
 def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
-    plan = resolve(loaded(train={"length": length}, eval={"tokens": 1000}), machine())
+    plan = planned(loaded(train={"length": length}, eval={"tokens": 1000}), machine())
     assert plan.eval.rows == 8  # of 128 tokens
     assert complete(plan, steps=2000, step_seconds=0.05).eval.rows == 8
 

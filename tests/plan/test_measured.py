@@ -8,14 +8,14 @@ from bloomery.core.units import GIB
 from bloomery.hardware.specs.calibration import OWN, Card, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.calibrated import compile_gain, corrected, corrected_memory, nearest
-from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.types import Estimate, MemoryEstimate
 
 CONFIG = ModelConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16,
     max_positions=128,
 )  # fmt: skip
-LOAD = Occupancy(
+LOAD = StepShape(
     config=CONFIG, sequence_length=128, micro_batch=4, precision="bfloat16", optimizer="adamw", attention="mask",
     checkpointing="none", compiled=False, score_chunk=512, context_bytes=0.0, on_gpu=False,
 )  # fmt: skip
@@ -38,7 +38,7 @@ def card(*points: Point, giver: str = OWN, config: ModelConfig = CONFIG, **chang
     return Card.model_validate(facts | changes)
 
 
-def table(load: Occupancy, tokens: int) -> float:
+def table(load: StepShape, tokens: int) -> float:
     """A second for 1,024 tokens of this width; twice the width takes four times as long."""
     return tokens / 1024 * (load.config.hidden_size / 64) ** 2
 
@@ -85,7 +85,7 @@ def test_a_given_card_is_believed_less():
     assert found.high == pytest.approx(2 * 1.25)
 
 
-def held(load: Occupancy) -> MemoryEstimate:
+def held(load: StepShape) -> MemoryEstimate:
     """A GiB for the weights and a half for each row; on a GPU half a GiB of context besides."""
     parts = {"weights": 1.0 * GIB, "activations": 0.5 * GIB * load.micro_batch}
     parts |= {"context": 0.5 * GIB} if load.on_gpu else {}

@@ -11,13 +11,22 @@ from bloomery.model.attention.per_document import _spare
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import build_config, preset
 from bloomery.model.heads import LabelScores
-from bloomery.plan.estimate.activations import activation_bytes, end_bytes, kept_layers, quadratic_bytes
-from bloomery.plan.estimate.memory import around, document_lengths, estimate_memory, moments, score_bytes, tensor_bytes
-from bloomery.plan.estimate.states import FULL, optimizer_bytes
-from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.estimate.memory import (
+    activation_bytes,
+    around,
+    document_lengths,
+    end_bytes,
+    estimate_memory,
+    kept_layers,
+    moments,
+    quadratic_bytes,
+    score_bytes,
+    tensor_bytes,
+)
+from bloomery.plan.estimate.states import FULL, StepShape, optimizer_bytes
 from bloomery.recipe.schema import Model
 
-GO_CODER = Occupancy(
+GO_CODER = StepShape(
     config=preset("go-coder-small"), sequence_length=1024, micro_batch=16, precision="float16", optimizer="adamw",
     attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024, context_bytes=300 * MIB, on_gpu=True,
 )  # fmt: skip

@@ -3,20 +3,19 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, machine
+from plan_help import gpu_machine, machine, planned
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import preset
-from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes, end_bytes
-from bloomery.plan.estimate.memory import _matrix_numbers, estimate_memory
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.mesh import links as communication
-from bloomery.plan.mesh.links import context_bytes, exposed, fabric_of, gather_seconds, reduce_seconds
-from bloomery.plan.mesh.memory import Split, mesh_memory, unsharded
-from bloomery.plan.resolve import resolve
+from bloomery.plan import mesh as communication
+from bloomery.plan.advice.advise import energy_kwh
+from bloomery.plan.estimate.memory import INPUT_BYTES, _matrix_numbers, activation_bytes, end_bytes, estimate_memory
+from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, unsharded
+from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe
 
 EIGHT_B = (
@@ -61,12 +60,13 @@ def test_what_does_not_fit_behind_computing_is_exposed():
 
 def test_each_communicator_takes_its_context():
     """RCCL on MI250X: 0.95 GiB, and 0.65 for each further one."""
-    assert context_bytes("amd", 0) == 0
-    assert context_bytes("amd", 3) == pytest.approx((0.95 + 2 * 0.65) * GIB)
+    one, two = Split(shard=8), Split(replicate=2, shard=4)
+    taken = [mesh_memory(load(), split, vendor="amd", limit=0).parts["collectives"] for split in (Split(), one, two)]
+    assert taken == pytest.approx([0.0, 0.95 * GIB, (0.95 + 0.65) * GIB])
 
 
 def load():
-    return Occupancy(
+    return StepShape(
         config=preset("go-coder-small"), sequence_length=1024, micro_batch=4, precision="bfloat16", optimizer="adamw",
         attention="sdpa", checkpointing="none", compiled=True, score_chunk=4096, context_bytes=300 * MIB, on_gpu=True,
     )  # fmt: skip
@@ -96,7 +96,8 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
     stage = replace(load(), config=config)
     layer, root = unsharded(load())
-    last_norm, inputs = stage.rows * 768 * (4 + 2), stage.rows * INPUT_BYTES  # the norm belongs to the last stage
+    tokens = stage.tokens_per_micro_batch
+    last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES  # the norm belongs to the last stage
     embeddings = root - 2 * 768
     parts = mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0).parts
     assert parts["activations"] == pytest.approx(
@@ -117,9 +118,9 @@ def test_a_step_of_few_micro_batches_does_not_fill_a_pipeline():
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
-    plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 7900 XTX"), gpus=4)
-    assert plan.mesh is not None
-    for layout in plan.mesh.layouts:
+    plan = planned(load_recipe("go-coder-125m"), gpu_machine("RX 7900 XTX"), gpus=4)
+    assert plan.parallel is not None
+    for layout in plan.parallel.layouts:
         if layout.pipeline > 1:
             assert layout.bubble_seconds > 0
             assert layout.replicate * layout.pipeline == 4
@@ -130,12 +131,12 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
 @pytest.mark.parametrize(("gpu", "gpus", "nodes"), [("MI300X", 8, 1), ("MI250X", 8, 4), ("RTX 4090", 2, 1)])
 def test_every_row_of_a_step_has_a_device(gpu, gpus, nodes):
     recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
-    plan = resolve(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
-    assert plan.mesh is not None
-    for layout in plan.mesh.layouts:
+    plan = planned(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
+    assert plan.parallel is not None
+    for layout in plan.parallel.layouts:
         assert layout.replicate * layout.shard * layout.pipeline == gpus * nodes
         assert layout.micro_batch * layout.accumulation * layout.replicate * layout.shard == 512
-    chosen = plan.mesh.layouts[plan.mesh.chosen]
+    chosen = plan.parallel.layout
     assert (plan.train.micro_batch, plan.train.accumulation) == (chosen.micro_batch, chosen.accumulation)
     assert plan.memory == chosen.memory
     assert plan.step_seconds == chosen.step_seconds
@@ -143,36 +144,63 @@ def test_every_row_of_a_step_has_a_device(gpu, gpus, nodes):
 
 def test_an_8b_on_64_nodes_is_sharded():
     """16 bytes a parameter are 120 GiB: no die of 64 GiB holds a copy."""
-    plan = resolve(eight_b(), gpu_machine("MI250X"), gpus=8, nodes=64)
-    assert plan.mesh is not None
-    chosen = plan.mesh.layouts[plan.mesh.chosen]
+    plan = planned(eight_b(), gpu_machine("MI250X"), gpus=8, nodes=64)
+    assert plan.parallel is not None
+    chosen = plan.parallel.layout
     assert chosen.shard > 1
     assert plan.fits
-    assert not next(layout for layout in plan.mesh.layouts if layout.name == "replicate").memory.fits
+    assert not next(layout for layout in plan.parallel.layouts if layout.name == "replicate").memory.fits
     rate = plan.train.tokens_per_step / plan.step_seconds.value / 512
     assert 300 < rate < 700  # the Frontier guide measured 345 to 537
 
 
 def test_more_devices_do_not_change_the_training():
-    alone = resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"))
-    eight = resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=8)
+    alone = planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"))
+    eight = planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=8)
     assert (alone.train.tokens_per_step, alone.train.steps) == (eight.train.tokens_per_step, eight.train.steps)
     assert alone.step_seconds.value / 8 < eight.step_seconds.value < alone.step_seconds.value
-    assert eight.energy_kwh == pytest.approx(8 * 0.750 * eight.seconds.value / 3600)
+    assert energy_kwh(eight, build_profile(gpu_machine("MI300X"))) == pytest.approx(
+        8 * 0.750 * eight.seconds.value / 3600
+    )
 
 
 def test_more_devices_leave_a_step_in_backward_as_large_as_it_was_asked_for():
     loaded = load_recipe("samantha-llama2-7b-full-24gb")
-    plans = [resolve(loaded, gpu_machine("RTX 4090"), gpus=count) for count in (1, 2)]
+    plans = [planned(loaded, gpu_machine("RTX 4090"), gpus=count) for count in (1, 2)]
     assert [plan.train.tokens_per_step for plan in plans] == [8192, 8192]
 
 
 def test_fewer_rows_than_devices_is_refused_with_a_number():
     with pytest.raises(UserError, match="cannot be shared by 48 devices") as error:
-        resolve(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
+        planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
     assert "train.tokens_per_step=49152" in error.value.remedy
 
 
 def test_a_processor_is_one_device():
     with pytest.raises(UserError, match="one device"):
-        resolve(load_recipe("demo"), machine(), gpus=2)
+        planned(load_recipe("demo"), machine(), gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags", "layout"),
+    [
+        ({"shard": 8}, {}, ("shard", 1, 8, 1)),
+        ({"replicate": 4}, {}, ("replicate", 4, 1, 1)),
+        ({"replicate": 2, "shard": 4}, {}, ("shard and replicate", 2, 4, 1)),
+        ({"shard": 4}, {"gpus": 8, "nodes": 2}, ("shard and replicate", 4, 4, 1)),
+        ({"pipeline": 2}, {"gpus": 8}, ("pipeline", 4, 1, 2)),
+    ],
+)
+def test_the_recipe_names_a_layout_as_the_command_line_names_devices(asked, flags, layout):
+    plan = planned(load_recipe("go-coder-125m", [f"parallel={asked}"]), gpu_machine("MI300X"), **flags)
+    (only,) = plan.parallel.layouts
+    assert (only.name, only.replicate, only.shard, only.pipeline) == layout
+    assert plan.parallel.devices == only.replicate * only.shard * only.pipeline
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"), [({"shard": 3}, "splits over 3"), ({"replicate": 2, "shard": 2}, "over 4")]
+)
+def test_a_recipe_and_a_command_line_that_name_other_numbers_are_refused(asked, match):
+    with pytest.raises(UserError, match=match):
+        planned(load_recipe("go-coder-125m", [f"parallel={asked}"]), gpu_machine("MI300X"), gpus=8)

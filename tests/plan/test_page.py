@@ -6,20 +6,18 @@ import shlex
 
 import pytest
 from click.testing import CliRunner
-from plan_help import gpu_machine, loaded, machine
+from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.cli.plan import command
 from bloomery.hardware.machine import Access
 from bloomery.hardware.specs.specs import find_gpu
-from bloomery.plan.report.figures import bar
-from bloomery.plan.report.page import headline, model_line, page
-from bloomery.plan.resolve import resolve
+from bloomery.plan.report.page import bar, headline, model_line, page
 from bloomery.recipe.load import load_recipe
 
 
 def guide_page():
     where = gpu_machine("RX 6700 XT")
-    return page(resolve(load_recipe("go-coder-125m"), where), where, source="go-coder-125m", verbs=["plan", "train"])
+    return page(reported(load_recipe("go-coder-125m"), where), where, source="go-coder-125m", verbs=["plan", "train"])
 
 
 def test_the_headline_says_what_decides():
@@ -37,7 +35,7 @@ def test_the_page_has_its_parts_in_order():
 
 def test_the_figures_of_the_card():
     text = "\n".join(guide_page())
-    plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
+    plan = planned(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
     for part in (
         "1 x Radeon RX 6700 XT · gfx1031 · 11.98 GiB · 384 GB/s",
         "26.4 TFLOP/s fp16, no matrix units",
@@ -56,7 +54,7 @@ def test_the_figures_of_the_card():
 def test_several_devices_are_laid_side_by_side():
     where = gpu_machine("MI250X")
     recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
-    plan = resolve(recipe, where, gpus=8, nodes=4)
+    plan = reported(recipe, where, gpus=8, nodes=4)
     lines = page(plan, where, source="go-coder-125m", verbs=["plan", "train"])
     assert "Planned only: this version trains on one device." in lines
     text = "\n".join(lines)
@@ -72,13 +70,13 @@ def test_several_devices_are_laid_side_by_side():
 
 def test_a_step_of_few_rows_says_where_sharding_begins():
     where = gpu_machine("MI250X")
-    plan = resolve(load_recipe("go-coder-125m"), where, gpus=8, nodes=4)
+    plan = reported(load_recipe("go-coder-125m"), where, gpus=8, nodes=4)
     text = "\n".join(page(plan, where, source="x", verbs=[]))
-    assert {layout.name for layout in plan.mesh.layouts} == {"pipeline"}
+    assert {layout.name for layout in plan.plan.parallel.layouts} == {"pipeline"}
     assert "16 rows a step are too few for 32 devices" in text
     assert "train.tokens_per_step=32768" in text
-    again = resolve(load_recipe("go-coder-125m", ["train.tokens_per_step=32768"]), where, gpus=8, nodes=4)
-    assert {"replicate", "shard"} <= {layout.name for layout in again.mesh.layouts}
+    again = planned(load_recipe("go-coder-125m", ["train.tokens_per_step=32768"]), where, gpus=8, nodes=4)
+    assert {"replicate", "shard"} <= {layout.name for layout in again.parallel.layouts}
 
 
 def test_commands_that_follow_are_about_the_same_recipe_and_card(tmp_path, monkeypatch):
@@ -90,7 +88,7 @@ def test_commands_that_follow_are_about_the_same_recipe_and_card(tmp_path, monke
 
 def test_the_best_product_is_the_second_denominator():
     where = gpu_machine("MI300X")
-    text = "\n".join(page(resolve(load_recipe("go-coder-125m"), where), where, source="x", verbs=[]))
+    text = "\n".join(page(reported(load_recipe("go-coder-125m"), where), where, source="x", verbs=[]))
     assert "of 1,307.4 TFLOP/s" in text
     assert "of 708, the best product published" in text
 
@@ -107,7 +105,7 @@ def test_the_best_product_is_the_second_denominator():
     ],
 )
 def test_no_line_is_wider_than_the_page(recipe, where):
-    lines = page(resolve(recipe, where), where, source=recipe.name, verbs=["train"])
+    lines = page(reported(recipe, where), where, source=recipe.name, verbs=["train"])
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 45
 
@@ -115,19 +113,19 @@ def test_no_line_is_wider_than_the_page(recipe, where):
 def test_the_words_of_a_claim_and_its_verdict_stay_apart():
     where = gpu_machine("RX 6700 XT")
     recipe = load_recipe("everything")
-    text = "\n".join(page(resolve(recipe, where), where, source="everything", verbs=[]))
+    text = "\n".join(page(reported(recipe, where), where, source="everything", verbs=[]))
     assert re.search(r"2 M to 4 M tokens {2,}open", text) and re.search(r"100,000 tokens/s {2,}\w", text)
 
 
 def test_a_run_that_does_not_fit_says_so_first():
-    plan = resolve(loaded(), machine(free_gib=0.1))
+    plan = reported(loaded(), machine(free_gib=0.1))
     assert headline(plan).startswith("It does not fit: ")
 
 
 def test_a_long_headline_takes_two_lines():
     where = gpu_machine("RX 6600")
     wide = ["model.hidden_size=1280", "model.num_heads=20", "model.num_layers=36"]
-    lines = page(resolve(load_recipe("go-coder-125m", wide), where), where, source="x", verbs=[])
+    lines = page(reported(load_recipe("go-coder-125m", wide), where), where, source="x", verbs=[])
     assert lines[0].endswith("nothing was run")
     assert lines[1] == "It trains on 3.19 billion tokens, not 10."
     assert max(map(len, lines)) <= 100
@@ -184,7 +182,7 @@ def test_of_several_gpus_the_page_names_the_one_that_trains():
     several = where.model_copy(update={"accelerators": (small, card.model_copy(update={"index": 1}))})
 
     def rows(machine):
-        return "\n".join(page(resolve(loaded(), machine), machine, source="small", verbs=["train"]))
+        return "\n".join(page(reported(loaded(), machine), machine, source="small", verbs=["train"]))
 
     assert "GPU 1 " in rows(several)
     assert "Radeon RX 6700 XT (gfx1031), device 1: the most memory of 2" in rows(several)
@@ -226,6 +224,6 @@ def test_an_estimate_has_two_digits_that_count(tmp_path, monkeypatch):
 
 def test_the_size_of_a_very_small_model_is_not_rounded_to_nothing():
     small = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "intermediate_size": 32}
-    plan = resolve(loaded(model=small), machine())
+    plan = planned(loaded(model=small), machine())
     assert " 0.0 M" not in model_line(plan)
     assert re.search(r"shape, [1-9][0-9]{0,2},[0-9]{3} parameters", model_line(plan))

@@ -1,12 +1,11 @@
 """What a plan says of a quantised base: that it needs an adapter, its bits, and whose kernels read it."""
 
 import pytest
-from plan_help import gpu_machine, loaded, machine
+from plan_help import gpu_machine, loaded, machine, planned
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, Package, Probe
 from bloomery.model.quantization.sizes import backend
-from bloomery.plan.resolve import resolve
 
 LORA = {"kind": "lora", "targets": ["all-linear"]}
 
@@ -40,17 +39,17 @@ def test_whose_kernels_read_the_base(where, base, expected, because):
 
 def test_the_plan_says_it_and_keeps_it():
     recipe = loaded(adapter=LORA, quantize={"base": "nf4"})
-    plan = resolve(recipe, with_bitsandbytes("0.50.2", probe("ok")))
+    plan = planned(recipe, with_bitsandbytes("0.50.2", probe("ok")))
     said = next(decision for decision in plan.decisions if decision.key == "quantize.base")
     assert plan.quantised_by == "bitsandbytes"
     assert said.because.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
-    here = resolve(recipe, machine())
+    here = planned(recipe, machine())
     assert here.quantised_by == "torch" and here.quantize.base == "nf4"
 
 
 def test_memory_counts_the_quantised_bytes():
     floats, bits = (
-        resolve(loaded(adapter=LORA, quantize={"base": base}), machine()).memory.parts["weights"]
+        planned(loaded(adapter=LORA, quantize={"base": base}), machine()).memory.parts["weights"]
         for base in ("none", "nf4")
     )
     assert bits < floats
@@ -58,5 +57,5 @@ def test_memory_counts_the_quantised_bytes():
 
 def test_a_quantised_base_without_an_adapter_is_refused():
     with pytest.raises(UserError, match="cannot learn") as error:
-        resolve(loaded(quantize={"base": "int8"}), machine())
+        planned(loaded(quantize={"base": "int8"}), machine())
     assert error.value.code == 2 and "adapter.kind=lora" in error.value.remedy

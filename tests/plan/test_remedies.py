@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, machine
+from plan_help import gpu_machine, machine, planned, reported
 
-from bloomery.plan.advice.suggestions import edited
-from bloomery.plan.resolve import resolve
+from bloomery.plan.advice.advise import edited
 from bloomery.recipe.load import load_recipe
 
 WIDE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24")
@@ -18,22 +17,23 @@ WIDE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24")
 def too_large(request):
     gpu, words = request.param
     loaded = load_recipe("go-coder-125m", words)
-    return loaded, gpu_machine(gpu), resolve(loaded, gpu_machine(gpu))
+    return loaded, gpu_machine(gpu), reported(loaded, gpu_machine(gpu))
 
 
 def test_every_remedy_does_what_it_says(too_large):
-    loaded, where, plan = too_large
+    loaded, where, report = too_large
+    plan = report.plan
     assert not plan.fits
-    assert plan.remedies
-    for remedy in plan.remedies:
-        again = resolve(edited(loaded, remedy.edit), where)  # refuses what this version cannot do
+    assert report.remedies
+    for remedy in report.remedies:
+        again = planned(edited(loaded, remedy.edit), where)  # refuses what this version cannot do
         assert again.memory.total < plan.memory.total
         assert again.fits == (", fits; " in remedy.saves)
 
 
 def test_shorter_rows_come_last_and_say_what_they_cost(too_large):
-    plan = too_large[2]
-    single = [remedy for remedy in plan.remedies if " " not in remedy.edit]
+    report = too_large[2]
+    single = [remedy for remedy in report.remedies if " " not in remedy.edit]
     lengths = [index for index, remedy in enumerate(single) if remedy.edit.startswith("data.sequence_length")]
     assert lengths == list(range(len(single) - len(lengths), len(single)))
     assert all("another training" in single[index].saves for index in lengths)
@@ -41,25 +41,25 @@ def test_shorter_rows_come_last_and_say_what_they_cost(too_large):
 
 def test_a_recipe_that_slows_itself_down_is_told():
     slow = load_recipe("go-coder-125m", ["train.activation_checkpointing=full", "train.attention=math"])
-    plan = resolve(slow, gpu_machine("RX 7900 XTX"))
-    assert plan.fits
-    assert "train.activation_checkpointing=auto" in [remedy.edit for remedy in plan.remedies]
+    report = reported(slow, gpu_machine("RX 7900 XTX"))
+    assert report.plan.fits
+    assert "train.activation_checkpointing=auto" in [remedy.edit for remedy in report.remedies]
 
 
 def test_dropout_that_keeps_fused_kernels_away_is_named_with_its_price():
     where = gpu_machine("H100")
-    plan = resolve(load_recipe("go-coder-125m"), where)
-    (remedy,) = plan.remedies
+    report = reported(load_recipe("go-coder-125m"), where)
+    (remedy,) = report.remedies
     assert remedy.edit == "model.dropout=0"
     assert "another training" in remedy.saves
-    quicker = resolve(load_recipe("go-coder-125m", ["model.dropout=0"]), where)
+    quicker = planned(load_recipe("go-coder-125m", ["model.dropout=0"]), where)
     assert quicker.model.attention == "varlen"
-    assert quicker.step_seconds.value < 0.9 * plan.step_seconds.value
+    assert quicker.step_seconds.value < 0.9 * report.plan.step_seconds.value
 
 
 def test_a_run_that_fits_and_is_quick_needs_nothing():
-    plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
-    assert plan.remedies == ()
+    report = reported(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
+    assert report.remedies == ()
 
 
 @pytest.mark.parametrize("name", ["demo", "go-coder-125m", "go-coder-medium", "everything"])
@@ -73,12 +73,12 @@ def test_an_edit_changes_one_key_and_nothing_else(name):
 
 
 def test_memory_of_a_processor_has_remedies_too():
-    plan = resolve(load_recipe("go-coder-125m"), machine(free_gib=2.0))
-    assert not plan.fits
-    assert plan.remedies
+    report = reported(load_recipe("go-coder-125m"), machine(free_gib=2.0))
+    assert not report.plan.fits
+    assert report.plan.remedies == tuple(remedy.edit for remedy in report.remedies) != ()
 
 
 def test_in_backward_a_smaller_step_is_offered():
     loaded = load_recipe("samantha-llama2-7b-full-24gb", ("train.tokens_per_step=65536",))
-    plan = resolve(loaded, gpu_machine("RTX 4090"))
-    assert "train.tokens_per_step=16384" in [remedy.edit for remedy in plan.remedies if ", fits; " in remedy.saves]
+    report = reported(loaded, gpu_machine("RTX 4090"))
+    assert "train.tokens_per_step=16384" in [remedy.edit for remedy in report.remedies if ", fits; " in remedy.saves]

@@ -5,11 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from plan_help import gpu_machine, loaded, machine
+from plan_help import gpu_machine, loaded, machine, planned, reported
 
 import bloomery
 from bloomery.core.errors import UserError
-from bloomery.plan.resolve import resolve
 from bloomery.plan.store import read_plan, write_plan
 from bloomery.plan.types import CorpusFacts, Plan
 
@@ -18,7 +17,7 @@ from bloomery.plan.types import CorpusFacts, Plan
     "where", [machine(), machine(flags=("avx2",)), gpu_machine("MI300X"), gpu_machine("RX 6700 XT")]
 )
 def test_nothing_is_left_to_decide(where):
-    plan = resolve(
+    plan = planned(
         loaded(train={"length": "1 epoch"}), where, corpus=CorpusFacts(rows_per_epoch=99, tokens=12_672, vocab_size=256)
     )
     decided = plan.model_dump_json().replace('"pause_above":"auto"', "")  # each GPU says its own limit, at the start
@@ -27,7 +26,7 @@ def test_nothing_is_left_to_decide(where):
 
 
 def test_a_plan_survives_the_disk(tmp_path):
-    plan = resolve(loaded(optimizer={"schedule": "wsd"}), machine())
+    plan = planned(loaded(optimizer={"schedule": "wsd"}), machine())
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
@@ -50,45 +49,45 @@ def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
 )
 def test_what_is_not_built_is_refused_by_name(section, key):
     with pytest.raises(UserError, match="not in this version") as error:
-        resolve(loaded(**section), machine())
+        planned(loaded(**section), machine())
     assert key in error.value.problem
 
 
 def test_everything_unbuilt_is_named_at_once():
     with pytest.raises(UserError) as error:
-        resolve(loaded(objective={"kind": "grpo"}, parallel={"pipeline": 4}), machine())
-    assert error.value.problem.startswith("objective.kind=grpo, parallel.pipeline=4 are not")
+        planned(loaded(objective={"kind": "grpo"}, parallel={"context": 4}), machine())
+    assert error.value.problem.startswith("objective.kind=grpo, parallel.context=4 are not")
 
 
 def test_rows_longer_than_learned_positions_are_refused():
     gpt2 = {"family": "gpt2", "max_positions": 64}
     with pytest.raises(UserError, match="64 positions") as error:
-        resolve(loaded(model=gpt2), machine())
+        planned(loaded(model=gpt2), machine())
     assert error.value.where == "data.sequence_length"
 
 
 def test_a_vocabulary_without_embeddings_is_refused():
     with pytest.raises(UserError, match="300"):
-        resolve(loaded(), machine(), corpus=CorpusFacts(rows_per_epoch=9, tokens=999, vocab_size=300))
+        planned(loaded(), machine(), corpus=CorpusFacts(rows_per_epoch=9, tokens=999, vocab_size=300))
 
 
 def test_an_attention_that_cannot_honour_the_recipe_is_refused():
     with pytest.raises(UserError, match="documents of a row") as error:
-        resolve(loaded(train={"attention": "sdpa"}), machine())
+        planned(loaded(train={"attention": "sdpa"}), machine())
     assert error.value.where == "train.attention"
 
 
 def test_compiling_must_pay_for_itself_on_a_processor():
-    short = resolve(loaded(), machine())
-    long = resolve(loaded(train={"length": "1M steps"}), machine())
-    timed = resolve(loaded(train={"length": "1h"}), machine())
+    short = planned(loaded(), machine())
+    long = planned(loaded(train={"length": "1M steps"}), machine())
+    timed = planned(loaded(train={"length": "1h"}), machine())
     assert (short.train.compile, long.train.compile, timed.train.compile) == (False, True, True)
 
 
 def test_the_processor_repeats_to_the_last_bit():
-    assert resolve(loaded(), machine()).train.deterministic
-    assert not resolve(loaded(), gpu_machine("H200")).train.deterministic
-    assert resolve(loaded(train={"deterministic": True}), gpu_machine("H200")).train.deterministic
+    assert planned(loaded(), machine()).train.deterministic
+    assert not planned(loaded(), gpu_machine("H200")).train.deterministic
+    assert planned(loaded(train={"deterministic": True}), gpu_machine("H200")).train.deterministic
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_the_processor_repeats_to_the_last_bit():
     ],
 )
 def test_settings_that_contradict_the_run_are_said(sections, doubt):
-    assert any(doubt in text for text in resolve(loaded(**sections), machine()).contradictions)
+    assert any(doubt in text for text in reported(loaded(**sections), machine()).contradictions)
 
 
 def test_python_asks_for_a_plan_by_calling_the_package(tmp_path, monkeypatch):

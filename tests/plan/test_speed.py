@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, machine
+from plan_help import gpu_machine, machine, reported
 
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
@@ -12,15 +12,12 @@ from bloomery.model.families.presets import preset
 from bloomery.plan.estimate.speed import (
     LAUNCH_SECONDS,
     device_rate,
-    disk_bytes,
-    energy_kwh,
     step_parts,
-    step_seconds,
+    total,
     work_of,
 )
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.resolve import resolve
-from bloomery.plan.types import Estimate
+from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import load_recipe
 
 LAYERS = 12 * 12 * 768**2  # weights of the Go coder's layers
@@ -29,7 +26,7 @@ HEAD = 50_000 * 768
 
 def load(**changes):
     """GPT-2 124M, 16 rows of 1,024 on an RX 6700 XT."""
-    usual = Occupancy(
+    usual = StepShape(
         config=preset("go-coder-small"), sequence_length=1024, micro_batch=16, precision="float16", optimizer="adamw",
         attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024 * 16, context_bytes=300 * MIB,
         on_gpu=True,
@@ -63,15 +60,16 @@ def test_clipping_is_three_passes_over_the_gradient():
 
 def test_the_rx_6700_xt_reaches_a_fifth_of_its_peak():
     """As its row of the table assumes: 15, 20 and 30% by the usual count (6 a weight, all T x T scores)."""
-    plan = resolve(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
+    report = reported(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
+    plan = report.plan
     counted = 16384 * (6 * (LAYERS + HEAD) + 12 * 12 * 1024 * 768)
     shares = [
         counted / seconds / 26.43e12
         for seconds in (plan.step_seconds.high, plan.step_seconds.value, plan.step_seconds.low)
     ]
     assert shares == pytest.approx([0.15, 0.20, 0.30], abs=0.01)
-    assert plan.energy_kwh == pytest.approx(0.230 * plan.seconds.value / 3600)
-    assert sum(part.value for part in plan.step_parts.values()) == pytest.approx(plan.step_seconds.value)
+    assert report.energy_kwh == pytest.approx(0.230 * plan.seconds.value / 3600)
+    assert sum(part.value for part in report.step_parts.values()) == pytest.approx(plan.step_seconds.value)
 
 
 @pytest.mark.parametrize(("precision", "measured"), [("float32", 196), ("bfloat16", 341)])
@@ -80,7 +78,7 @@ def test_measured_rates_of_a_processor_fall_inside(precision, measured):
     where = machine()
     rate = device_rate(build_profile(where), where, precision=precision, width=768, compiled=False)
     here = load(on_gpu=False, precision=precision, attention="sdpa", micro_batch=2, score_chunk=2048)
-    found = step_seconds(here, rate, tokens=2048).inverse(2048)
+    found = total(step_parts(work_of(here, tokens=2048), rate)).inverse(2048)
     assert found.low <= measured <= found.high
     assert found.value == pytest.approx(measured, rel=0.10)
 
@@ -121,12 +119,12 @@ def test_an_unknown_device_has_no_speed():
 
 
 def test_disk_and_energy():
-    own = {"trained_bytes": 4 * 124_242_432, "optimizer_bytes": 8 * 124_242_432}
-    disk = disk_bytes(preset("go-coder-small"), tokens=1_064_960_000, keep=3, **own)
-    assert disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
-    assert disk["checkpoint"] / GIB == pytest.approx(1.39, abs=0.01)
-    assert disk["checkpoints"] == 5 * disk["checkpoint"]
-    assert energy_kwh(None, Estimate(value=1, low=1, high=1, origin="table")) is None
+    corpus = CorpusFacts(rows_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
+    report = reported(load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), corpus=corpus)
+    assert report.disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
+    assert report.disk["checkpoint"] == 12 * 124_242_432
+    assert report.disk["checkpoints"] == 5 * report.disk["checkpoint"]
+    assert report.energy_kwh is None
 
 
 def test_keys_of_a_window_are_those_that_causal_queries_see():

@@ -3,52 +3,50 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine
+from plan_help import gpu_machine, planned, reported
 
 from bloomery.core.units import GIB
 from bloomery.hardware.specs.calibration import Point
 from bloomery.model.families.presets import published_config
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
-from bloomery.plan.estimate.states import FULL, Way, parameters, trained_count, way_of
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.resolve import resolve
+from bloomery.plan.estimate.states import FULL, StepShape, TrainingMode, mode_of, parameters, trained_count
 from bloomery.plan.rules.objective import setting
 from bloomery.recipe.load import load_recipe
 
 LLAMA = published_config("meta-llama/Llama-2-7b-hf")
 
 
-def planned(name, gpu, *words):
-    return resolve(load_recipe(name, words), gpu_machine(gpu))
+def plan_of(name, gpu, *words):
+    return planned(load_recipe(name, words), gpu_machine(gpu))
 
 
 def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
     """22 GiB for every weight of Llama 2 7B at 2,048 tokens, 17 for LoRA on Llama 3.1 8B, 7.5 for QLoRA: allocated."""
-    full = planned("samantha-llama2-7b-full-24gb", "RTX 4090")
+    full = plan_of("samantha-llama2-7b-full-24gb", "RTX 4090")
     assert full.fits and full.memory.allocated < 22 * GIB
-    lora = planned("llama3.1-8b-lora", "RTX 4090", "train.micro_batch=2", "train.activation_checkpointing=full")
+    lora = plan_of("llama3.1-8b-lora", "RTX 4090", "train.micro_batch=2", "train.activation_checkpointing=full")
     assert lora.fits and lora.memory.allocated < 17 * GIB
     words = ("quantize.base=nf4", "train.micro_batch=1", "train.activation_checkpointing=full")
-    assert planned("llama3.1-8b-lora", "RTX 4090", *words).memory.allocated < 7.5 * GIB
+    assert plan_of("llama3.1-8b-lora", "RTX 4090", *words).memory.allocated < 7.5 * GIB
 
 
 def test_what_lora_trains_is_counted_by_hand():
-    way = way_of(load_recipe("samantha-llama2-7b-lora").recipe, LLAMA)
-    assert trained_count(LLAMA, way) == 32 * 4 * 16 * (4096 + 4096)
-    assert not parameters(LLAMA, way).trained
-    assert len(parameters(LLAMA, way).frozen) == 32 * 9 + 3
+    mode = mode_of(load_recipe("samantha-llama2-7b-lora").recipe, LLAMA)
+    assert trained_count(LLAMA, mode) == 32 * 4 * 16 * (4096 + 4096)
+    assert not parameters(LLAMA, mode).trained
+    assert len(parameters(LLAMA, mode).frozen) == 32 * 9 + 3
 
 
 def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
-    way = way_of(load_recipe("samantha-llama2-7b-lora").recipe, LLAMA)
+    mode = mode_of(load_recipe("samantha-llama2-7b-lora").recipe, LLAMA)
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
-    beside, attention = trained_count(LLAMA, way), 12 * 32 * 2048 * 4096
+    beside, attention = trained_count(LLAMA, mode), 12 * 32 * 2048 * 4096
     assert useful_flops(LLAMA, FULL, 2048) == 6 * matrices + attention
-    assert useful_flops(LLAMA, way, 2048) == 4 * matrices + 6 * beside + attention
+    assert useful_flops(LLAMA, mode, 2048) == 4 * matrices + 6 * beside + attention
 
 
 def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
-    load = Occupancy(
+    load = StepShape(
         config=LLAMA, sequence_length=2048, micro_batch=1, precision="bfloat16", optimizer="adamw", attention="varlen",
         checkpointing="none", compiled=True, score_chunk=2048, context_bytes=0.0, on_gpu=True,
     )  # fmt: skip
@@ -59,26 +57,26 @@ def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
 
 
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
-    plan = planned("worldmodel-qwen2.5-lora-3b", "RX 6700 XT")
-    assert not plan.fits
-    edits = [remedy.edit for remedy in plan.remedies if ", fits; " in remedy.saves]
+    report = reported(load_recipe("worldmodel-qwen2.5-lora-3b"), gpu_machine("RX 6700 XT"))
+    assert not report.plan.fits
+    edits = [remedy.edit for remedy in report.remedies if ", fits; " in remedy.saves]
     assert {"quantize.base=nf4", "data.sequence_length=2048"} <= set(edits)
     for edit in edits:
-        assert planned("worldmodel-qwen2.5-lora-3b", "RX 6700 XT", edit).fits
+        assert plan_of("worldmodel-qwen2.5-lora-3b", "RX 6700 XT", edit).fits
 
 
 def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
-    plan = planned("continued-pretraining", "RX 6600")
-    assert "adapter.kind=lora" in [remedy.edit for remedy in plan.remedies]
+    report = reported(load_recipe("continued-pretraining"), gpu_machine("RX 6600"))
+    assert "adapter.kind=lora" in report.plan.remedies
 
 
 @pytest.mark.parametrize("name", ["worldmodel-qwen2.5-lora", "dpo", "samantha-llama2-7b-full-24gb"])
 def test_a_measurement_of_full_training_says_nothing_of_another_ways_memory(name):
-    plan = planned(name, "RTX 4090")
-    assert setting(plan) != "" == setting(planned("go-coder-125m", "RTX 4090"))
+    plan = plan_of(name, "RTX 4090")
+    assert setting(plan) != "" == setting(plan_of("go-coder-125m", "RTX 4090"))
     assert Point.model_fields["setting"].default == ""
 
 
 def test_an_unusual_way_is_told_from_a_usual_one():
-    assert Way(states="int8") != FULL
-    assert setting(planned("dpo", "RTX 4090")) != setting(planned("reward", "RTX 4090"))
+    assert TrainingMode(states="int8") != FULL
+    assert setting(plan_of("dpo", "RTX 4090")) != setting(plan_of("reward", "RTX 4090"))

@@ -6,12 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "plan"), str(ROOT / "benchmarks")]
 
-from plan_help import gpu_machine, loaded, machine  # noqa: E402
+from plan_help import gpu_machine, loaded, machine, planned  # noqa: E402
 from steps_for_tests import both_of_stage, counted, laid, measured, simulated, small_plan  # noqa: E402
 
 from bloomery.core.units import MIB  # noqa: E402
 from bloomery.hardware.profile import build_profile  # noqa: E402
-from bloomery.plan.resolve import resolve  # noqa: E402
 from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
 from bloomery.simulate.shards import Cut  # noqa: E402
 from bloomery.simulate.stages import places  # noqa: E402
@@ -37,7 +36,7 @@ def recipes() -> None:
     for recipe in ("demo", "go-coder-tiny", "go-coder-125m", "go-coder-medium"):
         for device in ("a CPU", "RX 6700 XT", "MI300X", "MI50 16GB"):
             here = machine() if device == "a CPU" else gpu_machine(device)
-            plan = resolve(load_recipe(recipe), here)
+            plan = planned(load_recipe(recipe), here)
             fake = simulated(plan, fused=build_profile(here).attention.value == "fused")
             told = plan.memory.allocated
             row = f"| {recipe} | {device} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
@@ -72,8 +71,8 @@ def shards() -> None:
     ]
     print("| recipe | devices | counted MiB | simulated MiB | difference |\n|---|---|--:|--:|--:|")
     for name, recipe, gpu, gpus, nodes in jobs:
-        plan = resolve(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
-        for layout in plan.mesh.layouts:
+        plan = planned(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
+        for layout in plan.parallel.layouts:
             if layout.shard > 1:
                 told = layout.memory.allocated
                 fake = simulated(laid(plan, layout), cut=Cut(layout.replicate, layout.shard))
@@ -93,8 +92,8 @@ def stages() -> None:
     print("|---|---|--:|--:|--:|--:|--:|")
     for name, recipe, gpu in jobs:
         here = gpu_machine(gpu)
-        plan = resolve(recipe, here, gpus=8)
-        for layout in plan.mesh.layouts:
+        plan = planned(recipe, here, gpus=8)
+        for layout in plan.parallel.layouts:
             for place in places(layout.pipeline) if layout.pipeline == 8 else []:
                 own = laid(plan, layout)
                 told, fake = both_of_stage(own, place, fused=build_profile(here).attention.value == "fused")

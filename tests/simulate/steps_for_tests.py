@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 from memory_tracker import peak_bytes
-from plan_help import loaded, machine
+from plan_help import loaded, machine, planned
 
 from bloomery.data.loading.loader import Batch
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.memory import tensor_bytes
-from bloomery.plan.estimate.states import way_of
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.mesh.memory import Split, mesh_memory, stage_bytes
-from bloomery.plan.resolve import resolve
+from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, stage_bytes
+from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
 from bloomery.recipe.schema import Distil
 from bloomery.simulate.shards import ONE, Cut
@@ -45,7 +43,7 @@ def small_plan(
         quantize={"base": base},
         train={"micro_batch": rows, "tokens_per_step": 256 * rows * micro_batches, **settings},
     )
-    plan = resolve(recipe, machine())
+    plan = planned(recipe, machine())
     rates = dict.fromkeys(("residual_dropout", "attention_dropout", "embedding_dropout"), dropout)
     model = plan.model.model_copy(
         update={
@@ -66,14 +64,14 @@ def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
             for case, name in zip(cases, names, strict=True)]  # fmt: skip
 
 
-def load_of(plan: Plan) -> Occupancy:
+def load_of(plan: Plan) -> StepShape:
     train = plan.train
-    return Occupancy(
+    return StepShape(
         config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch=train.micro_batch,
         precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
         checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
         context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
-        way=way_of(plan, plan.model.config), offloading=train.offload_activations,
+        mode=mode_of(plan, plan.model.config), offloading=train.offload_activations,
         teacher=known_config(plan.objective.teacher) if isinstance(plan.objective, Distil) else None,
     )  # fmt: skip
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from plan_help import gpu_machine, machine
+from plan_help import gpu_machine, machine, planned
 from steps_for_tests import counted, load_of, measured, simulated, small_plan, some
 
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.estimate.memory import tensor_bytes
-from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 from bloomery.simulate.shards import Cut
 from bloomery.simulate.step import simulated_step
@@ -28,7 +27,7 @@ QUICK = {
 
 def agree_on(recipe, device, *overrides):
     here = machine() if device == "cpu" else gpu_machine(device)
-    plan = resolve(load_recipe(recipe, overrides), here)
+    plan = planned(load_recipe(recipe, overrides), here)
     figure = simulated(plan, fused=build_profile(here).attention.value == "fused")
     assert plan.memory.allocated == pytest.approx(figure, rel=0.08)
 
@@ -40,7 +39,7 @@ def test_shapes_and_fake_tensors_agree_on_the_packaged_recipes(recipe, device):
 
 @pytest.mark.parametrize("recipe", some(["demo", "go-coder-tiny", "go-coder-125m"], set()))
 def test_both_agree_with_what_a_packaged_recipe_holds_here(recipe):
-    plan = resolve(load_recipe(recipe), machine())
+    plan = planned(load_recipe(recipe), machine())
     real = measured(plan)
     assert plan.memory.allocated == pytest.approx(real, rel=0.10)
     assert simulated(plan) == pytest.approx(real, rel=0.10)

@@ -14,8 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.plan.estimate.activations import TILE, TILE_SCORES
-from bloomery.plan.estimate.memory import CPU_TILE
+from bloomery.plan.estimate.memory import CPU_TILE, TILE, TILE_SCORES
 from bloomery.simulate import parent, simulate
 from bloomery.simulate.notes import notes_of
 from bloomery.simulate.shards import ONE, Cut

@@ -4,12 +4,11 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from plan_help import gpu_machine, loaded
+from plan_help import gpu_machine, loaded, planned, reported
 
 from bloomery.cli import cli
 from bloomery.core.units import GIB
 from bloomery.plan.report.page import page
-from bloomery.plan.resolve import resolve
 from bloomery.simulate import Simulated, simulate
 from bloomery.simulate.page import Beside
 
@@ -37,7 +36,7 @@ def test_all_cards_at_once_are_refused():
 
 
 def beside(peak_gib):
-    plan = resolve(loaded(), gpu_machine("MI300X"))
+    plan = planned(loaded(), gpu_machine("MI300X"))
     return Beside(plan, Simulated({"weights": peak_gib * GIB}, ()))
 
 
@@ -57,7 +56,8 @@ def test_what_the_plan_adds_to_its_own_tensors_is_added_to_the_simulated_ones():
 
 def test_the_page_shows_it_below_memory():
     found = beside(1)
-    lines = page(found.plan, gpu_machine("MI300X"), source="small", verbs=[], simulated=found.lines())
+    report = reported(loaded(), gpu_machine("MI300X"))
+    lines = page(report, gpu_machine("MI300X"), source="small", verbs=[], simulated=found.lines())
     (line,) = [line for line in lines if line.startswith("simulated")]
     assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
 
@@ -65,9 +65,9 @@ def test_the_page_shows_it_below_memory():
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_what_no_code_runs_yet_is_not_simulated_and_says_so(optimizer):
     here = gpu_machine("MI300X")
-    plan = resolve(loaded(optimizer={"kind": optimizer}), here, gpus=2)
-    (index,) = [index for index, layout in enumerate(plan.mesh.layouts) if layout.name == "shard"]
-    chosen = plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"chosen": index})})
+    plan = planned(loaded(optimizer={"kind": optimizer}), here, gpus=2)
+    (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.name == "shard"]
+    chosen = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"chosen": index})})
     found = Beside(chosen, simulate(chosen, here))
     assert found.document()["peak"] is None
     assert found.fits == chosen.fits

@@ -1,11 +1,10 @@
 """The stages of a pipeline: counted and on fake tensors, and what 1F1B has under way."""
 
 import pytest
-from plan_help import gpu_machine, loaded
+from plan_help import gpu_machine, loaded, planned
 from steps_for_tests import both_of_stage, laid, simulated, small_plan, some
 
 from bloomery.hardware.profile import build_profile
-from bloomery.plan.resolve import resolve
 from bloomery.recipe.load import load_recipe
 from bloomery.simulate import simulate
 from bloomery.simulate.notes import notes_of
@@ -42,8 +41,8 @@ def test_shapes_and_fake_tensors_agree_on_every_kind_of_stage(case):
 @pytest.mark.parametrize(("recipe", "gpu", "stages"), some(RECIPES, set()))
 def test_they_agree_on_packaged_recipes(recipe, gpu, stages):
     here = gpu_machine(gpu)
-    plan = resolve(load_recipe(recipe), here, gpus=8)
-    (layout,) = [layout for layout in plan.mesh.layouts if layout.pipeline == stages]
+    plan = planned(load_recipe(recipe), here, gpus=8)
+    (layout,) = [layout for layout in plan.parallel.layouts if layout.pipeline == stages]
     for place in places(stages):
         counted, fake = both_of_stage(laid(plan, layout), place, fused=build_profile(here).attention.value == "fused")
         assert counted == pytest.approx(fake, rel=0.03), place
@@ -75,13 +74,13 @@ def test_a_stage_holds_a_micro_batch_for_each_that_follows():
 
 def pipelined():
     here = gpu_machine("MI300X")
-    plan = resolve(loaded(train={"tokens_per_step": 4096, "compile": False}), here, gpus=2)
-    (index,) = [index for index, layout in enumerate(plan.mesh.layouts) if layout.pipeline == 2]
-    chosen = plan.mesh.layouts[index]
-    mesh = plan.mesh.model_copy(update={"chosen": index})
+    plan = planned(loaded(train={"tokens_per_step": 4096, "compile": False}), here, gpus=2)
+    (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.pipeline == 2]
+    chosen = plan.parallel.layouts[index]
+    mesh = plan.parallel.model_copy(update={"chosen": index})
     rows = chosen.micro_batch * plan.data.sequence_length
     model = plan.model.model_copy(update={"score_chunk": rows})  # all logits at once, as the layout was counted
-    return laid(plan, chosen).model_copy(update={"mesh": mesh, "model": model, "memory": chosen.memory}), here
+    return laid(plan, chosen).model_copy(update={"parallel": mesh, "model": model, "memory": chosen.memory}), here
 
 
 def test_the_page_and_json_have_the_fullest_stage_and_each():

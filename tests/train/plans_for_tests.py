@@ -63,6 +63,5 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
     changed = {name: part.model_copy(update=sections.get(name, {})) for name, part in parts.items()}
     return Plan(
         name="tiny", **changed, torch=torch.__version__, step_seconds=None, total_tokens=None, decisions=(),
-        contradictions=(), memory=MemoryEstimate(parts={}, low=0, high=0, limit=1, origin="table"), claims=(),
-        remedies=(), lengths=LENGTHS,
+        memory=MemoryEstimate(parts={}, low=0, high=0, limit=1, origin="table"), lengths=LENGTHS,
     )  # fmt: skip

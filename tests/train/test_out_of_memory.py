@@ -15,7 +15,7 @@ from bloomery.hardware.detect.gpu_processes import Tenant, tenants
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import Plan, Remedy
+from bloomery.plan.types import Plan
 from bloomery.train import checkpoint, loop
 from bloomery.train import recover as memory
 from bloomery.train.optim.build import Optimizer
@@ -209,8 +209,8 @@ def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
-    remedy = Remedy(edit="train.activation_checkpointing=full", saves="1.0 GiB")
-    advised = plan.model_copy(update={"remedies": (Remedy(edit="train.micro_batch=1", saves="2.0 GiB"), remedy)})
+    remedies = ("train.micro_batch=1", "train.activation_checkpointing=full")
+    advised = plan.model_copy(update={"remedies": remedies})
     with pytest.raises(memory.MemoryFull, match="with a single row of 32 tokens at once") as caught:
         run_short_of_memory(advised, tmp_path / "run", Allocator("forward", rows=1, since=4))
     assert "train.activation_checkpointing=full" in caught.value.remedy

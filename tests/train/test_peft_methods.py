@@ -22,9 +22,8 @@ from bloomery.model.adapters.peft_settings import NATIVE, OURS, PROMPTS, config_
 from bloomery.model.adapters.targets import linear_modules
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
-from bloomery.plan.estimate.activations import activation_bytes
-from bloomery.plan.estimate.states import way_of
-from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.estimate.memory import activation_bytes
+from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.recipe.schema import Lora, Peft
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
@@ -181,10 +180,10 @@ def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
     theirs = Peft(kind="peft", method="adalora", init_r=8, target_modules=targets)
 
     def counted(adapter):
-        load = Occupancy(
+        load = StepShape(
             config=config, sequence_length=128, micro_batch=4, precision="bfloat16", optimizer="adamw",
             attention="sdpa", checkpointing="none", compiled=False, score_chunk=64, context_bytes=0.0, on_gpu=False,
-            way=way_of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
+            mode=mode_of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
         )  # fmt: skip
         return activation_bytes(load)
 

@@ -13,6 +13,7 @@ from bloomery.hardware.specs.calibration import calibration
 from bloomery.plan.estimate.calibrated import compile_gain
 from bloomery.plan.local import child_environment, plan_here
 from bloomery.plan.rules.objective import setting
+from bloomery.plan.rules.unsupported import refuse_several_devices
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe
 
@@ -81,6 +82,7 @@ class Bench:
     def plan(self, *words: str) -> Plan:
         """Raises UserError for what the recipe or this version refuses."""
         loaded = load_recipe(self.recipe, (*self.overrides, *words))
+        refuse_several_devices(loaded.recipe)
         plan, _ = plan_here(loaded, machine=self.machine)
         if self.memory_limit is None:
             return plan

@@ -42,7 +42,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import Estimate, LayoutPlan, MeshPlan, Plan
+    from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan, Plan, PlanReport
     from bloomery.recipe.load import LoadedRecipe
 
 
@@ -95,14 +95,13 @@ def show_cards(
     loaded: "LoadedRecipe", names: tuple[str, ...], *, gpus: int, nodes: int, as_json: bool, source: str
 ) -> int:
     """Print one line for each named card, or each of the table where none is named; 0 when the run fits one."""
-    from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.specs.specs import find_gpu
-    from bloomery.plan.local import checked_corpus
+    from bloomery.plan.local import facts_here
     from bloomery.plan.report.all_gpus import cards, cards_page
 
-    checked_corpus(loaded)
+    machine = facts_here(loaded).machine
     chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
-    found = cards(loaded, detect(), chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
+    found = cards(loaded, machine, chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
     if as_json:
         print_json([row.document() for row in found])
     else:
@@ -123,13 +122,15 @@ def show_plan(
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
     from bloomery.hardware.detect.detect import detect
+    from bloomery.plan.advice.advise import advise
     from bloomery.plan.local import plan_here
     from bloomery.runs.resume_plan import narrowed
 
-    plan, machine = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
+    plan, facts = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
+    report, machine = advise(loaded, plan, facts), facts.machine
     found = simulated(plan, machine) if simulate else None
     if as_json:
-        print_json(document(plan, machine) | ({"simulated": found.document()} if found else {}))
+        print_json(document(report, machine) | ({"simulated": found.document()} if found else {}))
     else:
         from bloomery.cli import cli
         from bloomery.plan.gather import absent, left_aside, unfetched, weightless
@@ -141,7 +142,7 @@ def show_plan(
         verbs = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
         told, source = found.lines() if found else [], source or loaded.name
         words = _device_words(gpu, gpus, nodes)
-        say("\n".join(page(plan, machine, source=source, verbs=verbs, devices=words, simulated=told)))
+        say("\n".join(page(report, machine, source=source, verbs=verbs, devices=words, simulated=told)))
         for model in unfetched(loaded.recipe):
             say(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
         for model in weightless(loaded.recipe):
@@ -160,12 +161,12 @@ def _device_words(gpu: str | None, gpus: int, nodes: int) -> str:
     return words + (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
 
 
-def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:
+def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
     """The JSON of `plan --json`."""
-    from bloomery.plan.estimate.memory import gib
+    from bloomery.core.units import GIB
 
+    plan = report.plan
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step) if plan.step_seconds is not None else None
-    memory = plan.memory
     return {
         "fits": plan.fits,
         "tokens": plan.total_tokens,
@@ -174,30 +175,41 @@ def document(plan: "Plan", machine: "Machine") -> dict[str, Any]:
         "seconds": _estimate(plan.seconds),
         "step_seconds": _estimate(plan.step_seconds),
         "tokens_per_second": _estimate(rate),
-        "memory": {
-            "parts": {name: gib(value) for name, value in memory.parts.items()},
-            "total": {
-                "value": gib(memory.total), "low": gib(memory.low), "high": gib(memory.high), "from": memory.origin,
-            },
-            "limit": gib(memory.limit),
-        },
-        "disk": {name: gib(value) for name, value in plan.disk.items()},
-        "energy_kwh": plan.energy_kwh,
-        "claims": plan.claims,
-        "contradictions": plan.contradictions,
-        "remedies": plan.remedies,
+        "memory": _memory(plan.memory),
+        "disk": {name: value / GIB for name, value in report.disk.items()},
+        "energy_kwh": report.energy_kwh,
+        "claims": report.claims,
+        "contradictions": report.contradictions,
+        "remedies": report.remedies,
         "choices": plan.decisions,
-        "step_parts": {name: _estimate(part) for name, part in plan.step_parts.items()},
+        "step_parts": {name: _estimate(part) for name, part in report.step_parts.items()},
         "mfu": _utilisation(plan, machine),
-        "longest": plan.longest,
-        "mesh": None if plan.mesh is None else _mesh(plan.mesh),
+        "longest": report.longest,
+        "mesh": None if plan.parallel is None else _mesh(plan.parallel),
     }  # fmt: skip
+
+
+def brief_document(plan: "Plan") -> dict[str, Any]:
+    """What `plan --json` says of the plan alone, and not of its claims."""
+    memory, seconds = _memory(plan.memory), _estimate(plan.seconds)
+    return {"fits": plan.fits, "memory": memory, "seconds": seconds, "choices": plan.decisions}
+
+
+def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
+    from bloomery.core.units import GIB
+
+    ends = {"value": memory.total / GIB, "low": memory.low / GIB, "high": memory.high / GIB, "from": memory.origin}
+    return {
+        "parts": {name: value / GIB for name, value in memory.parts.items()},
+        "total": ends,
+        "limit": memory.limit / GIB,
+    }
 
 
 def _utilisation(plan: "Plan", machine: "Machine") -> dict[str, Any] | None:
     """Shares of the device's peak and of the best product published; None where either is unknown."""
     from bloomery.hardware.profile import build_profile
-    from bloomery.plan.report.figures import dtype_of, reached_flops
+    from bloomery.plan.report.page import dtype_of, reached_flops
 
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:
@@ -210,7 +222,7 @@ def _utilisation(plan: "Plan", machine: "Machine") -> dict[str, Any] | None:
     }
 
 
-def _mesh(mesh: "MeshPlan") -> dict[str, Any]:
+def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
     return {
         "gpus": mesh.gpus,
         "nodes": mesh.nodes,

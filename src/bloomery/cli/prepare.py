@@ -44,9 +44,9 @@ def command(
     loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     fetch_text(loaded.recipe)
     if check:
-        from bloomery.plan.local import checked_corpus
+        from bloomery.plan.local import facts_here
 
-        checked_corpus(loaded)
+        facts_here(loaded)
     folder = prepared_folder(loaded, Path())
     if count is not None:
         _preview(loaded, folder, count)
@@ -297,13 +297,13 @@ def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> 
     """How often the planned run reads the text, and whether that is too often."""
     from bloomery.core.errors import UserError
     from bloomery.hardware.detect.detect import detect
-    from bloomery.plan.gather import counted
+    from bloomery.plan.gather import counted, facts_of
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve
 
     corpus = counted(manifest, loaded.recipe.data, folder)
     try:
-        plan = resolve(loaded, detect(), prepared=folder, corpus=corpus, brief=True)
+        plan = resolve(loaded, facts_of(loaded, detect(), prepared=folder, corpus=corpus))
     except UserError as error:
         say(f"epochs     unknown: {error.problem}")
         return

@@ -8,9 +8,9 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.plan.estimate.step_shape import Occupancy
+from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.rules.choices import ASKED
-from bloomery.plan.types import Longest, MemoryEstimate
+from bloomery.plan.types import MemoryEstimate
 from bloomery.recipe.schema import Train
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
@@ -20,7 +20,7 @@ CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and h
 SMALL_CHUNK = 1024  # rows of logits: a matrix product is as fast in chunks of this size as in larger ones
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 
-Measure = Callable[[Occupancy], MemoryEstimate]
+Measure = Callable[[StepShape], MemoryEstimate]
 
 
 def choose_tokens_per_step(
@@ -83,40 +83,39 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class MicroBatching:
     """How a step runs on one device."""
 
     micro_batch: Choice[int]  # rows
     checkpointing: Choice[str]
     score_chunk: Choice[int]
-    load: Occupancy
+    step: StepShape
     memory: MemoryEstimate
-    measure: Measure  # bytes of whatever is cut
 
 
-def cut_step(train: Train, load: Occupancy, *, rows_per_step: int, measure: Measure) -> Cut:
-    """The largest micro-batch that fits, uncheckpointed where that is possible; `load` is everything but the cut.
+def cut_step(train: Train, step: StepShape, *, rows_per_step: int, measure: Measure) -> MicroBatching:
+    """The largest micro-batch that fits, uncheckpointed where that is possible; `step` is everything but the cut.
 
     When nothing fits the smallest is planned and the plan says that it does not fit. Raises UserError for a micro-batch
     that does not divide the step.
     """
-    sizes = _sizes(train, load, rows_per_step)
-    several = not load.way.in_backward
+    sizes = _sizes(train, step, rows_per_step)
+    several = not step.mode.in_backward
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
     candidates = [(mode, rows) for mode in modes for rows in sizes]
     for mode, rows in candidates:
-        tried = _with(replace(load, accumulating=several and rows < rows_per_step), rows, mode, SMALL_CHUNK)
+        tried = _with(replace(step, accumulating=several and rows < rows_per_step), rows, mode, SMALL_CHUNK)
         if measure(tried).fits:
             return _finish(train, tried, measure)
     return _finish(train, tried, measure)
 
 
-def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
+def _sizes(train: Train, step: StepShape, rows_per_step: int) -> list[int]:
     """Micro-batches to try, largest first: powers of two that divide the step."""
-    if load.way.in_backward and train.tokens_per_step != "auto":  # one micro-batch is a step
+    if step.mode.in_backward and train.tokens_per_step != "auto":  # one micro-batch is a step
         return [rows_per_step]
     if train.micro_batch != "auto":
-        if rows_per_step % train.micro_batch and not load.way.in_backward:
+        if rows_per_step % train.micro_batch and not step.mode.in_backward:
             divisors = [str(n) for n in range(1, min(rows_per_step, 1024) + 1) if rows_per_step % n == 0]
             raise UserError(
                 f"{rows_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
@@ -125,81 +124,48 @@ def _sizes(train: Train, load: Occupancy, rows_per_step: int) -> list[int]:
                 code=2,
             )
         return [train.micro_batch]
-    most = rows_per_step if load.on_gpu else max(1, CPU_TOKENS // load.sequence_length)
+    most = rows_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
     sizes = [2**n for n in range(rows_per_step.bit_length()) if rows_per_step % 2**n == 0]
     return [size for size in reversed(sizes) if size <= most]
 
 
-def one_micro_batch(cut: Cut) -> Choice[int]:
-    """Tokens of a step whose gradients are used and freed at once."""
-    return Choice(cut.load.rows, "optimizer.in_backward: a step is one micro-batch, the largest that fits")
+def _with(step: StepShape, rows: int, mode: str, chunk: int) -> StepShape:
+    return replace(step, micro_batch=rows, checkpointing=mode, score_chunk=min(chunk, rows * step.sequence_length))
 
 
-def _with(load: Occupancy, rows: int, mode: str, chunk: int) -> Occupancy:
-    return replace(load, micro_batch=rows, checkpointing=mode, score_chunk=min(chunk, rows * load.sequence_length))
-
-
-def _finish(train: Train, load: Occupancy, measure: Measure) -> Cut:
-    whole = _with(load, load.micro_batch, load.checkpointing, load.rows)
+def _finish(train: Train, step: StepShape, measure: Measure) -> MicroBatching:
+    tokens = step.tokens_per_micro_batch
+    whole = _with(step, step.micro_batch, step.checkpointing, tokens)
     memory = measure(whole)
-    if load.rows <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
-        chunk = Choice(load.rows, "all logits of a micro-batch fit at once, and are kept for backward")
-        load = whole
+    if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
+        chunk = Choice(
+            step.tokens_per_micro_batch, "all logits of a micro-batch fit at once, and are kept for backward"
+        )
+        step = whole
     else:
         chunk = Choice(
-            load.score_chunk, "all logits at once would take too much memory, and larger chunks are no faster"
+            step.score_chunk, "all logits at once would take too much memory, and larger chunks are no faster"
         )
-    return Cut(
-        micro_batch=_micro_batch(train, load),
-        checkpointing=_checkpointing(train, load),
+    return MicroBatching(
+        micro_batch=_micro_batch(train, step),
+        checkpointing=_checkpointing(train, step),
         score_chunk=chunk,
-        load=load,
-        memory=measure(load),
-        measure=measure,
+        step=step,
+        memory=measure(step),
     )
 
 
-def _micro_batch(train: Train, load: Occupancy) -> Choice[int]:
+def _micro_batch(train: Train, step: StepShape) -> Choice[int]:
     if train.micro_batch != "auto":
-        return Choice(load.micro_batch, ASKED)
+        return Choice(step.micro_batch, ASKED)
     because = (
-        "the largest power of two that divides the step and fits" if load.on_gpu else "more would leave the caches"
+        "the largest power of two that divides the step and fits" if step.on_gpu else "more would leave the caches"
     )
-    return Choice(load.micro_batch, because)
+    return Choice(step.micro_batch, because)
 
 
-def _checkpointing(train: Train, load: Occupancy) -> Choice[str]:
+def _checkpointing(train: Train, step: StepShape) -> Choice[str]:
     if train.activation_checkpointing != "auto":
-        return Choice(load.checkpointing, ASKED)
-    because = "activations fit as they are" if load.checkpointing == "none" else "activations do not fit otherwise"
-    return Choice(load.checkpointing, because)
-
-
-STEP = 256  # tokens: nobody asks for less
-MOST = 2**22
-
-
-def longest_rows(load: Occupancy, measure: Measure) -> Longest:
-    """One row at a time, its logits in chunks; 0 where not even `STEP` tokens fit."""
-    return Longest(
-        as_planned=_longest(load, measure), checkpointed=_longest(replace(load, checkpointing="full"), measure)
-    )
-
-
-def _longest(load: Occupancy, measure: Measure) -> int:
-    fits, too_long = 0, MOST // STEP
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if measure(_of_length(load, middle * STEP)).fits:
-            fits = middle
-        else:
-            too_long = middle
-    return fits * STEP
-
-
-def _of_length(load: Occupancy, length: int) -> Occupancy:
-    """Learned positions grow with the row."""
-    config = load.config
-    if config.positions == "learned" and length > config.max_positions:
-        config = replace(config, max_positions=length)
-    return replace(load, config=config, sequence_length=length, micro_batch=1, score_chunk=min(SMALL_CHUNK, length))
+        return Choice(step.checkpointing, ASKED)
+    because = "activations fit as they are" if step.checkpointing == "none" else "activations do not fit otherwise"
+    return Choice(step.checkpointing, because)

@@ -8,7 +8,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.diagnose.diagnosis import Facts
 from bloomery.monitor.tally import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
-from bloomery.plan.estimate.states import way_of
+from bloomery.plan.estimate.states import mode_of
 from bloomery.plan.types import Plan
 
 
@@ -25,7 +25,7 @@ def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
         name=plan.name,
         every_steps=plan.monitor.every_steps,
         steps=train.steps,
-        flops_per_token=useful_flops(config, way_of(plan, config), plan.data.sequence_length),
+        flops_per_token=useful_flops(config, mode_of(plan, config), plan.data.sequence_length),
         peak_flops=rate.peak if rate else None,
         memory_limit_gib=plan.memory.limit / GIB,
         tells_memory=plan.monitor.memory,

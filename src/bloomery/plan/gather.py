@@ -1,7 +1,10 @@
-"""What a plan knows of the text: counted when it is prepared; before, guessed from the size of its files, whose first
-rows are read as `prepare` reads them, so that a plan refuses what it would refuse.
+"""All that a plan reads, once: configs, tokenizer, text, tables. What follows from it is decided without a disk.
+
+Text is counted when it is prepared; before, it is guessed from the size of its files, whose first rows are read as
+`prepare` reads them, so that a plan refuses what it would refuse.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -23,15 +26,109 @@ from bloomery.data.shards.format import Manifest, Texts
 from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents
 from bloomery.data.sources.files import unread
 from bloomery.data.sources.readers import Flaw
-from bloomery.data.tokenizer.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_spec
+from bloomery.data.tokenizer.tokenizer import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    load_tokenizer,
+    new_ids,
+    new_tokens,
+    tokenizer_spec,
+)
 from bloomery.data.tokenizer.training import refuse_few_tokens
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
-from bloomery.model.families.presets import known_config, published_config, read_config
+from bloomery.model.config import ModelConfig
+from bloomery.model.families.presets import build_config, known_config, published_config, read_config, stated_config
+from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
-from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
+from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words, refuse_recipe
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Distil, Model, Recipe, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a recipe is about, on a machine. `corpus`: None where nothing is known of the text.
+
+    `known_vocabulary`: of the model that training starts from, None for a fresh one; `new_tokens`: those added to its
+    tokenizer, of which `new_ids` are known; `teacher`: of distillation; `unrun`: sentences about programs that the
+    model brings and that are never run.
+    """
+
+    machine: Machine
+    profile: Profile
+    config: ModelConfig
+    corpus: CorpusFacts | None
+    prepared: Path
+    source: Path | None
+    known_vocabulary: int | None
+    new_tokens: int
+    new_ids: tuple[int, ...]
+    teacher: ModelConfig | None
+    unrun: tuple[str, ...]
+
+    def on(self, machine: Machine) -> "Facts":
+        """The same on another machine."""
+        return replace(self, machine=machine, profile=build_profile(machine))
+
+
+def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
+    """With the text that lies in `prepared`, or that would be prepared. Raises UserError."""
+    return facts_of(loaded, machine, prepared=prepared, corpus=corpus_of(loaded, prepared))
+
+
+def facts_of(
+    loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, corpus: CorpusFacts | None = None
+) -> Facts:
+    """With a text of which `corpus` is known. Raises UserError for what no machine could train."""
+    recipe, start = loaded.recipe, loaded.recipe.model.from_
+    refuse_recipe(recipe)
+    if corpus is None or corpus.vocab_size is None:
+        config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
+    else:
+        config = build_config(
+            recipe.model,
+            vocab_size=corpus.vocab_size,
+            bos_token_id=corpus.bos_id,
+            eos_token_id=corpus.eos_id,
+            pad_token_id=corpus.pad_id,
+        )
+    teacher = recipe.objective.teacher if isinstance(recipe.objective, Distil) else None
+    return Facts(
+        machine=machine,
+        profile=build_profile(machine),
+        config=replace(config, head="values") if recipe.objective.spec.values else config,
+        corpus=corpus,
+        prepared=prepared or Path("prepared") / loaded.name,
+        source=None if start is None else _place_of(start),
+        known_vocabulary=None if start is None else known_config(start).vocab_size,
+        new_tokens=0 if start is None else new_tokens(recipe),
+        new_ids=() if start is None else new_ids(recipe),
+        teacher=None if teacher is None else known_config(teacher),
+        unrun=() if start is None else tuple(_unrun_programs(start, config)),
+    )
+
+
+def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
+    """What a model brings that is never run, and what it is taken for instead: the two may differ."""
+    folder = cached_model(start)
+    if folder is None:
+        return
+    stated, taken = stated_config(folder), architecture_of(config)
+    kind, name = stated.get("model_type"), folder.name if Path(start).exists() else start
+    if stated.get("auto_map"):
+        yield f"{name} names a program of its own (auto_map), which is never run: taken as {taken}"
+    elif isinstance(kind, str) and config.foreign is None and kind != config.family:
+        yield f"{name} is of a kind that nobody here knows ({kind[:60]}): taken as {taken}, as architectures says"
+
+
+def _place_of(name: str) -> Path:
+    """The folder of a model, or its name where it is not here and our table was asked instead. Raises UserError."""
+    if cached_model(name) is None and published_config(name) is not None:
+        return Path(name)
+    return hub.local_model(name)
 
 
 def fetch(recipe: Recipe, *, weights: bool) -> None:
@@ -89,13 +186,6 @@ def unfetched(recipe: Recipe) -> list[str]:
 def weightless(recipe: Recipe) -> list[str]:
     """Local folders of a shape alone, from which a run cannot begin."""
     return [name for name in models_of(recipe) if not hub.is_hub_id(name) and is_bare(hub.local_model(name))]
-
-
-def place_of(name: str) -> Path:
-    """The folder of a model, or its name where it is not here and our table was asked instead. Raises UserError."""
-    if hub.cached_model(name) is None and published_config(name) is not None:
-        return Path(name)
-    return hub.local_model(name)
 
 
 def fetch_text(recipe: Recipe) -> None:

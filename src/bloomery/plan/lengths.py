@@ -1,11 +1,11 @@
 """Lengths become steps: "3 epochs", "10B tokens", "20%", "8h" in the one unit that the loop counts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_count
-from bloomery.plan.types import Lengths, Plan
+from bloomery.plan.types import CorpusFacts, Lengths, Plan
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
@@ -57,6 +57,19 @@ class Scale:
     steps: int | None  # of the whole run
     step_seconds: float | None
     guessed: bool = False  # rows_per_epoch, from the size of files
+
+
+def scale_of(length: Duration, sequence_length: int, corpus: CorpusFacts | None, tokens_per_step: int) -> Scale:
+    """Of a run of `length`, before anybody knows how long its steps take. Raises UserError."""
+    scale = Scale(
+        tokens_per_step=tokens_per_step,
+        rows_per_step=tokens_per_step // sequence_length,
+        rows_per_epoch=corpus.rows_per_epoch if corpus else None,
+        guessed=bool(corpus and corpus.spread),
+        steps=None,
+        step_seconds=None,
+    )
+    return replace(scale, steps=total_steps(length, scale))
 
 
 def total_steps(length: Duration, scale: Scale) -> int | None:

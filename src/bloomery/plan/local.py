@@ -9,9 +9,9 @@ from bloomery.hardware.environment import private_caches
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.specs.specs import find_gpu
-from bloomery.plan.gather import corpus_of, fetch
-from bloomery.plan.resolve import checked_config, resolve
-from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.plan.gather import Facts, fetch, gather
+from bloomery.plan.resolve import refuse, resolve
+from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
 
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
@@ -28,31 +28,26 @@ def child_environment(plan: Plan, own: Mapping[str, str]) -> dict[str, str]:
     return private_caches(wanted(plan)) | dict(own)
 
 
-def checked_corpus(loaded: LoadedRecipe) -> CorpusFacts | None:
-    """The facts of the text, as far as it lies here. Raises UserError for all that `train` would refuse on any machine
-    before its first step: of the recipe, the headers of the model's files, the first rows of the text.
+def facts_here(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
+    """The facts for `machine` (default: this one), with the text as far as it lies here.
+
+    Raises UserError for all that `train` would refuse on any machine before its first step: of the recipe, the headers
+    of the model's files, the first rows of the text.
     """
     fetch(loaded.recipe, weights=False)
-    corpus = corpus_of(loaded, prepared_folder(loaded, Path.cwd()))
-    checked_config(loaded.recipe, corpus)
-    return corpus
+    facts = gather(loaded, machine or detect(), prepared=prepared_folder(loaded, Path.cwd()))
+    refuse(loaded.recipe, facts)
+    return facts
 
 
 def plan_here(
-    loaded: LoadedRecipe,
-    *,
-    gpu: str | None = None,
-    machine: Machine | None = None,
-    gpus: int = 1,
-    nodes: int = 1,
-) -> tuple[Plan, Machine]:
-    """The plan and the machine it is for: `machine` (default: this one), or that with the named GPU of the table.
+    loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None, gpus: int = 1, nodes: int = 1
+) -> tuple[Plan, Facts]:
+    """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
 
-    Raises UserError as `checked_corpus` does, and for what this machine cannot do.
+    Raises UserError as `facts_here` does, and for what this machine cannot do.
     """
-    corpus = checked_corpus(loaded)
-    machine = machine or detect()
+    facts = facts_here(loaded, machine)
     if gpu is not None:
-        machine = with_gpu(machine, find_gpu(gpu))
-    prepared = prepared_folder(loaded, Path.cwd())
-    return resolve(loaded, machine, prepared=prepared, corpus=corpus, gpus=gpus, nodes=nodes), machine
+        facts = facts.on(with_gpu(facts.machine, find_gpu(gpu)))
+    return resolve(loaded, facts, gpus=gpus, nodes=nodes), facts

@@ -103,11 +103,6 @@ class Verdict(Part):
     because: str
 
 
-class Remedy(Part):
-    edit: str  # recipe overrides, e.g. train.micro_batch=8
-    saves: str
-
-
 class ModelPlan(Part):
     config: ModelConfig
     source: Path | None  # a folder of pretrained weights; None: fresh weights
@@ -223,13 +218,6 @@ class Lengths(Part):
     rows_per_epoch: int | None
 
 
-class Longest(Part):
-    """The longest row that fits, one at a time: as planned, and with every layer computed again."""
-
-    as_planned: int
-    checkpointed: int
-
-
 class LayoutPlan(Part):
     """One way to lay a step over several devices. Memory is that of the device that needs most."""
 
@@ -246,7 +234,7 @@ class LayoutPlan(Part):
     bubble_seconds: float = 0.0
 
 
-class MeshPlan(Part):
+class ParallelPlan(Part):
     """Several devices: what joins them, every layout, and the one that the plan's other figures are of."""
 
     gpus: int  # of a node
@@ -261,8 +249,14 @@ class MeshPlan(Part):
     def devices(self) -> int:
         return self.gpus * self.nodes
 
+    @property
+    def layout(self) -> LayoutPlan:
+        return self.layouts[self.chosen]
+
 
 class Plan(Part):
+    """What a run executes. Stored as `plan.json`; what only a page shows of it is in `PlanReport`."""
+
     name: str
     model: ModelPlan
     data: DataPlan
@@ -280,18 +274,12 @@ class Plan(Part):
     step_seconds: Estimate | None  # None: nothing is known of this device
     total_tokens: int | None
     decisions: tuple[Decision, ...]
-    contradictions: tuple[str, ...]
-    claims: tuple[Verdict, ...]
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[str, ...] = ()  # edits of the recipe that make it fit where it may not, cheapest first
     lengths: Lengths | None = None
     corpus: CorpusFacts | None = None  # None: neither counted nor guessed
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
-    disk: dict[str, float] = {}  # bytes: shards, checkpoints
-    energy_kwh: float | None = None  # None: the board's power is unknown
-    step_parts: dict[str, Estimate] = {}  # seconds of a step by what takes them; empty: unknown
     recovered: tuple[str, ...] = ()  # keys that a fallback has changed so that numbers differ, once for each time
-    longest: Longest | None = None  # on one device, in the chosen layout; None: not a GPU
-    mesh: MeshPlan | None = None  # None: one device
+    parallel: ParallelPlan | None = None  # None: one device
 
     @property
     def seconds(self) -> Estimate | None:
@@ -323,3 +311,34 @@ class Plan(Part):
     def epochs_about(self) -> bool:
         """Whether the dataset is not counted yet, or the steps are not."""
         return self.train.seconds is not None or (self.corpus is not None and self.corpus.spread > 0)
+
+
+class Remedy(Part):
+    """Recipe overrides ("train.micro_batch=8") and in words what they save."""
+
+    edit: str
+    saves: str
+
+
+class Longest(Part):
+    """The longest row that fits, one at a time: as planned, and with every layer computed again."""
+
+    as_planned: int
+    checkpointed: int
+
+
+class PlanReport(Part):
+    """A plan with what a page shows beside it; nothing that trains reads it.
+
+    `step_parts`: seconds of a step by what takes them, empty where unknown; `disk`: bytes of shards and checkpoints;
+    `energy_kwh`: None where the board's power is unknown; `longest`: on one device, in the chosen layout, None: no GPU.
+    """
+
+    plan: Plan
+    claims: tuple[Verdict, ...]
+    contradictions: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+    longest: Longest | None
+    step_parts: dict[str, Estimate]
+    disk: dict[str, float]
+    energy_kwh: float | None

@@ -9,9 +9,11 @@ from typing import Any
 from markupsafe import Markup
 
 from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
+from bloomery.hardware.profile import build_profile
 from bloomery.monitor.console.words import figure, format_joules
 from bloomery.monitor.events import PROCESSOR, GpuSampled
 from bloomery.monitor.tally import JOULES_IN_KWH, in_millions
+from bloomery.plan.advice.advise import claims_of, energy_kwh
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
 from bloomery.report.heldout import ANSWERS_NOTE, LEGEND, Answered, HeldOut, level
 from bloomery.report.record import Record, judge_run
@@ -51,7 +53,7 @@ def page(
     kinds = {mark.kind for mark in record.marks}
     columns = "before training", "after training", "reference"
     ran = judge_run(record)
-    planned = record.plan.claims if record.plan and len(record.plan.claims) == len(ran) else None
+    planned = claims_of(record.plan, record.expect, record.machine) if record.plan and record.machine else None
     folder = record.folder
     shown = quote(str(Path("runs", folder.name)) if folder.parent.name == "runs" else folder.name)  # as one types it
     resume = f"bloomery resume {quote(name)}\n" if record.state != "done" else ""
@@ -230,7 +232,8 @@ def _devices(record: Record) -> dict[str, Any]:
 def _energy(record: Record) -> list[tuple[str, str, str]]:
     """What the run used, a token's share of it, and what the plan had said; nothing where no power was told."""
     tally, plan = record.tally, record.plan
-    planned = plan.energy_kwh * JOULES_IN_KWH if plan and plan.energy_kwh else None
+    energy = energy_kwh(plan, build_profile(record.machine)) if plan and record.machine else None
+    planned = energy * JOULES_IN_KWH if energy else None
     joules, each = tally.devices.joules, tally.joules_per_token
     if joules is None:
         return []

@@ -29,10 +29,12 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.trackers import require
+from bloomery.plan.advice.advise import advise, energy_kwh
 from bloomery.plan.fallback import Rung, blockwise, plainer, roomier, steadier
-from bloomery.plan.gather import corpus_of, counted, fetch, left_aside
+from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.local import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
+from bloomery.plan.rules.unsupported import refuse_several_devices
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_head, write_plan, write_sealed
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
@@ -202,7 +204,7 @@ class _Flow:
             "tokens_per_second": rate,
             "seconds": plan.seconds.value if plan.seconds is not None else None,
             "peak_memory_gib": plan.memory.total / GIB,
-            "energy_kwh": plan.energy_kwh,
+            "energy_kwh": energy_kwh(plan, build_profile(read_machine(self.folder.machine))),
         }
 
 
@@ -248,7 +250,8 @@ def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> tu
         raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # the files are there
-    return resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data), brief=True), machine
+    refuse_several_devices(loaded.recipe)
+    return resolve(loaded, gather(loaded, machine, prepared=data)), machine
 
 
 def resume(
@@ -326,9 +329,10 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
         _prepare(flow, data)
     flow.check()
     machine = narrowed(detect(), devices)
-    plan = _resolved(loaded, machine, data)
-    plan = plan if flow.edit is None else flow.edit(plan)
-    for because in (*_doubts(plan), *left_aside(loaded.recipe)):
+    facts = gather(loaded, machine, prepared=data)
+    report = advise(loaded, resolve(loaded, facts), facts)
+    plan = report.plan if flow.edit is None else flow.edit(report.plan)
+    for because in (*report.contradictions, *_tight(plan), *left_aside(loaded.recipe)):
         flow.book.emit(Warned(because=because))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
@@ -352,15 +356,10 @@ def _prepare(flow: _Flow, data: Path) -> None:
         raise failure(ending, flow.folder, step=0)
 
 
-def _resolved(loaded: LoadedRecipe, machine: Machine, data: Path) -> Plan:
-    return resolve(loaded, machine, prepared=data, corpus=corpus_of(loaded, data))
-
-
-def _doubts(plan: Plan) -> list[str]:
-    """What `bloomery plan` would have said against this run."""
+def _tight(plan: Plan) -> list[str]:
     memory = plan.memory
     tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
-    return [*plan.contradictions, *([] if memory.fits else [tight])]
+    return [] if memory.fits else [tight]
 
 
 def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
@@ -384,7 +383,7 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
     machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
     changes = differences(before, machine)
     if changes or overrides:
-        fresh = _resolved(loaded, machine, plan.data.prepared)
+        fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared))
         if changes:
             plan, told = moved(plan, fresh)
             rounding = () if UP_TO_ROUNDING in told else (f"another machine may round differently: {UP_TO_ROUNDING}",)

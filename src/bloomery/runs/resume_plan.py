@@ -149,7 +149,7 @@ def prolonged(stored: Plan, fresh: Plan, words: Sequence[str]) -> Plan:
         length = {name: getattr(fresh.train, name) for name in fields}
         update["train"] = stored.train.model_copy(update=length)
         update["optimizer"] = stored.optimizer.model_copy(update={"decay_steps": fresh.optimizer.decay_steps})
-        update |= {"total_tokens": fresh.total_tokens, "claims": fresh.claims}
+        update["total_tokens"] = fresh.total_tokens
     if fresh.lengths is not None:
         update["lengths"] = fresh.lengths
     return stored.model_copy(update=update)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.core.units import GIB
-from bloomery.plan.report.figures import joined, unit_of
+from bloomery.plan.report.page import joined, unit_of
 from bloomery.plan.types import Plan
 from bloomery.simulate.parent import Simulated, Stage
 

@@ -67,7 +67,7 @@ def simulate(
             "the simulation runs the training code itself, and PyTorch is not installed here",
             remedy="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
         )
-    layout = None if plan.mesh is None else plan.mesh.layouts[plan.mesh.chosen]
+    layout = None if plan.parallel is None else plan.parallel.layout
     missing = None if layout is None else _missing(plan, layout)
     if missing is not None:
         return Simulated({}, (f"not yet for {missing}: this layout is counted from shapes alone",))

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bloomery.data.loading.loader import Batch
 from bloomery.model.attention.attend import layout_of
 from bloomery.model.decoder import Backbone, Decoder
-from bloomery.plan.mesh.memory import kinds_of_stages, stage_config
+from bloomery.plan.estimate.mesh_memory import kinds_of_stages, stage_config
 from bloomery.plan.types import Plan
 from bloomery.simulate.answers import Answers
 from bloomery.simulate.compiled import fused_head

@@ -123,7 +123,7 @@ def _remedy(plan: Plan) -> str:
     if plan.train.micro_batch > 1:
         rows = plan.train.micro_batch // 2
         return f"start again with train.micro_batch={rows} train.tokens_per_step={rows * plan.data.sequence_length}"
-    edits = [remedy.edit for remedy in plan.remedies if not remedy.edit.startswith("train.micro_batch")]
+    edits = [edit for edit in plan.remedies if not edit.startswith("train.micro_batch")]
     if not edits:
         train = plan.train
         edits += ["train.activation_checkpointing=full"] if train.activation_checkpointing != "full" else []

@@ -149,6 +149,6 @@ def tell_run(story: Story, plan: "Plan") -> None:
 
 
 def trained_parameters(plan: "Plan") -> int:
-    from bloomery.plan.estimate.states import trained_count, way_of
+    from bloomery.plan.estimate.states import mode_of, trained_count
 
-    return trained_count(plan.model.config, way_of(plan, plan.model.config))
+    return trained_count(plan.model.config, mode_of(plan, plan.model.config))

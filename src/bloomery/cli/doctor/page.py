@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bloomery.cli.plan import document
+from bloomery.cli.plan import brief_document
 from bloomery.core.errors import UserError
 from bloomery.core.text import broken
 from bloomery.core.units import GIB, format_bytes, format_seconds
@@ -60,7 +60,7 @@ def then_lines(seen: Prospect) -> list[str]:
 
 def then_document(seen: Prospect) -> dict[str, Any]:
     """For programs: the keys of `plan --json`, null where nothing can be planned."""
-    planned = {} if seen.plan is None else document(seen.plan, seen.machine)
+    planned = {} if seen.plan is None else brief_document(seen.plan)
     keys = ("fits", "memory", "seconds", "choices")
     told = {"recipe": seen.recipe, "waits": seen.waits, "problem": seen.problem}
     return told | {key: planned.get(key) for key in keys}

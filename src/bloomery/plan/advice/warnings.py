@@ -1,25 +1,25 @@
 """Where a recipe says two things at once, or one that does nothing here. None of it stops a run; all of it is said."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bloomery.core.units import counted, format_count
 from bloomery.hardware.doctor.env_vars import idle_settings
-from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.model.adapters.targets import adaptation
 from bloomery.model.counting import parameter_shapes
 from bloomery.plan.advice.claims import roughly, span
+from bloomery.plan.gather import Facts
 from bloomery.plan.lengths import too_many_epochs
-from bloomery.plan.rules.backend import unrun_programs
-from bloomery.plan.rules.optimizer import idle_lean_settings
-from bloomery.plan.types import Plan
+from bloomery.plan.rules.adapters import adapted
+from bloomery.plan.rules.choices import idle_lean_settings
+from bloomery.plan.types import Plan, Verdict
 from bloomery.recipe.schema import Expect, Lora, Recipe
 
 
-def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
+def warnings(recipe: Recipe, plan: Plan, facts: Facts, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """One sentence each."""
-    yield from unrun_programs(recipe, plan.model.config)
-    yield from _claims(recipe.expect, plan)
+    profile = facts.profile
+    yield from facts.unrun
+    yield from _claims(recipe.expect, plan, verdicts)
     if recipe.train.min_steps is not None and plan.train.seconds is None:
         yield f"train.min_steps does nothing: train.length is {recipe.train.length}, not a wall time"
     if (repeated := too_many_epochs(plan)) is not None:
@@ -28,13 +28,14 @@ def doubts(recipe: Recipe, plan: Plan, profile: Profile, machine: Machine) -> It
     yield from _rows(plan)
     yield from _rank(recipe, plan)
     yield from _settings(recipe, profile)
-    yield from _variables(profile, machine)
+    # Variables of this environment that do nothing on this device, slow it or harm.
+    yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.does != "works")
     device = profile.accelerator is not None
     yield from idle_lean_settings(recipe, accelerator=device, precision=plan.train.precision)
 
 
-def _claims(expect: Expect, plan: Plan) -> Iterator[str]:
-    wrong = [verdict for verdict in plan.claims if verdict.verdict == "wrong"]
+def _claims(expect: Expect, plan: Plan, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
     if expect.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
         seen, claimed = format_count(plan.total_tokens), format_count(expect.tokens[0])
         yield f"train.length makes {seen} tokens, expect.tokens says {claimed}"
@@ -74,7 +75,10 @@ def _rank(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if not isinstance(recipe.adapter, Lora):
         return
     shapes, rank = parameter_shapes(plan.model.config), recipe.adapter.rank
-    sides = {name: min(shapes[f"{name}.weight"]) for name in adaptation(plan.model.config, recipe.adapter).pairs}
+    sides = {
+        name: min(shapes[f"{name}.weight"])
+        for name in adapted(plan.model.config, recipe.adapter.model_dump_json()).pairs
+    }
     name = min(sides, key=lambda one: sides[one])
     if rank > sides[name]:
         yield f"adapter.rank is {rank:,}, and {name} can have no more than {sides[name]:,}: what is above only costs"
@@ -93,8 +97,3 @@ def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
         yield f"train.precision is {asked}, and {profile.accelerator.arch} only emulates bf16: as slow as float32"
     if recipe.train.compile is True and not profile.compile.value:
         yield f"train.compile is asked for, but {profile.compile.because}"
-
-
-def _variables(profile: Profile, machine: Machine) -> Iterator[str]:
-    """Variables of this environment that do nothing on this device, slow it or harm."""
-    yield from (str(effect) for effect in idle_settings(machine, profile) if effect.does != "works")

@@ -9,11 +9,15 @@ from functools import cache
 from pydantic import TypeAdapter, ValidationError
 
 from bloomery.core.units import GIB
-from bloomery.hardware.specs.calibration import OWN, Card, Point
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.hardware.specs.calibration import OWN, Card, Point, calibration
 from bloomery.model.config import ModelConfig
-from bloomery.plan.estimate.states import FULL
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.types import Estimate, MemoryEstimate
+from bloomery.plan.estimate import speed
+from bloomery.plan.estimate.memory import estimate_memory
+from bloomery.plan.estimate.states import FULL, StepShape
+from bloomery.plan.types import Estimate, MemoryEstimate, Plan
+from bloomery.recipe.schema import Recipe
 
 NEAR = 2.0  # doublings of width between a measured model and this one: beyond them nothing is concluded
 SPREAD = {True: 0.10, False: 0.25}  # half an interval, of the value: own measurements, given ones
@@ -21,8 +25,8 @@ SPREAD_PER_DOUBLING = 0.10  # of the model's width, and as much again for each d
 
 MEMORY_SPREAD = 0.05  # for the same micro-batch; as much again for each doubling, and twice that for a given card
 
-TableMemory = Callable[[Occupancy], MemoryEstimate]
-TableSeconds = Callable[[Occupancy, int], float | None]  # of a step over so many tokens
+TableMemory = Callable[[StepShape], MemoryEstimate]
+TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so many tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +48,14 @@ class Known:
 
 
 def corrected(
-    parts: Mapping[str, Estimate], load: Occupancy, cards: Sequence[Card], *, seconds: TableSeconds
+    parts: Mapping[str, Estimate], step: StepShape, cards: Sequence[Card], *, seconds: TableSeconds
 ) -> dict[str, Estimate]:
-    """The parts of a step of `load`, each times what the nearest measured step was of the table's figure for that one.
+    """The parts of a step of `step`, each times what the nearest measured step was of the table's figure for that one.
 
     Without a measurement that is near enough they stay as they are. The shares of the parts stay the table's.
     """
-    known = nearest(load, cards)
-    factor = None if known is None else missed_by(known, load, seconds)
+    known = nearest(step, cards)
+    factor = None if known is None else missed_by(known, step, seconds)
     if known is None or factor is None:
         return dict(parts)
     spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
@@ -59,18 +63,18 @@ def corrected(
 
 
 def corrected_memory(
-    table: MemoryEstimate, load: Occupancy, cards: Sequence[Card], *, memory: TableMemory
+    table: MemoryEstimate, step: StepShape, cards: Sequence[Card], *, memory: TableMemory
 ) -> MemoryEstimate:
     """The table's bytes times how far it missed the measured peak of the same model at nearly as many tokens."""
-    known = nearest(load, [card for card in cards if _shape(_config(card)) == _shape(load.config)])
-    unlike = known is None or known.distance > NEAR or known.point.setting != load.setting
-    there = None if known is None or unlike else occupancy(known, load)
+    known = nearest(step, [card for card in cards if _shape(_config(card)) == _shape(step.config)])
+    unlike = known is None or known.distance > NEAR or known.point.setting != step.setting
+    there = None if known is None or unlike else occupancy(known, step)
     if known is None or there is None:
         return table
     expected = memory(there)
-    counted = expected.allocated if load.on_gpu else expected.total
+    counted = expected.allocated if step.on_gpu else expected.total
     factor = known.point.peak_gib * GIB / counted
-    if not load.on_gpu:  # a run's process also maps the text, examines and copies checkpoints; a measured step does not
+    if not step.on_gpu:  # a run's process also maps the text, examines and copies checkpoints; a measured step does not
         factor = max(1.0, factor)
     parts = {name: part if name == "context" else part * factor for name, part in table.parts.items()}
     spread, total = 1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2), sum(parts.values())
@@ -82,9 +86,9 @@ def _around(value: float, spread: float, *, by: str) -> Estimate:
     return Estimate(value=value, low=value / spread, high=value * spread, origin="measured", by=by)
 
 
-def missed_by(known: Known, load: Occupancy, seconds: TableSeconds) -> float | None:
+def missed_by(known: Known, step: StepShape, seconds: TableSeconds) -> float | None:
     """The measured seconds over the table's; None where the table has none or the card's model cannot be read."""
-    there, point = occupancy(known, load), known.point
+    there, point = occupancy(known, step), known.point
     tokens = point.micro_batch * point.accumulation * point.sequence_length
     expected = None if there is None else seconds(there, tokens)
     return None if not expected else tokens / point.tokens_per_second / expected
@@ -107,29 +111,29 @@ def compile_gain(cards: Sequence[Card], *, model: ModelConfig, precision: str, s
     return None
 
 
-def nearest(load: Occupancy, cards: Sequence[Card]) -> Known | None:
-    """Among the points of the same precision and way of compiling; own cards before given ones."""
+def nearest(step: StepShape, cards: Sequence[Card]) -> Known | None:
+    """Among the points of the same precision, compiled or not; own cards before given ones."""
     found = [
-        Known(card=card, point=point, distance=_distance(load, card, point))
+        Known(card=card, point=point, distance=_distance(step, card, point))
         for card in cards
         for point in card.points
-        if (point.precision, point.compiled) == (load.precision, load.compiled)
-        and point.setting in ("", load.setting)
+        if (point.precision, point.compiled) == (step.precision, step.compiled)
+        and point.setting in ("", step.setting)
         and _width(card) is not None
     ]
-    near = [known for known in found if _width_doublings(load, known.card) <= NEAR]
-    return min(near, key=lambda k: (not k.own, k.point.setting != load.setting, k.distance), default=None)
+    near = [known for known in found if _width_doublings(step, known.card) <= NEAR]
+    return min(near, key=lambda k: (not k.own, k.point.setting != step.setting, k.distance), default=None)
 
 
-def occupancy(known: Known, load: Occupancy) -> Occupancy | None:
-    """What the measured step held, on the device of `load`; None for a model that this version cannot read."""
+def occupancy(known: Known, step: StepShape) -> StepShape | None:
+    """What the measured step held, on the device of `step`; None for a model that this version cannot read."""
     config = _config(known.card)
     if config is None:
         return None
     point = known.point
-    plain = replace(load, way=FULL, looks=0, teacher=None, offloading=False, learned=1.0)
+    plain = replace(step, mode=FULL, looks=0, teacher=None, offloading=False, learned=1.0)
     return replace(
-        load if point.setting else plain,
+        step if point.setting else plain,
         config=config,
         sequence_length=point.sequence_length,
         micro_batch=point.micro_batch,
@@ -140,15 +144,15 @@ def occupancy(known: Known, load: Occupancy) -> Occupancy | None:
     )
 
 
-def _distance(load: Occupancy, card: Card, point: Point) -> float:
-    rows = abs(math.log2(point.micro_batch * point.sequence_length / load.rows))
-    settings = (point.activation_checkpointing != load.checkpointing) + (point.attention != load.attention)
-    return _width_doublings(load, card) + rows + 0.5 * settings
+def _distance(step: StepShape, card: Card, point: Point) -> float:
+    rows = abs(math.log2(point.micro_batch * point.sequence_length / step.tokens_per_micro_batch))
+    settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
+    return _width_doublings(step, card) + rows + 0.5 * settings
 
 
-def _width_doublings(load: Occupancy, card: Card) -> float:
+def _width_doublings(step: StepShape, card: Card) -> float:
     width = _width(card)
-    return math.inf if width is None else abs(math.log2(width / load.config.hidden_size))
+    return math.inf if width is None else abs(math.log2(width / step.config.hidden_size))
 
 
 def _width(card: Card) -> int | None:
@@ -171,3 +175,52 @@ def _parsed(text: str) -> ModelConfig | None:
 def _shape(config: ModelConfig | None) -> ModelConfig | None:
     """Without the numbers of special tokens, which nobody knows before the text is prepared."""
     return None if config is None else replace(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimator:
+    """Bytes and seconds of any step on one device: the table's, corrected by what was measured of that device.
+
+    `limit`: bytes that a plan may use of it. `clips`: whether gradients are clipped.
+    """
+
+    machine: Machine
+    profile: Profile
+    cards: tuple[Card, ...]
+    limit: float
+    clips: bool
+
+    @classmethod
+    def of(cls, asked: Recipe | Plan, machine: Machine, profile: Profile) -> "StepEstimator":
+        device, share = profile.accelerator, profile.memory_share.value
+        limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
+        clips = asked.train.clip is not None
+        return cls(machine=machine, profile=profile, cards=calibration(machine), limit=limit, clips=clips)
+
+    def memory(self, step: StepShape) -> MemoryEstimate:
+        def table(other: StepShape) -> MemoryEstimate:
+            return estimate_memory(other, limit=self.limit)
+
+        return corrected_memory(table(step), step, self.cards, memory=table)
+
+    def rate(self, step: StepShape) -> speed.Rate | None:
+        width = step.config.hidden_size
+        return speed.device_rate(
+            self.profile, self.machine, precision=step.precision, width=width, compiled=step.compiled
+        )
+
+    def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
+        """Seconds of a step over so many tokens, by what takes them; None where nothing is known of the device."""
+
+        def table(other: StepShape, tokens: int) -> dict[str, Estimate] | None:
+            rate = self.rate(other)
+            return (
+                None if rate is None else speed.step_parts(speed.work_of(other, tokens=tokens, clips=self.clips), rate)
+            )
+
+        def seconds(other: StepShape, tokens: int) -> float | None:
+            parts = table(other, tokens)
+            return None if parts is None else speed.total(parts).value
+
+        parts = table(step, tokens)
+        return None if parts is None else corrected(parts, step, self.cards, seconds=seconds)

@@ -1,10 +1,7 @@
-"""Bytes at the peak of a training step on one device, from shapes alone.
+"""Bytes that a step keeps from forward for backward, layer by layer, and what passes through a layer in backward.
 
-A step has few moments at which memory can peak: the scores in forward and in backward, the backward of each layer, that
-of the embeddings, and the optimizer's update. Each is counted from what the code keeps and in which type
-(docs/memory.md); the peak is the largest. Symbols: n tokens of a micro-batch, L layers, s tokens of a row, h width,
-a heads, f width inside the MLP, V vocabulary. For a GPT block in half precision Korthikanti et al. (arXiv:2205.05198)
-count 34 h bytes a token and layer; with a residual stream of float32 it is 38 h.
+A frozen matrix needs its weight for the gradient of its input, and its input for nothing: what only a gradient of
+weights would read is kept where a matrix learns or an adapter stands beside it.
 """
 
 import math
@@ -12,18 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from bloomery.core.units import GIB, MIB
+from bloomery.core.units import MIB
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_count
-from bloomery.plan.estimate.activations import (
-    backward_bytes,
-    end_bytes,
-    kept_by_layer,
-    kept_layers,
-    last_norm_bytes,
-    layer_bytes,
-)
 from bloomery.plan.estimate.states import (
+    StepShape,
     adapter_bytes,
     each,
     frozen_element,
@@ -33,12 +23,227 @@ from bloomery.plan.estimate.states import (
     largest,
     layer_learning_bytes,
     learning_bytes,
+    learns,
     optimizer_bytes,
     parameters,
+    reading_modules,
+    trained_in_layer,
     update_bytes,
 )
-from bloomery.plan.estimate.step_shape import Occupancy
 from bloomery.plan.types import MemoryEstimate, Origin
+
+TILE = 256  # queries and keys of a tile of blockwise attention: model.blockwise
+TILE_SCORES = {False: 2**20, True: 2**23}  # scores that exist at once, by on_gpu: model.blockwise
+TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
+SHARING = (  # products of one input
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
+)  # fmt: skip
+MAKING, GPU_PIECE, CPU_PIECE = 6, 2**23, 2**17  # bytes of a weight that is turned back, and how many at once
+INPUT_BYTES = 36  # a token: ids, labels, positions, documents, weight
+SMALL_BYTES = 44  # a token: which labels are learned, their scores, sums and gradients
+
+
+def activation_bytes(step: StepShape) -> float:
+    """What all layers keep for backward, before the first of them runs it."""
+    return sum(kept_by_layer(step))
+
+
+def kept_by_layer(step: StepShape) -> list[float]:
+    """Bytes that each layer keeps for backward."""
+    mode, whole = step.checkpointing, layer_bytes(step)
+    if mode == "none":
+        return [whole] * step.config.num_layers
+    stream = float(step.tokens_per_micro_batch * step.config.hidden_size * step.stream)
+    if mode == "selective":
+        return [stream + step.tokens_per_micro_batch * _product_bytes(step)] * step.config.num_layers
+    every = 1 if mode == "full" else int(mode.removeprefix("every-"))
+    return [whole if layer % every else stream for layer in range(step.config.num_layers)]
+
+
+def kept_layers(checkpointing: str, num_layers: int) -> int:
+    """Layers that compute nothing again: none under `full`, half of one's work under `selective`, all but each n-th."""
+    if checkpointing == "none":
+        return num_layers
+    if checkpointing == "full":
+        return 0
+    if checkpointing == "selective":
+        return num_layers - num_layers // 2
+    return num_layers - math.ceil(num_layers / int(checkpointing.removeprefix("every-")))
+
+
+def layer_bytes(step: StepShape) -> float:
+    """What one layer keeps for backward when nothing of it is computed again."""
+    masks = step.element * step.sequence_length if step.attention == "mask" else 0  # added to scores: not booleans
+    scores = score_matrix_bytes(step) if keeps_scores(step) else 0.0
+    return step.tokens_per_micro_batch * (layer_bytes_per_token(step) + masks) + scores
+
+
+def layer_bytes_per_token(step: StepShape) -> float:
+    """Of one layer, without quadratic scores: 38 h for a GPT block with dropout in half precision on a GPU."""
+    return _attention_bytes(step) + _norm_bytes(step) + _mlp_bytes(step) + _adapter_bytes(step)
+
+
+def _norm_bytes(step: StepShape) -> float:
+    """Norms keep their inputs and a number or two a row; what dropout multiplies with stands here too.
+
+    Inputs are the residual stream before a block's part and its half-precision result after it. A compiled block keeps
+    the result of attention and computes the second sum of the residual stream again.
+    """
+    config, h = step.config, step.config.hidden_size
+    stats = 8 if config.norm == "layer" else 4
+    after = 4 if step.on_gpu and step.mixed and not step.compiled else step.element  # torch's kernel widens it
+    inputs = {"before": [step.stream] * 2, "after": [after] * 2, "both": [step.stream, after, step.stream, after]}
+    sizes = inputs[config.norm_placement]
+    if step.compiled and config.norm_placement == "before":
+        sizes = [step.stream, step.element]
+    masked = 1 if step.on_gpu or step.compiled else step.element  # the CPU keeps what it multiplies with
+    return sum(sizes) * h + stats * len(sizes) + (2 * masked * h if config.residual_dropout else 0)
+
+
+def _attention_bytes(step: StepShape) -> float:
+    """Its input, q and attention's output, k and v, a log-sum-exp a head; a norm of q and k keeps its inputs."""
+    config = step.config
+    total = float(step.element * (2 * config.query_width + 2 * config.key_width))
+    total += step.element * config.hidden_size if _keeps_input(step, "q_proj", "k_proj", "v_proj") else 0
+    if config.qk_norm != "none":
+        wide = 4 if step.on_gpu and step.mixed and not step.compiled else step.element
+        total += wide * (config.query_width + config.key_width) + 4 * (config.num_heads + config.num_kv_heads)
+    if not keeps_scores(step):
+        total += 4 * config.num_heads
+    elif step.attention != "math":  # PyTorch computes it in float32
+        total += (4 - step.element) * (config.query_width + 2 * config.key_width)
+    return total
+
+
+def _mlp_bytes(step: StepShape) -> float:
+    """Its input, what enters and what leaves the activation, and for a gate the other factor and the product."""
+    config = step.config
+    inner = 4 if config.gated_mlp else 2
+    if config.activation == "relu":  # it is differentiated from its result
+        inner -= 1
+    if config.gated_mlp and step.compiled:  # the activation is computed again
+        inner = 3
+    if not _keeps_input(step, "down_proj") and config.activation != "relu":
+        inner -= 1
+    enters = config.hidden_size if _keeps_input(step, "gate_proj", "up_proj") else 0
+    return step.element * (enters + inner * config.intermediate_size)
+
+
+def _keeps_input(step: StepShape, *modules: str) -> bool:
+    """Whether one of these products needs its input for a gradient of weights; behind dropout it keeps another."""
+    return not step.mode.frozen or not reading_modules(step.config, step.mode).isdisjoint(modules)
+
+
+def _adapter_bytes(step: StepShape) -> float:
+    """A layer's adapters keep what lies between their two products, and inputs that dropout made their own.
+
+    DoRA's scaling keeps the result that it scales. In half precision each of PEFT's layers casts its input for itself,
+    where ours share one.
+    """
+    config, mode, e = step.config, step.mode, step.element
+    ranks = {name: rank for name, rank in mode.pairs if name.startswith("model.layers.0.")}
+    total = 0.0
+    for matrix in layers(config)[0].matrices:
+        rank = ranks.get(f"model.layers.0.{matrix.name}", 0)
+        if rank:
+            dropped = (e + (1 if step.on_gpu else e)) * matrix.inputs if mode.dropout else 0
+            total += e * rank * (2 if mode.pissa else 1) + dropped + (e * matrix.outputs if mode.dora else 0)
+    if mode.theirs and e < 4:
+        sharing = [[name for name in group if f"model.layers.0.{name}" in ranks] for group in SHARING]
+        total += e * config.hidden_size * sum(len(group) - 1 for group in sharing if group)
+    return total
+
+
+def _product_bytes(step: StepShape) -> float:
+    """Of one layer and token what `selective` keeps: results of products, and of attention."""
+    config = step.config
+    inner = (2 if config.gated_mlp else 1) * config.intermediate_size
+    widths = 2 * config.query_width + 2 * config.key_width + 2 * config.hidden_size + inner
+    return step.element * widths + 4 * config.num_heads
+
+
+def end_bytes(step: StepShape) -> float:
+    """What is kept outside the layers: inputs, the last norm's input, the rows that are scored, the first dropout."""
+    config = step.config
+    masked = 1 if step.on_gpu else step.stream
+    dropout = masked * config.hidden_size if config.embedding_dropout else 0
+    return last_norm_bytes(step) + step.tokens_per_micro_batch * (INPUT_BYTES + SMALL_BYTES + dropout)
+
+
+def last_norm_bytes(step: StepShape) -> float:
+    return float(step.tokens_per_micro_batch * step.config.hidden_size * (step.stream + step.element))
+
+
+def backward_bytes(step: StepShape) -> float:
+    """What passes through a layer in backward: its MLP, with all that it kept, and then its attention with the rest."""
+    tokens = step.tokens_per_micro_batch
+    config, e = step.config, step.element
+    stream = step.stream * config.hidden_size
+    inner = (2 if config.gated_mlp else 1) * config.intermediate_size
+    all_sizes = {matrix.name: matrix.size for matrix in layers(config)[0].matrices}
+    sizes = {
+        name: size for name, size in all_sizes.items() if learns(config, step.mode, f"model.layers.0.{name}.weight")
+    }
+    each = step.weight + (e if step.mixed else 0)
+    fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is where it belongs
+    if step.mode.base != "none":
+        read = max(all_sizes.values())  # a matrix while a product reads it; in its making there is no product yet
+        making = MAKING * min(read, GPU_PIECE if step.on_gpu else CPU_PIECE)
+        fresh += e * read + max(0.0, making - tokens * e * config.hidden_size)
+    mlp = tokens * (stream + e * (config.hidden_size + inner)) + fresh
+    behind = sum(size for name, size in sizes.items() if name.startswith("mlp."))
+    if step.compiled and sizes:  # a graph hands all gradients of its layer out together
+        behind = trained_in_layer(config, step.mode)
+    elif step.accumulating or step.mode.in_backward:
+        behind = 0
+    ahead = tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.weight
+    return max(mlp, ahead + attention_scratch(step) - tokens * _mlp_bytes(step))
+
+
+def attention_scratch(step: StepShape) -> float:
+    """What a kernel of attention takes in backward beside its gradients."""
+    tokens = step.tokens_per_micro_batch
+    config = step.config
+    if keeps_scores(step):
+        return float(12 * config.num_heads * step.sequence_length * tokens)  # three gradients of the scores, float32
+    if step.attention == "blockwise":
+        return _tile_bytes(step)
+    if step.attention in ("per_document", "mask"):  # a gradient for each document, and then joined
+        return float(step.element * tokens * (config.query_width + 2 * config.key_width))
+    return 4.0 * tokens * config.query_width if step.on_gpu else 0.0  # flash sums the queries' gradient in float32
+
+
+def _tile_bytes(step: StepShape) -> float:
+    config = step.config
+    tile = config.num_heads * min(step.sequence_length, TILE) ** 2
+    together = min(step.micro_batch, max(1, TILE_SCORES[step.on_gpu] // tile))  # rows
+    copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
+    return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
+
+
+def keeps_scores(step: StepShape) -> bool:
+    """Whether attention holds a number for every pair of tokens: `math`, and PyTorch's CPU kernel under dropout."""
+    fallback = not step.on_gpu and step.config.attention_dropout > 0 and step.attention in ("sdpa", "mask")
+    return step.attention == "math" or fallback
+
+
+def score_matrix_bytes(step: StepShape) -> float:
+    """What attention of a layer keeps when every score exists, computed in float32: softmax, dropout, their product."""
+    dropped = step.config.attention_dropout > 0
+    if step.attention != "math":
+        each = 12  # PyTorch's: softmax, mask and product, all float32
+    elif dropped:
+        each = 4 + (1 if step.on_gpu else 4) + step.element
+    else:
+        each = 4 + (step.element if step.element < 4 else 0)
+    return float(each * step.config.num_heads * step.sequence_length * step.tokens_per_micro_batch)
+
+
+def quadratic_bytes(step: StepShape) -> float:
+    """What PyTorch's fallback on a GPU keeps of a layer: softmax, dropout's mask and result, 5 a s^2 b."""
+    each = 2 * step.element + 1 if step.config.attention_dropout else step.element
+    return float(each * step.config.num_heads * step.sequence_length * step.tokens_per_micro_batch)
+
 
 SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on a GPU
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
@@ -65,31 +270,31 @@ class Moment:
         return self.gradients + self.activations + self.scores + self.copies + self.temporaries
 
 
-def estimate_memory(load: Occupancy, *, limit: float, origin: Origin = "table") -> MemoryEstimate:
+def estimate_memory(step: StepShape, *, limit: float, origin: Origin = "table") -> MemoryEstimate:
     """What a step holds at its peak, by part, in bytes; the interval is 20% to each side."""
-    parts = tensor_bytes(load)
-    parts |= around(load, parts)
+    parts = tensor_bytes(step)
+    parts |= around(step, parts)
     total = sum(parts.values())
     return MemoryEstimate(parts=parts, low=total * (1 - SPREAD), high=total * (1 + SPREAD), limit=limit, origin=origin)
 
 
-def around(load: Occupancy, parts: Mapping[str, float]) -> dict[str, float]:
+def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
     """What the allocator and the runtime hold on top of these tensors.
 
     malloc keeps what a layer frees between tensors that stay, and the next layer's larger ones do not fit there.
     """
-    if not load.on_gpu:
-        kept = CPU_KERNELS * document_lengths(load.sequence_length)
-        runtime = CPU_RUNTIME + (CPU_PEFT if load.way.theirs else 0)
-        holes = {"fragmentation": CPU_FRAGMENTATION[load.compiled] * parts["activations"], "runtime": runtime}
-        return holes | ({"kernels": kept} if keeps_kernels(load) else {})
+    if not step.on_gpu:
+        kept = CPU_KERNELS * document_lengths(step.sequence_length)
+        runtime = CPU_RUNTIME + (CPU_PEFT if step.mode.theirs else 0)
+        holes = {"fragmentation": CPU_FRAGMENTATION[step.compiled] * parts["activations"], "runtime": runtime}
+        return holes | ({"kernels": kept} if keeps_kernels(step) else {})
     tensors = sum(parts.values())
-    return {"fragmentation": FRAGMENTATION[load.expandable] * tensors, "context": load.context_bytes}
+    return {"fragmentation": FRAGMENTATION[step.expandable] * tensors, "context": step.context_bytes}
 
 
-def keeps_kernels(load: Occupancy) -> bool:
+def keeps_kernels(step: StepShape) -> bool:
     """Whether attention in half precision is computed document by document, with kernels for each length."""
-    return load.attention == "per_document" and load.element < 4
+    return step.attention == "per_document" and step.element < 4
 
 
 def document_lengths(longest: int) -> int:
@@ -98,78 +303,79 @@ def document_lengths(longest: int) -> int:
     return -(-short // 64) + math.ceil(8 * octaves)
 
 
-def tensor_bytes(load: Occupancy) -> dict[str, float]:
+def tensor_bytes(step: StepShape) -> dict[str, float]:
     """Live tensors alone at the fullest moment, without what an allocator or a runtime adds."""
-    return tensors_at(load, max(moments(load), key=lambda moment: moment.total))
+    return tensors_at(step, max(moments(step), key=lambda moment: moment.total))
 
 
-def tensors_at(load: Occupancy, moment: Moment) -> dict[str, float]:
+def tensors_at(step: StepShape, moment: Moment) -> dict[str, float]:
     """All live tensors at a moment."""
-    config, way = load.config, load.way
+    config, mode = step.config, step.mode
+    states = optimizer_bytes(config, mode, step.optimizer, step.precision)
     parts = {
-        "weights": held_bytes(config, way, load.precision),
-        "adapter": adapter_bytes(config, way),
+        "weights": held_bytes(config, mode, step.precision),
+        "adapter": adapter_bytes(config, mode),
         "gradients": moment.gradients,
-        "optimizer": 0.0 if way.away and load.on_gpu else optimizer_bytes(config, way, load.optimizer, load.precision),
+        "optimizer": 0.0 if mode.away and step.on_gpu else states,
         "activations": moment.activations,
         "scores": moment.scores,
     }
-    if not way.frozen:
+    if not mode.frozen:
         parts.pop("adapter")
-    if load.teacher is not None:
-        parts["teacher"] = float(parameter_count(load.teacher) * load.element)
-    if load.mixed:
+    if step.teacher is not None:
+        parts["teacher"] = float(parameter_count(step.teacher) * step.element)
+    if step.mixed:
         parts["half-precision copies"] = moment.copies
     parts["temporaries"] = moment.temporaries
     return parts
 
 
-def moments(load: Occupancy) -> Iterator[Moment]:
+def moments(step: StepShape) -> Iterator[Moment]:
     """Every moment of a step at which memory can peak, in the order in which they come."""
-    config, way = load.config, load.way
-    layers, ends = kept_by_layer(load), end_bytes(load)
-    if load.offloading:  # the layer at work, and the one that is under way
-        layers = [0.0] * (len(layers) - 2) + layers[-2:]
-    whole = learning_bytes(config, way, load.precision)
-    layer = layer_learning_bytes(config, way, load.precision)
-    head = load.outputs * config.hidden_size * load.weight if head_learns(config, way) else 0
-    update = update_bytes(config, way, load.optimizer, load.precision, on_gpu=load.on_gpu)
-    if way.in_backward:
-        whole, layer = largest(config, way, load.precision), 0.0
-    before = whole if load.accumulating else 0.0
-    copy = 2.0 * copied_numbers(load)
-    kept = kept_layers(load.checkpointing, config.num_layers)
-    activations = sum(layers) + ends
-    scores, in_backward = score_bytes(load)
+    config, mode = step.config, step.mode
+    by_layer, ends = kept_by_layer(step), end_bytes(step)
+    if step.offloading:  # the layer at work, and the one that is under way
+        by_layer = [0.0] * (len(by_layer) - 2) + by_layer[-2:]
+    whole = learning_bytes(config, mode, step.precision)
+    layer = layer_learning_bytes(config, mode, step.precision)
+    head = step.outputs * config.hidden_size * step.weight if head_learns(config, mode) else 0
+    update = update_bytes(config, mode, step.optimizer, step.precision, on_gpu=step.on_gpu)
+    if mode.in_backward:
+        whole, layer = largest(config, mode, step.precision), 0.0
+    before = whole if step.accumulating else 0.0
+    copy = 2.0 * copied_numbers(step)
+    kept = kept_layers(step.checkpointing, config.num_layers)
+    activations = sum(by_layer) + ends
+    scores, in_backward = score_bytes(step)
     # Autocast keeps its copies until forward ends, afterwards those that backward will read.
-    yield Moment(gradients=before, activations=activations, scores=scores, copies=copy * len(layers))
+    yield Moment(gradients=before, activations=activations, scores=scores, copies=copy * len(by_layer))
     yield Moment(gradients=before or head, activations=activations, scores=in_backward, copies=copy * kept)
-    inside, passing, last = layer_bytes(load), backward_bytes(load), last_norm_bytes(load)
-    before_it = [0.0, *accumulate(layers)]
-    for done in range(len(layers)):
-        left = len(layers) - done
+    inside, passing, last = layer_bytes(step), backward_bytes(step), last_norm_bytes(step)
+    before_it = [0.0, *accumulate(by_layer)]
+    for done in range(len(by_layer)):
+        left = len(by_layer) - done
         reached = before or head + done * layer
-        if way.in_backward:  # the head's moves with the next one; each later one at once
+        if mode.in_backward:  # the head's moves with the next one; each later one at once
             reached = head if done == 0 else 0.0
         yield Moment(
             gradients=reached,
             activations=before_it[left - 1] + inside + ends - last,
-            copies=copy * max(1.0, kept * left / len(layers)),
-            temporaries=max(passing, update) if way.in_backward else passing,  # a gradient is used when it stands
+            copies=copy * max(1.0, kept * left / len(by_layer)),
+            temporaries=max(passing, update) if mode.in_backward else passing,  # a gradient is used when it stands
         )
-    doubled = head if load.accumulating or config.tie_embeddings else 0
-    stream = load.rows * config.hidden_size * load.stream
+    doubled = head if step.accumulating or config.tie_embeddings else 0
+    stream = step.tokens_per_micro_batch * config.hidden_size * step.stream
     yield Moment(gradients=whole, activations=ends - last, temporaries=stream + doubled)
     yield Moment(gradients=whole, activations=0.0, temporaries=update)
 
 
-def copied_numbers(load: Occupancy) -> int:
+def copied_numbers(step: StepShape) -> int:
     """Of one layer what autocast copies in half precision: whatever products read that is wider."""
-    way = load.way
-    if not way.frozen:
-        return _matrix_numbers(load.config) if load.mixed else 0
-    learning = parameters(load.config, way).learning
-    wide = {n for n in learning if ".layers.0." in n and each(n, way, load.precision) > load.element}
+    mode = step.mode
+    if not mode.frozen:
+        return _matrix_numbers(step.config) if step.mixed else 0
+    learning = parameters(step.config, mode).learning
+    wide = {n for n in learning if ".layers.0." in n and each(n, mode, step.precision) > step.element}
     return sum(math.prod(learning[name]) for name in wide if len(learning[name]) == 2)
 
 
@@ -182,61 +388,58 @@ def _matrix_numbers(config: ModelConfig) -> int:
 class _Tile:
     """Logits that exist at once."""
 
-    load: Occupancy
+    step: StepShape
     entries: int = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = self.load.outputs
-        object.__setattr__(self, "entries", whole if self.load.on_gpu else min(whole, CPU_TILE))
+        whole = self.step.outputs
+        object.__setattr__(self, "entries", whole if self.step.on_gpu else min(whole, CPU_TILE))
 
     @property
     def numbers(self) -> int:
-        return min(self.load.score_chunk, self.load.rows) * self.entries
+        return min(self.step.score_chunk, self.step.tokens_per_micro_batch) * self.entries
 
     @property
     def several(self) -> bool:
         """Whether this is not all there is: the logits before are let go of once the next ones are there."""
-        return self.entries < self.load.outputs or self.load.score_chunk < self.load.rows
+        return self.entries < self.step.outputs or self.step.score_chunk < self.step.tokens_per_micro_batch
 
     @property
     def weights(self) -> int:
-        return self.entries * self.load.config.hidden_size
+        return self.entries * self.step.config.hidden_size
 
 
-def score_bytes(load: Occupancy) -> tuple[float, float]:
+def score_bytes(step: StepShape) -> tuple[float, float]:
     """Bytes of the output layer's work in forward and in backward.
 
     Logits of one tile in the products' type. Uncompiled, a float32 copy lies beside them where they are half, and in
     forward their exponentials. Backward sums the gradient of the hidden states in float32, and adds that of the weight
     to the gradient itself; where that is wider the product lies beside it.
     """
-    tile, h = _Tile(load), load.config.hidden_size
-    if load.config.head == "values":  # computed in float32, and never in pieces
-        widened = 4.0 * load.rows * h if load.element < 4 else 0.0
+    tokens = step.tokens_per_micro_batch
+    tile, h = _Tile(step), step.config.hidden_size
+    if step.config.head == "values":  # computed in float32, and never in pieces
+        widened = 4.0 * tokens * h if step.element < 4 else 0.0
         return widened, 2 * widened
-    if load.teacher is not None:
-        return _divergence_bytes(load)
-    wide = 4 * tile.numbers if load.element < 4 else 0
-    eager = not load.compiled
-    learning = head_learns(load.config, load.way)
-    wider = load.weight if learning else frozen_element(head_name(load.config), load.precision)
-    copy = 2 * tile.weights if load.element < wider else 0
-    capped = 4 * tile.numbers if eager and load.config.final_softcap is not None else 0
-    logits = load.element * tile.numbers + copy + capped
-    before = load.element * tile.numbers if tile.several else 0
-    forward = logits + max(before, wide + 4 * tile.numbers if eager else 0) + load.rows * h * load.element
-    product = load.element * tile.weights if load.mixed and learning else 0
-    backward = logits + max(before, wide if eager else 0, product) + 4 * load.rows * h
+    if step.teacher is not None:
+        return _divergence_bytes(step)
+    wide = 4 * tile.numbers if step.element < 4 else 0
+    eager = not step.compiled
+    learning = head_learns(step.config, step.mode)
+    wider = step.weight if learning else frozen_element(head_name(step.config), step.precision)
+    copy = 2 * tile.weights if step.element < wider else 0
+    capped = 4 * tile.numbers if eager and step.config.final_softcap is not None else 0
+    logits = step.element * tile.numbers + copy + capped
+    before = step.element * tile.numbers if tile.several else 0
+    forward = logits + max(before, wide + 4 * tile.numbers if eager else 0) + tokens * h * step.element
+    product = step.element * tile.weights if step.mixed and learning else 0
+    backward = logits + max(before, wide if eager else 0, product) + 4 * tokens * h
     return float(forward), float(backward)
 
 
-def _divergence_bytes(load: Occupancy) -> tuple[float, float]:
+def _divergence_bytes(step: StepShape) -> tuple[float, float]:
     """Of distillation: both models' logits of a chunk and their float32 forms, computed again in backward."""
-    assert load.teacher is not None
-    entries = min(load.score_chunk, load.rows) * load.config.vocab_size
-    hidden = load.rows * (load.config.hidden_size + 2 * load.teacher.hidden_size) * load.element
+    assert step.teacher is not None
+    entries = min(step.score_chunk, step.tokens_per_micro_batch) * step.config.vocab_size
+    hidden = step.tokens_per_micro_batch * (step.config.hidden_size + 2 * step.teacher.hidden_size) * step.element
     return float(FORWARD_DIVERGENCE * entries + hidden), float(BACKWARD_DIVERGENCE * entries + hidden)
-
-
-def gib(value: float) -> float:
-    return value / GIB

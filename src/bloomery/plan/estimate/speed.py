@@ -9,9 +9,10 @@ from bloomery.hardware.specs.specs import cpu_efficiency
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import flops_per_token, layers, parameter_count
 from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.plan.estimate.activations import keeps_scores, kept_layers
+from bloomery.plan.estimate.memory import keeps_scores, kept_layers
 from bloomery.plan.estimate.states import (
-    Way,
+    StepShape,
+    TrainingMode,
     head_learns,
     in_layers,
     learning_bytes,
@@ -20,7 +21,6 @@ from bloomery.plan.estimate.states import (
     parameters,
     trained_count,
 )
-from bloomery.plan.estimate.step_shape import Occupancy
 from bloomery.plan.types import Estimate
 
 EAGER_NORM = {
@@ -42,38 +42,38 @@ CLIPPING = 3  # passes over the gradient: its norm, and its scaling
 CASTS = 6.0  # bytes a parameter and micro-batch: autocast's half-precision copies
 
 
-def layer_traffic(load: Occupancy) -> float:
+def layer_traffic(step: StepShape) -> float:
     """Bytes per token of one layer, forward and backward, without attention's scores."""
-    config, way = load.config, int(load.compiled)
+    config, at = step.config, int(step.compiled)
     width, inner = config.hidden_size, config.intermediate_size
-    norm = COMPILED_NORM if load.compiled else EAGER_NORM[config.norm]
-    total = len(config.block_norms) * norm * width + RESIDUALS[way] * width
-    total += HEADS[way] * 2 * (config.query_width + config.key_width)
-    total += (GATED if config.gated_mlp else PLAIN)[way] * inner
+    norm = COMPILED_NORM if step.compiled else EAGER_NORM[config.norm]
+    total = len(config.block_norms) * norm * width + RESIDUALS[at] * width
+    total += HEADS[at] * 2 * (config.query_width + config.key_width)
+    total += (GATED if config.gated_mlp else PLAIN)[at] * inner
     if config.positions == "rotary":
-        total += ROTARY[way] * (config.query_width + config.key_width)
+        total += ROTARY[at] * (config.query_width + config.key_width)
     if config.residual_dropout:
-        total += DROPOUT[way] * width
-    return total * load.element / 2
+        total += DROPOUT[at] * width
+    return total * step.element / 2
 
 
-def score_traffic(load: Occupancy) -> float:
+def score_traffic(step: StepShape) -> float:
     """Bytes per token of one layer for attention's scores: none where a fused kernel keeps them on the chip."""
-    config, length = load.config, load.sequence_length
-    if keeps_scores(load):
-        return QUADRATIC[int(load.compiled)] * config.num_heads * length * load.element / 2
-    if load.attention == "blockwise":
-        return TILES * config.num_heads * length / 2 * load.element / 2
+    config, length = step.config, step.sequence_length
+    if keeps_scores(step):
+        return QUADRATIC[int(step.compiled)] * config.num_heads * length * step.element / 2
+    if step.attention == "blockwise":
+        return TILES * config.num_heads * length / 2 * step.element / 2
     return 0.0
 
 
-def dequantised_traffic(load: Occupancy) -> float:
+def dequantised_traffic(step: StepShape) -> float:
     """Bytes of making every quantised matrix readable once: it is read as it is kept, and written."""
-    if load.way.base == "none":
+    if step.mode.base == "none":
         return 0.0
-    all_matrices = [matrix for layer in layers(load.config) for matrix in layer.matrices]
-    kept = sum(storage_bytes((each.outputs, each.inputs), load.way.base, load.way.double) for each in all_matrices)
-    return float(kept + load.element * sum(each.size for each in all_matrices))
+    matrices = [matrix for layer in layers(step.config) for matrix in layer.matrices]
+    kept = sum(storage_bytes((each.outputs, each.inputs), step.mode.base, step.mode.double) for each in matrices)
+    return float(kept + step.element * sum(each.size for each in matrices))
 
 
 def loss_traffic(outputs: int, loss: str, *, compiled: bool) -> float:
@@ -88,7 +88,6 @@ def optimizer_traffic(parameters: float, *, weight: float, states: float, clips:
     return parameters * (3 * weight + 2 * states + (CLIPPING * weight if clips else 0))
 
 
-TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
 COMPILED_GAIN = 1.15  # on a processor; measured: 10 to 35%
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
 FUSED_ATTENTION_SHARE = (
@@ -154,13 +153,13 @@ def _gpu_rate(profile: Profile, dtype: str) -> Rate | None:
     return None if peak is None else Rate(peak=peak, share=profile.arch.efficiency, bandwidth=bandwidth)
 
 
-def recompute(load: Occupancy) -> Recompute:
-    share = 1 - kept_layers(load.checkpointing, load.config.num_layers) / max(1, load.config.num_layers)
+def recompute(step: StepShape) -> Recompute:
+    share = 1 - kept_layers(step.checkpointing, step.config.num_layers) / max(1, step.config.num_layers)
     return Recompute(products=share, attention=share, between=share)
 
 
 def work_of(
-    load: Occupancy,
+    step: StepShape,
     *,
     tokens: int,
     clips: bool = True,
@@ -171,60 +170,60 @@ def work_of(
 
     `again` and `loss` say how another program differs.
     """
-    config, way, again = load.config, load.way, again or recompute(load)
-    count, trained = parameter_count(config), trained_count(config, way)
-    loss = loss or ("kept" if load.score_chunk >= load.rows else "chunked")
-    products = product_flops(load, again, chunked=loss == "chunked")
-    quadratic = 4.0 * _keys(load) * config.query_width * config.num_layers
-    attention = quadratic * (1 + load.looks + (2.0 if keeps_scores(load) else FLASH_BACKWARD) + again.attention)
-    between = config.num_layers * (layer_traffic(load) + score_traffic(load)) * (1 + again.between / 3)
-    passes = tokens / load.rows
-    states = optimizer_bytes(config, way, load.optimizer, load.precision) / max(1, trained)
-    weight = learning_bytes(config, way, load.precision) / max(1, trained)
-    casts = CASTS * (trained if way.frozen else count) * passes if weight > load.element else 0.0
-    casts += dequantised_traffic(load) * (2 + again.products) * passes
-    between += loss_traffic(load.outputs, loss, compiled=load.compiled) * load.learned
-    between = between * (1 + load.looks / 3) * tokens + casts
+    config, mode, again = step.config, step.mode, again or recompute(step)
+    count, trained = parameter_count(config), trained_count(config, mode)
+    loss = loss or ("kept" if step.score_chunk >= step.tokens_per_micro_batch else "chunked")
+    products = product_flops(step, again, chunked=loss == "chunked")
+    quadratic = 4.0 * _keys(step) * config.query_width * config.num_layers
+    attention = quadratic * (1 + step.looks + (2.0 if keeps_scores(step) else FLASH_BACKWARD) + again.attention)
+    between = config.num_layers * (layer_traffic(step) + score_traffic(step)) * (1 + again.between / 3)
+    passes = tokens / step.tokens_per_micro_batch
+    states = optimizer_bytes(config, mode, step.optimizer, step.precision) / max(1, trained)
+    weight = learning_bytes(config, mode, step.precision) / max(1, trained)
+    casts = CASTS * (trained if mode.frozen else count) * passes if weight > step.element else 0.0
+    casts += dequantised_traffic(step) * (2 + again.products) * passes
+    between += loss_traffic(step.outputs, loss, compiled=step.compiled) * step.learned
+    between = between * (1 + step.looks / 3) * tokens + casts
     return Work(
         products=products * tokens,
         attention=attention * tokens,
-        between=between if load.on_gpu else 0.0,
-        update=optimizer_traffic(trained, weight=weight, states=states, clips=clips) if load.on_gpu else 0.0,
-        launches=LAUNCHES[int(load.compiled)] * config.num_layers * passes if load.on_gpu else 0.0,
+        between=between if step.on_gpu else 0.0,
+        update=optimizer_traffic(trained, weight=weight, states=states, clips=clips) if step.on_gpu else 0.0,
+        launches=LAUNCHES[int(step.compiled)] * config.num_layers * passes if step.on_gpu else 0.0,
     )
 
 
-def product_flops(load: Occupancy, again: Recompute, *, chunked: bool) -> float:
+def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     """Of a token: forward, gradients of inputs, gradients of weights where they learn, and what is computed again."""
-    config, found = load.config, parameters(load.config, load.way)
+    config, found = step.config, parameters(step.config, step.mode)
     products = 2.0 * sum(layer.active_products for layer in layers(config))
     learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
     beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
-    head = 2.0 * load.outputs * config.hidden_size * load.learned
-    scored = head * (2 + head_learns(config, load.way) + chunked)
-    looked = load.looks * (products + head)  # without the adapters
-    if load.teacher is not None:
-        looked += flops_per_token(load.teacher, load.sequence_length, backward=False)
+    head = 2.0 * step.outputs * config.hidden_size * step.learned
+    scored = head * (2 + head_learns(config, step.mode) + chunked)
+    looked = step.looks * (products + head)  # without the adapters
+    if step.teacher is not None:
+        looked += flops_per_token(step.teacher, step.sequence_length, backward=False)
     return products * (2 + again.products) + learning + beside * (3 + again.products) + scored + looked
 
 
-def useful_flops(config: ModelConfig, way: Way, sequence_length: int) -> float:
+def useful_flops(config: ModelConfig, mode: TrainingMode, sequence_length: int) -> float:
     """Of a token, as `model.counting` has it, but for gradients of weights that do not learn; with those that do."""
-    found = parameters(config, way)
+    found = parameters(config, mode)
     kept = {name: s for name, s in found.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
-    if config.tie_embeddings and not head_learns(config, way):
+    if config.tie_embeddings and not head_learns(config, mode):
         kept["head"] = (config.vocab_size, config.hidden_size)
     beside = sum(math.prod(shape) for shape in found.adapter.values() if len(shape) == 2)
     return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * beside
 
 
-def _keys(load: Occupancy) -> float:
+def _keys(step: StepShape) -> float:
     """Keys that a query meets, averaged over queries and layers: all where scores are kept, else those it may see.
 
     In a window of w of T tokens the first w queries see w/2 on average and all later ones w: w - w^2 / 2T.
     """
-    length, windows = load.sequence_length, load.config.sliding_window or (None,)
-    if keeps_scores(load):
+    length, windows = step.sequence_length, step.config.sliding_window or (None,)
+    if keeps_scores(step):
         return float(length)
     seen = [min(length, window or length) for window in windows]
     return sum(window - window**2 / (2 * length) for window in seen) / len(seen)
@@ -260,11 +259,6 @@ def total(parts: dict[str, Estimate]) -> Estimate:
     )
 
 
-def step_seconds(load: Occupancy, rate: Rate | None, *, tokens: int) -> Estimate | None:
-    """Seconds of an optimizer step on one device; None where nothing is known of it."""
-    return None if rate is None else total(step_parts(work_of(load, tokens=tokens), rate))
-
-
 def _by_share(flops: float, rate: Rate) -> Estimate:
     low, typical, high = (flops / rate.at(index) for index in (2, 1, 0))
     return Estimate(value=typical, low=low, high=high, origin="table")
@@ -273,18 +267,3 @@ def _by_share(flops: float, rate: Rate) -> Estimate:
 def _by_bytes(amount: float, bandwidth: float) -> Estimate:
     low, typical, high = (amount / (bandwidth * share) for share in reversed(BANDWIDTH_SHARE))
     return Estimate(value=typical, low=low, high=high, origin="table")
-
-
-def energy_kwh(board_watts: float | None, seconds: Estimate | None) -> float | None:
-    """At the board's rated power all the time; None when either is unknown."""
-    return None if board_watts is None or seconds is None else board_watts * seconds.value / 3.6e6
-
-
-def disk_bytes(
-    config: ModelConfig, *, tokens: int | None, trained_bytes: float, optimizer_bytes: float, keep: int
-) -> dict[str, float]:
-    """Shards of the text, and checkpoints of all that learns: those kept, the best one and the one being written."""
-    each = trained_bytes + optimizer_bytes
-    wide = 1 if config.vocab_size <= 65536 else 2
-    disk = {"checkpoint": each, "checkpoints": each * (keep + 2)}
-    return disk if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)} | disk

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache
+from hashlib import sha256
 
-from bloomery.model.adapters.targets import adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.plan.rules.peft import counted_as
+from bloomery.plan.rules.adapters import adapted, counted_as
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
@@ -22,7 +21,7 @@ INT8_STATE = 1.0 + 4 / BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class TrainingMode:
     """How parameters are held and trained. The default: all of them, with the optimizer's states beside them."""
 
     states: str = "float32"
@@ -50,13 +49,13 @@ class Way:
         return self.pairs != ()
 
 
-FULL = Way()
+FULL = TrainingMode()
 
 
-def way_of(recipe: Recipe | Plan, config: ModelConfig) -> Way:
+def mode_of(recipe: Recipe | Plan, config: ModelConfig) -> TrainingMode:
     """Raises UserError where an adapter's names match nothing."""
     optimizer, quantize = recipe.optimizer, recipe.quantize
-    way = Way(
+    mode = TrainingMode(
         states=optimizer.states,
         away=optimizer.paged or optimizer.offload,
         rounds=optimizer.stochastic_rounding,
@@ -66,21 +65,18 @@ def way_of(recipe: Recipe | Plan, config: ModelConfig) -> Way:
     )
     adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
     if not isinstance(adapter, Lora):
-        return way
-    return replace(way, theirs=isinstance(recipe.adapter, Peft), **_adapted(config, adapter.model_dump_json()))
-
-
-@lru_cache(maxsize=64)  # a plan asks for the same adapter many times
-def _adapted(config: ModelConfig, adapter: str) -> dict[str, Any]:
-    found = adaptation(config, Lora.model_validate_json(adapter))
-    return {
-        "pairs": tuple((name, pair.rank) for name, pair in found.pairs.items()),
-        "whole": found.whole,
-        "dora": found.dora,
-        "pissa": found.pissa,
-        "dropout": found.dropout > 0,
-        "adapter_bytes": 2 if found.dtype == "bfloat16" else 4,
-    }
+        return mode
+    found = adapted(config, adapter.model_dump_json())
+    return replace(
+        mode,
+        theirs=isinstance(recipe.adapter, Peft),
+        pairs=tuple((name, pair.rank) for name, pair in found.pairs.items()),
+        whole=found.whole,
+        dora=found.dora,
+        pissa=found.pissa,
+        dropout=found.dropout > 0,
+        adapter_bytes=2 if found.dtype == "bfloat16" else 4,
+    )
 
 
 @dataclass(frozen=True)
@@ -97,19 +93,19 @@ class Parameters:
 
 
 @cache
-def parameters(config: ModelConfig, way: Way) -> Parameters:
+def parameters(config: ModelConfig, mode: TrainingMode) -> Parameters:
     """Every parameter of the model and of the adapter."""
     shapes = parameter_shapes(config)
-    if not way.frozen:
+    if not mode.frozen:
         return Parameters({}, shapes, {})
     adapter: dict[str, Shape] = {}
-    for module, rank in way.pairs:
+    for module, rank in mode.pairs:
         if (shape := shapes.get(f"{module}.weight")) is None:
             continue  # of a layer that stands on another stage
         adapter |= {f"{module}.lora_A": (rank, shape[1]), f"{module}.lora_B": (shape[0], rank)}
-        if way.dora:
+        if mode.dora:
             adapter[f"{module}.lora_magnitude"] = (shape[0],)
-    trained = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in way.whole}
+    trained = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in mode.whole}
     frozen = {name: shape for name, shape in shapes.items() if name not in trained}
     return Parameters(adapter, trained, frozen)
 
@@ -123,32 +119,32 @@ def in_layers(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 @cache
-def trained_count(config: ModelConfig, way: Way) -> int:
-    return numbers(parameters(config, way).learning)
+def trained_count(config: ModelConfig, mode: TrainingMode) -> int:
+    return numbers(parameters(config, mode).learning)
 
 
 @cache
-def trained_in_layer(config: ModelConfig, way: Way) -> int:
+def trained_in_layer(config: ModelConfig, mode: TrainingMode) -> int:
     """Of the first layer."""
-    learning = parameters(config, way).learning
+    learning = parameters(config, mode).learning
     return sum(math.prod(shape) for name, shape in learning.items() if ".layers.0." in name)
 
 
 @cache
-def reading_modules(config: ModelConfig, way: Way) -> frozenset[str]:
+def reading_modules(config: ModelConfig, mode: TrainingMode) -> frozenset[str]:
     """Modules inside layers, by their last name ("q_proj"), whose input a gradient of weights reads as it is."""
-    found = parameters(config, way)
-    return frozenset(name.split(".")[-2] for name in in_layers(found.trained if way.dropout else found.learning))
+    found = parameters(config, mode)
+    return frozenset(name.split(".")[-2] for name in in_layers(found.trained if mode.dropout else found.learning))
 
 
 @cache
-def learns(config: ModelConfig, way: Way, name: str) -> bool:
+def learns(config: ModelConfig, mode: TrainingMode, name: str) -> bool:
     """Whether a parameter of the model itself is trained."""
-    return name in parameters(config, way).trained
+    return name in parameters(config, mode).trained
 
 
-def head_learns(config: ModelConfig, way: Way) -> bool:
-    return learns(config, way, head_name(config))
+def head_learns(config: ModelConfig, mode: TrainingMode) -> bool:
+    return learns(config, mode, head_name(config))
 
 
 def head_name(config: ModelConfig) -> str:
@@ -168,40 +164,40 @@ def weight_of(precision: str) -> int:
     return 2 if precision == "bfloat16-pure" else 4
 
 
-def each(name: str, way: Way, precision: str) -> int:
+def each(name: str, mode: TrainingMode, precision: str) -> int:
     """Bytes of a number that learns, and of its gradient: an adapter has a type of its own."""
-    return way.adapter_bytes if name.rpartition(".")[2].startswith("lora_") else weight_of(precision)
+    return mode.adapter_bytes if name.rpartition(".")[2].startswith("lora_") else weight_of(precision)
 
 
-def gradient_bytes(shapes: Mapping[str, Shape], way: Way, precision: str) -> float:
-    return float(sum(math.prod(shape) * each(name, way, precision) for name, shape in shapes.items()))
+def gradient_bytes(shapes: Mapping[str, Shape], mode: TrainingMode, precision: str) -> float:
+    return float(sum(math.prod(shape) * each(name, mode, precision) for name, shape in shapes.items()))
 
 
 @cache
-def learning_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+def learning_bytes(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
     """Of everything that learns, or of its gradients."""
-    return gradient_bytes(parameters(config, way).learning, way, precision)
+    return gradient_bytes(parameters(config, mode).learning, mode, precision)
 
 
 @cache
-def layer_learning_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+def layer_learning_bytes(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
     """Of the first layer."""
-    learning = parameters(config, way).learning
-    return gradient_bytes({n: shape for n, shape in learning.items() if ".layers.0." in n}, way, precision)
+    learning = parameters(config, mode).learning
+    return gradient_bytes({n: shape for n, shape in learning.items() if ".layers.0." in n}, mode, precision)
 
 
 @cache
-def held_bytes(config: ModelConfig, way: Way, precision: str) -> float:
+def held_bytes(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
     """Weights of the model itself: trained ones, and frozen ones as products read them or quantised.
 
     Beside float16 products frozen embeddings and norms are float32, as the sums between the layers are: train.state.
     """
-    found = parameters(config, way)
-    total = gradient_bytes(found.trained, way, precision)
+    found = parameters(config, mode)
+    total = gradient_bytes(found.trained, mode, precision)
     for name, shape in found.frozen.items():
         matrix = ".layers." in name and len(shape) == 2
-        if matrix and way.base != "none":
-            total += storage_bytes(shape, way.base, way.double)
+        if matrix and mode.base != "none":
+            total += storage_bytes(shape, mode.base, mode.double)
         else:
             total += math.prod(shape) * frozen_element(name, precision)
     return total
@@ -213,27 +209,27 @@ def frozen_element(name: str, precision: str) -> int:
     return 4 if precision == "float16" and outside else element_of(precision)
 
 
-def adapter_bytes(config: ModelConfig, way: Way) -> float:
+def adapter_bytes(config: ModelConfig, mode: TrainingMode) -> float:
     """PiSSA keeps what its pairs began with; DoRA a number for each row of the matrix."""
-    found = parameters(config, way).adapter
+    found = parameters(config, mode).adapter
     rows = numbers({name: shape for name, shape in found.items() if len(shape) == 1})
-    return float(numbers(found) * way.adapter_bytes * (2 if way.pissa else 1) + 4 * rows)
+    return float(numbers(found) * mode.adapter_bytes * (2 if mode.pissa else 1) + 4 * rows)
 
 
 @cache
-def largest(config: ModelConfig, way: Way, precision: str) -> float:
+def largest(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
     """Bytes of the largest gradient."""
-    learning = parameters(config, way).learning
-    return max((math.prod(shape) * each(name, way, precision) for name, shape in learning.items()), default=0.0)
+    learning = parameters(config, mode).learning
+    return max((math.prod(shape) * each(name, mode, precision) for name, shape in learning.items()), default=0.0)
 
 
 @cache
-def optimizer_bytes(config: ModelConfig, way: Way, kind: str, precision: str) -> float:
+def optimizer_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: str) -> float:
     """What the optimizer keeps from step to step, wherever it keeps it."""
-    return state_bytes(parameters(config, way).learning, kind, way, precision)
+    return state_bytes(parameters(config, mode).learning, kind, mode, precision)
 
 
-def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str) -> float:
+def state_bytes(shapes: Mapping[str, Shape], kind: str, mode: TrainingMode, precision: str) -> float:
     """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices.
 
     Those of bfloat16 weights are bfloat16; Adafactor's are float32 always, and so are small parameters' beside int8.
@@ -244,35 +240,105 @@ def state_bytes(shapes: Mapping[str, Shape], kind: str, way: Way, precision: str
         if kind == "adafactor":
             total += 4 * (sum(shape) if len(shape) == 2 else size)
             continue
-        half = way.states == "bfloat16" or (way.states == "float32" and each(name, way, precision) == 2)
-        one = INT8_STATE if way.states == "int8" and size >= SMALLEST else 2 if half else 4
+        half = mode.states == "bfloat16" or (mode.states == "float32" and each(name, mode, precision) == 2)
+        one = INT8_STATE if mode.states == "int8" and size >= SMALLEST else 2 if half else 4
         total += (1 if kind == "muon" and len(shape) == 2 and ".layers." in name else 2) * size * one
     return total
 
 
 @cache
-def update_bytes(config: ModelConfig, way: Way, kind: str, precision: str, *, on_gpu: bool) -> float:
+def update_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: str, *, on_gpu: bool) -> float:
     """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
 
     Adafactor takes three of them and AdamW five, half a one more where a CPU rounds at random, and four more for states
     that come from the processor's memory (measured: tests/train/test_lean_scratch.py). In backward parameters come one
     by one.
     """
-    shapes = parameters(config, way).learning
+    shapes = parameters(config, mode).learning
     sizes = [math.prod(shape) for shape in shapes.values()]
-    together = max(sizes, default=0) if way.in_backward else sum(sizes)
+    together = max(sizes, default=0) if mode.in_backward else sum(sizes)
     piece = 4.0 * min(together, GPU_PIECE if on_gpu else CPU_PIECE)
     if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
         inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
         kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
         return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
     if kind == "adafactor":  # without a gate, which backward alone has, the random bits fit into the three
-        return (3 + 0.5 * (way.rounds and way.in_backward and not on_gpu)) * piece
-    drawn = (way.rounds or way.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
-    return (5 + 0.5 * drawn + 4 * (way.away and on_gpu)) * piece if way.lean else 0.0
+        return (3 + 0.5 * (mode.rounds and mode.in_backward and not on_gpu)) * piece
+    drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
+    return (5 + 0.5 * drawn + 4 * (mode.away and on_gpu)) * piece if mode.lean else 0.0
 
 
 def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
     """Numbers of all matrices of a shape, lying or standing, as far as one stack takes them."""
     size, alike = math.prod(shape), sum(sorted(other) == sorted(shape) for other in inside)
     return size * min(alike, max(1, STACK // size))
+
+
+@cache
+def setting_of(
+    mode: TrainingMode, *, looks: int = 0, teacher: ModelConfig | None = None, offloading: bool = False
+) -> str:
+    """A few letters that are equal for equal ways to train."""
+    if (mode, looks, teacher, offloading) == (FULL, 0, None, False):
+        return ""
+    return sha256(repr((mode, looks, teacher, offloading)).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What decides how much memory a step takes."""
+
+    config: ModelConfig
+    sequence_length: int
+    micro_batch: int  # rows
+    precision: str
+    optimizer: str
+    attention: str
+    checkpointing: str
+    compiled: bool
+    score_chunk: int
+    context_bytes: float  # the runtime's own; 0: not a GPU
+    on_gpu: bool
+    expandable: bool = False  # the allocator's segments
+    accumulating: bool = False  # several micro-batches a step: gradients are there from the second one on
+    mode: TrainingMode = FULL
+    offloading: bool = False  # what layers keep for backward waits in the processor's memory
+    teacher: ModelConfig | None = None  # of distillation
+    looks: int = 0  # forwards beside the step's own: the model of the start, by the base without its adapters
+    learned: float = 1.0  # the share of positions that are scored: counted for time, memory is of the fullest batch
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def setting(self) -> str:
+        """What a measurement must share to tell of this one's memory; empty: every weight is trained, plainly."""
+        return setting_of(self.mode, looks=self.looks, teacher=self.teacher, offloading=self.offloading)
+
+    @property
+    def outputs(self) -> int:
+        """Of the output layer: one of a reward model."""
+        return 1 if self.config.head == "values" else self.config.vocab_size
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return element_of(self.precision)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of a weight of the model that learns, and of its gradient."""
+        return weight_of(self.precision)
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number of the residual stream, which has the type of the embeddings."""
+        embeds = learns(self.config, self.mode, "model.embed_tokens.weight")
+        return self.weight if embeds or self.precision == "float16" else self.element
+
+    @property
+    def mixed(self) -> bool:
+        """Half-precision products over float32 weights."""
+        return self.element < self.weight

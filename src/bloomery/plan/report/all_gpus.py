@@ -10,7 +10,9 @@ from bloomery.core.units import GIB, format_seconds, two_digits
 from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.specs.specs import LENT_SHARE, GpuSpec, arch_spec, gpu_spec, table
-from bloomery.plan.report.figures import LABEL, SHORT_NAMES, WIDTH
+from bloomery.plan.advice.advise import energy_kwh
+from bloomery.plan.gather import facts_of
+from bloomery.plan.report.page import LABEL, SHORT_NAMES, WIDTH
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import LoadedRecipe
@@ -25,6 +27,7 @@ class Card:
     spec: GpuSpec
     memory_gib: float
     plan: Plan | None
+    energy_kwh: float | None = None
     refused: str = ""
 
     @property
@@ -60,7 +63,7 @@ class Card:
             "micro_batch": plan.train.micro_batch if plan else None,
             "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
             "days": seconds.value / 86400 if seconds else None,
-            "energy_kwh": plan.energy_kwh if plan else None,
+            "energy_kwh": self.energy_kwh,
             "refused": self.refused,
         }
 
@@ -73,11 +76,27 @@ def cards(
 
     Raises UserError when the recipe itself is wrong: no card could be planned then.
     """
-    compared = chosen or list(devices())
-    found = [_planned(loaded, machine, device, gpus, nodes) for device in compared]
+    compared, facts, found = chosen or list(devices()), facts_of(loaded, machine), []
+    for device in compared:
+        memory, spec = device.usable_bytes / GIB, gpu_spec(device)
+        assert spec is not None, f"gpus.toml has no {device.name}"
+        there = facts.on(with_gpu(machine, device))
+        try:
+            plan = resolve(loaded, there, gpus=gpus, nodes=nodes)
+            found.append(Card(spec, memory, plan, energy_kwh(plan, there.profile)))
+        except UserError as refused:
+            found.append(Card(spec, memory, None, refused=refused.problem))
     if all(card.plan is None for card in found):
-        resolve(loaded, with_gpu(machine, compared[0]), gpus=gpus, nodes=nodes)
-    return sorted(found, key=_order)
+        resolve(loaded, facts.on(with_gpu(machine, compared[0])), gpus=gpus, nodes=nodes)
+
+    def order(card: Card) -> tuple[int, float]:
+        if card.plan is None:
+            return 3, 0.0
+        if not card.fits:
+            return 2, card.plan.memory.total
+        return (0, -card.rate[0]) if card.rate else (1, 0.0)
+
+    return sorted(found, key=order)
 
 
 def devices() -> Iterator[Accelerator]:
@@ -88,24 +107,6 @@ def devices() -> Iterator[Accelerator]:
         for size in spec.memory_gib:
             memory = size * GIB if len(spec.memory_gib) > 1 else spec.memory_bytes()
             yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
-
-
-def _planned(loaded: LoadedRecipe, machine: Machine, device: Accelerator, gpus: int, nodes: int) -> Card:
-    memory, spec = device.usable_bytes / GIB, gpu_spec(device)
-    assert spec is not None, f"gpus.toml has no {device.name}"
-    try:
-        plan = resolve(loaded, with_gpu(machine, device), gpus=gpus, nodes=nodes, brief=True)
-    except UserError as refused:
-        return Card(spec, memory, None, refused.problem)
-    return Card(spec, memory, plan)
-
-
-def _order(card: Card) -> tuple[int, float]:
-    if card.plan is None:
-        return 3, 0.0
-    if not card.fits:
-        return 2, card.plan.memory.total
-    return (0, -card.rate[0]) if card.rate else (1, 0.0)
 
 
 def _origin(found: list[Card]) -> str:
@@ -149,7 +150,7 @@ def _line(card: Card) -> str:
     if card.rate is None:
         return f"{head}{needs}{dtype:<5}speed unknown"
     value, low, high = (two_digits(rate) for rate in card.rate)
-    seconds, energy = card.plan.seconds, card.plan.energy_kwh
+    seconds, energy = card.plan.seconds, card.energy_kwh
     takes = format_seconds(seconds.value) if seconds else "?"
     kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else two_digits(energy)
     ends = f"{low} to {high}"

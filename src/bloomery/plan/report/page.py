@@ -4,29 +4,193 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from bloomery.core.text import broken
-from bloomery.core.units import GIB, format_bytes, format_seconds, two_digits
+from bloomery.core.units import GIB, MIB, format_bytes, format_seconds, two_digits
 from bloomery.hardware.fitting import fitting_builds
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.registry import architecture_of
+from bloomery.plan.advice.claims import span
+from bloomery.plan.estimate.speed import useful_flops
+from bloomery.plan.estimate.states import mode_of
 from bloomery.plan.lengths import in_epochs
-from bloomery.plan.report.figures import (
-    LABEL,
-    SHORT_NAMES,
-    WIDTH,
-    disk_lines,
-    joined,
-    longest_line,
-    memory_lines,
-    part_lines,
-    time_lines,
-    unit_of,
-)
-from bloomery.plan.types import Decision, LayoutPlan, MeshPlan, Plan, Verdict
+from bloomery.plan.types import Decision, Estimate, LayoutPlan, Longest, ParallelPlan, Plan, PlanReport, Verdict
+
+WIDTH = 100
+LABEL = 10
+BAR = 16  # cells of the longest bar
+SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
 
 
-def mesh_lines(mesh: MeshPlan, plan: Plan) -> Iterator[str]:
+def memory_lines(plan: Plan, profile: Profile) -> Iterator[str]:
+    """The three largest parts with bars, the rest in a line; beside them total, limit and range."""
+    unit, size = unit_of(plan.memory.total)
+    digits = 1 if size == GIB else 0
+    parts = sorted(
+        ((_part_name(name, plan, profile), value) for name, value in plan.memory.parts.items()), key=lambda p: -p[1]
+    )
+    remarks = _memory_remarks(plan, profile, unit, size, digits)
+    for (name, value), remark in zip(parts[:3], remarks, strict=False):
+        drawn = bar(value, parts[0][1])
+        yield f"{name:<15}{value / size:>4.{digits}f}  {drawn:<{BAR + 2}}{remark}"
+    least = 0.5 / 10**digits  # what rounds to nothing is not a line
+    rest = [f"{name} {value / size:.{digits}f}" for name, value in parts[3:] if value / size >= least]
+    yield from joined(rest)
+
+
+def _part_name(name: str, plan: Plan, profile: Profile) -> str:
+    if name == "context":
+        return profile.arch.context_name if profile.arch else "context"
+    if name == "half-precision copies":
+        return f"{SHORT_NAMES[plan.train.precision]} copies"
+    said = {"runtime": "Python, PyTorch", "kernels": "CPU kernels", "unsharded layers": "gathered layers"}
+    return said.get(name, name)
+
+
+def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:
+    memory = plan.memory
+    verdict = "fits" if memory.fits else "too much"
+    above, large = unit_of(memory.limit)
+    total = f"{memory.total / size:.{digits}f}" + ("" if above == unit else f" {unit}")
+    total += f" of {memory.limit / large:,.{1 if large == GIB else 0}f} {above}: {verdict}"
+    until = ", as measured" if memory.origin == "measured" else " until one step is measured"
+    band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f}{until}"
+    if profile.accelerator is None:
+        return [total, "(limit: the memory that is free now)", band]
+    return [
+        f"{total} (limit: {profile.memory_share.value:.0%} of the card,",
+        f"{profile.memory_share.because})",
+        band,
+    ]
+
+
+def bar(value: float, longest: float) -> str:
+    """A bar of eighths of a cell, `BAR` cells for the longest."""
+    eighths = round(value / longest * BAR * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def unit_of(value: float) -> tuple[str, float]:
+    return ("GiB", GIB) if value >= GIB else ("MiB", MIB)
+
+
+def time_lines(report: PlanReport, profile: Profile) -> Iterator[str]:
+    plan = report.plan
+    step = plan.step_seconds
+    if step is None:
+        yield "unknown: the table has no figure for this device, and no neighbour's is taken"
+        return
+    rate = step.inverse(plan.train.tokens_per_step)
+    ends = f"{two_digits(rate.low)} to {two_digits(rate.high)}{_share(plan, profile, rate)}"
+    facts = [f"{two_digits(rate.value)} tokens/s ({ends})"]
+    if plan.seconds is not None and plan.train.seconds is None:
+        facts.append(f"{format_seconds(plan.seconds.value)} ({_inner_span(plan.seconds)})")
+    elif plan.train.seconds is not None:
+        facts.append(
+            f"{format_seconds(plan.train.seconds)} as asked, about {two_digits(plan.train.seconds / step.value)} steps"
+        )
+    if report.energy_kwh is not None and profile.gpu is not None:
+        each = f"{plan.parallel.devices:,} x " if plan.parallel else ""
+        facts.append(f"{_energy(report.energy_kwh)} at {each}{profile.gpu.board_watts:.0f} W")
+    yield from joined(facts)
+
+
+def _energy(kwh: float) -> str:
+    return f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
+
+
+def joined(facts: list[str]) -> list[str]:
+    """Facts on one line, or on several where they are too long for it."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + len(fact) + 3 <= WIDTH - LABEL:
+            lines[-1] += f" · {fact}"
+        else:
+            lines += textwrap.wrap(fact, WIDTH - LABEL, subsequent_indent="  ")
+    return lines
+
+
+def _share(plan: Plan, profile: Profile, rate: Estimate) -> str:
+    """How much of the device's peak the interval is; nothing on a processor, whose table holds reached rates."""
+    peak = profile.gpu.peak_flops(dtype_of(plan)) if profile.gpu else None
+    if peak is None:
+        return ""
+    per_token = _per_token(plan)
+    devices = plan.parallel.devices if plan.parallel else 1
+    low, high = (tokens * per_token / peak / devices for tokens in (rate.low, rate.high))
+    return f" = {low * 100:.0f} to {high:.0%} of peak"
+
+
+def _inner_span(seconds: Estimate) -> str:
+    """ "4.0 to 8.0": the unit is said before."""
+    text = span((seconds.low, seconds.high))
+    unit = format_seconds(seconds.value).partition(" ")[2]
+    return text.removesuffix(f" {unit}")
+
+
+def part_lines(report: PlanReport, profile: Profile) -> Iterator[str]:
+    """Where a step's time goes, and the share of the device's peak and of its best known product that it reaches."""
+    plan, parts = report.plan, report.step_parts
+    step = plan.step_seconds
+    if step is None or profile.gpu is None:
+        return
+    shares = sorted(((part.value / step.value, name) for name, part in parts.items()), reverse=True)
+    spent = [f"{name} {share:.0%}" for share, name in shares if share >= 0.005]
+    yield from joined([f"of it {spent[0]}", *spent[1:]])
+    yield from joined(utilisation(plan, profile))
+
+
+def _formula(plan: Plan) -> str:
+    weights = "6 a weight" if plan.adapter.kind == "none" else "4 a frozen weight, 6 another"
+    return f"{weights} + 12 L d T a token"
+
+
+def utilisation(plan: Plan, profile: Profile) -> list[str]:
+    """MFU against both denominators, with its formula."""
+    assert profile.gpu is not None
+    reached, dtype = reached_flops(plan), dtype_of(plan)
+    peak, best = profile.gpu.peak_flops(dtype), profile.gpu.achievable_flops(dtype)
+    against = f"MFU {reached / peak:.0%} of {peak / 1e12:,.1f} TFLOP/s" if peak else "MFU unknown: no peak is known"
+    of_best = f"{reached / best:.0%} of {best / 1e12:,.0f}, the best product published" if best else ""
+    return [against, *([of_best] if of_best else []), _formula(plan)]
+
+
+def _per_token(plan: Plan) -> float:
+    return useful_flops(plan.model.config, mode_of(plan, plan.model.config), plan.data.sequence_length)
+
+
+def reached_flops(plan: Plan) -> float:
+    """FLOP/s of one device by the usual count: products and all T x T scores, nothing that is computed again."""
+    assert plan.step_seconds is not None
+    counted = _per_token(plan) * plan.train.tokens_per_step
+    return counted / plan.step_seconds.value / (plan.parallel.devices if plan.parallel else 1)
+
+
+def dtype_of(plan: Plan) -> str:
+    return "bfloat16" if plan.train.precision.startswith("bfloat16") else plan.train.precision
+
+
+def longest_line(plan: Plan, longest: Longest) -> str:
+    if longest.as_planned == longest.checkpointed == 0:
+        return "not even a row of 256 tokens fits"
+    if plan.train.activation_checkpointing == "full" or longest.as_planned == longest.checkpointed:
+        return f"rows of {longest.checkpointed:,} tokens would fit, one at a time"
+    line = f"rows of {longest.as_planned:,} tokens would fit, one at a time; {longest.checkpointed:,}"
+    again = " with every layer computed again"
+    return line + (again if LABEL + len(line + again) <= WIDTH else " with layers computed again")
+
+
+def disk_lines(report: PlanReport) -> Iterator[str]:
+    disk, kept = report.disk, report.plan.checkpoint.keep
+    total, each = format_bytes(disk["checkpoints"]), format_bytes(disk["checkpoint"])
+    number, _, unit = each.partition(" ")
+    each = number if total.endswith(unit) else each
+    facts = [f"{format_bytes(disk['shards'])} of shards"] if "shards" in disk else []
+    facts += [f"{format_bytes(disk['reference'])} of reference scores"] if "reference" in disk else []
+    yield from joined([*facts, f"{total} of checkpoints ({each} each: {kept} kept, the best, one being written)"])
+
+
+def mesh_lines(mesh: ParallelPlan, plan: Plan) -> Iterator[str]:
     """One line a layout: what it splits, memory of a device, speed of all, what waits; then the choice's reason."""
     yield f"{'':<41}{'micro-batch':>11}{'GiB each':>9}{'tokens/s':>12}{'exposed':>9}{'bubble':>7}"
     for index, layout in enumerate(mesh.layouts):
@@ -76,35 +240,41 @@ FAMILY_NAMES = {"gpt2": "GPT-2"}  # where a capital letter is not enough
 
 
 def page(
-    plan: Plan, machine: Machine, *, source: str, verbs: list[str], devices: str = "", simulated: Sequence[str] = ()
+    report: PlanReport,
+    machine: Machine,
+    *,
+    source: str,
+    verbs: list[str],
+    devices: str = "",
+    simulated: Sequence[str] = (),
 ) -> list[str]:
     """The lines of `bloomery plan`.
 
     `source`: the recipe and its overrides as they were typed; `devices`: the words that chose devices; `verbs`: those
     that may be suggested; `simulated`: lines below memory's.
     """
-    profile = build_profile(machine)
-    lines = _first_lines(headline(plan))
-    lines += ["Planned only: this version trains on one device.", ""] if plan.mesh else [""]
+    plan, profile = report.plan, build_profile(machine)
+    lines = _first_lines(headline(report))
+    lines += ["Planned only: this version trains on one device.", ""] if plan.parallel else [""]
     lines += _block("gpu" if profile.accelerator else "cpu", device_lines(plan, profile, machine))
     lines += _block("model", [model_line(plan)])
     lines += [*_block("step", step_lines(plan)), ""]
     lines += _block("memory", list(memory_lines(plan, profile)))
     lines += _block("simulated", list(simulated))
-    if plan.longest is not None:
-        lines += _block("longest", joined([longest_line(plan)]))
-    lines += _block("time", [*time_lines(plan, profile), *part_lines(plan, profile)])
-    lines += [*_block("disk", list(disk_lines(plan))), ""]
-    if plan.mesh is not None:
-        lines += [*_block("layouts", list(mesh_lines(plan.mesh, plan))), ""]
-    if plan.claims:
-        lines += [*_claims(plan), ""]
-    if plan.contradictions:
-        lines += [*_block("beware", _all_wrapped(plan.contradictions)), ""]
-    if plan.remedies:
-        lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(plan))), ""]
+    if report.longest is not None:
+        lines += _block("longest", joined([longest_line(plan, report.longest)]))
+    lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
+    lines += [*_block("disk", list(disk_lines(report))), ""]
+    if plan.parallel is not None:
+        lines += [*_block("layouts", list(mesh_lines(plan.parallel, plan))), ""]
+    if report.claims:
+        lines += [*_claims(report), ""]
+    if report.contradictions:
+        lines += [*_block("beware", _all_wrapped(report.contradictions)), ""]
+    if report.remedies:
+        lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(report))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
-    commands = [part for line in next_lines(plan, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
+    commands = [part for line in next_lines(report, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
     lines += [*_wrapped(confidence(plan, profile)), *_block("next", commands)]
     return [line.rstrip() for line in lines]
 
@@ -118,8 +288,9 @@ def _first_lines(sentence: str) -> list[str]:
     return [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
 
 
-def headline(plan: Plan) -> str:
+def headline(report: PlanReport) -> str:
     """What decides: whether it fits, how long it takes, and the claim that matters most when it is wrong."""
+    plan = report.plan
     unit, size = unit_of(plan.memory.total)
     fits = (
         "It fits"
@@ -130,8 +301,10 @@ def headline(plan: Plan) -> str:
     verb = " and takes" if plan.fits else "; it would take"
     takes = "" if seconds is None else f"{verb} about {about(seconds.value)}"
     sentence = f"{fits}{takes}."
-    if plan.total_tokens is not None and any(v.verdict == "wrong" and v.claim.endswith(" tokens") for v in plan.claims):
-        claimed = next(v.claim for v in plan.claims if v.claim.endswith(" tokens")).removesuffix(" tokens")
+    if plan.total_tokens is not None and any(
+        v.verdict == "wrong" and v.claim.endswith(" tokens") for v in report.claims
+    ):
+        claimed = next(v.claim for v in report.claims if v.claim.endswith(" tokens")).removesuffix(" tokens")
         sentence += (
             f" It trains on {in_words(plan.total_tokens)} tokens, not {in_words_like(claimed, plan.total_tokens)}."
         )
@@ -165,11 +338,14 @@ def device_lines(plan: Plan, profile: Profile, machine: Machine) -> list[str]:
     line = device_line(profile, machine)
     if profile.accelerator is None:
         return [line]
-    if plan.mesh is None:
+    if plan.parallel is None:
         return joined(f"1 x {line}".split(" · "))
-    count = f"{plan.mesh.nodes} nodes of " if plan.mesh.nodes > 1 else ""
-    links = [f"joined by {plan.mesh.link}", *([f"nodes by {plan.mesh.network}"] if plan.mesh.network else [])]
-    facts = joined(f"{count}{plan.mesh.gpus} x {line}".split(" · "))
+    count = f"{plan.parallel.nodes} nodes of " if plan.parallel.nodes > 1 else ""
+    links = [
+        f"joined by {plan.parallel.link}",
+        *([f"nodes by {plan.parallel.network}"] if plan.parallel.network else []),
+    ]
+    facts = joined(f"{count}{plan.parallel.gpus} x {line}".split(" · "))
     return [*facts, *(wrapped for link in links for wrapped in joined([link]))]
 
 
@@ -221,9 +397,9 @@ def _total(plan: Plan) -> str:
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.because}"
 
 
-def _claims(plan: Plan) -> list[str]:
+def _claims(report: PlanReport) -> list[str]:
     rows: list[str] = []
-    verdicts = _merged(plan.claims)
+    verdicts = _merged(report.claims)
     claim = max(16, *(len(verdict.claim) + 2 for verdict in verdicts))
     for verdict in verdicts:
         head = f"{verdict.claim:<{claim}}{verdict.verdict:<8}"
@@ -282,7 +458,7 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
 def _where(profile: Profile, machine: Machine, plan: Plan) -> list[tuple[str, str]]:
     """Which of several devices trains, and why a GPU that is here does not."""
     used, here = profile.accelerator, machine.accelerators
-    if plan.mesh is not None or len(here) <= (used is not None):
+    if plan.parallel is not None or len(here) <= (used is not None):
         return []
     return [(f"GPU {used.index}" if used else "on the processor", profile.device.because)]
 
@@ -303,9 +479,9 @@ def _unset(never: tuple[str, ...]) -> list[str]:
     return ["leave HSA_OVERRIDE_GFX_VERSION unset"] if any("HSA_OVERRIDE_GFX_VERSION" in text for text in never) else []
 
 
-def remedy_lines(plan: Plan) -> Iterator[str]:
+def remedy_lines(report: PlanReport) -> Iterator[str]:
     """Edits, each planned again."""
-    for remedy in plan.remedies:
+    for remedy in report.remedies:
         rest = textwrap.wrap(f"saves {remedy.saves}", WIDTH - LABEL - 40)
         if len(remedy.edit) < 40:
             yield f"{remedy.edit:<40}{rest.pop(0)}"
@@ -331,19 +507,20 @@ def confidence(plan: Plan, profile: Profile) -> str:
     return "From the table: nobody has measured this card with Bloomery yet."
 
 
-def next_lines(plan: Plan, source: str, verbs: list[str], devices: str) -> Iterator[str]:
+def next_lines(report: PlanReport, source: str, verbs: list[str], devices: str) -> Iterator[str]:
     """Commands that exist and make sense after this plan."""
+    plan = report.plan
     if not plan.fits:
-        enough = [remedy for remedy in plan.remedies if ", fits; " in remedy.saves]
+        enough = [remedy for remedy in report.remedies if ", fits; " in remedy.saves]
         if enough:
             yield f"bloomery plan {source} {enough[0].edit}{devices}"
         yield _remarked(f"bloomery plan {source} --gpu all", "which cards of the table hold it")
         return
-    if plan.mesh is None and "train" in verbs:
+    if plan.parallel is None and "train" in verbs:
         yield f"bloomery train {source}"
-    if plan.mesh is None and "bench" in verbs and not _measured(plan):
+    if plan.parallel is None and "bench" in verbs and not _measured(plan):
         yield _remarked(f"bloomery bench {source}", "on the machine itself, minutes: ranges become figures")
-    wrong = [v for v in plan.claims if v.verdict == "wrong" and v.claim.endswith(" tokens")]
+    wrong = [v for v in report.claims if v.verdict == "wrong" and v.claim.endswith(" tokens")]
     if wrong:
         amount = wrong[0].claim.removesuffix(" tokens").replace(" ", "")
         yield f'bloomery plan {source} train.length="{amount} tokens"{devices}'

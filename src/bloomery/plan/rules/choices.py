@@ -1,15 +1,27 @@
-"""What a device and a recipe decide together: precision, attention, compiling, checkpointing."""
+"""What saves memory of the optimizer: what goes together with what, what each setting means here, and what does not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
+from bloomery.core.units import format_count
 from bloomery.data.chat.formats import wants_of
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
 from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_count
+from bloomery.plan.estimate.states import (
+    FULL,
+    TrainingMode,
+    adapter_bytes,
+    held_bytes,
+    largest,
+    learning_bytes,
+    mode_of,
+    optimizer_bytes,
+)
 from bloomery.plan.rules.backend import foreign_attention
-from bloomery.recipe.schema import Peft, Recipe
+from bloomery.recipe.schema import Lora, Optimizer, Peft, Recipe
 
 ASKED = "the recipe asks for it"
 COMPILE_SECONDS = 20.0  # for the blocks of a model on a CPU: 18 to 20
@@ -113,3 +125,92 @@ def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
     if recipe.train.deterministic == "auto":
         return Choice(False, f"{slower}; data order and states are exact either way")
     return Choice(recipe.train.deterministic, f"{ASKED}; {slower}" if recipe.train.deterministic else ASKED)
+
+
+def lean_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, what is asked for and what it means in this run."""
+    optimizer = recipe.optimizer
+    if optimizer.states != "float32" and optimizer.kind == "adamw":
+        yield "optimizer.states", Choice(f"{optimizer.states} states", _states(optimizer))
+    if optimizer.in_backward:
+        yield "optimizer.in_backward", Choice("optimizer in backward", _in_backward(recipe))
+    if optimizer.stochastic_rounding and _has_bfloat16(recipe, precision):
+        because = "bfloat16 weights are rounded at random, on average to what was computed"
+        yield "optimizer.stochastic_rounding", Choice("stochastic rounding", because)
+    if (optimizer.paged or optimizer.offload) and accelerator and optimizer.kind == "adamw":
+        because = "states wait in pinned memory of the host and visit the GPU in pieces of 16 million numbers"
+        yield "optimizer.offload", Choice("states on the host", because)
+    if recipe.train.offload_activations and accelerator:
+        because = "what layers keep for backward waits in pinned memory of the host"
+        yield "train.offload_activations", Choice("activations on the host", because)
+
+
+def _states(optimizer: Optimizer) -> str:
+    if optimizer.states == "int8":
+        return "a byte for each number, and a scale for each 256; tensors under 4,096 numbers keep float32"
+    return "rounded at random, so that averages do not stand still"
+
+
+def _in_backward(recipe: Recipe) -> str:
+    freed = "each weight moves when its gradient stands, which is freed: nothing is accumulated"
+    if recipe.optimizer.kind == "adafactor":
+        return f"{freed}; gradients are not clipped, Adafactor clips its updates"
+    if recipe.train.clip is None:
+        return freed
+    return f"{freed}; train.clip={recipe.train.clip:g} holds for each gradient alone, not for their common norm"
+
+
+def idle_lean_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
+    """What is asked for and changes nothing here, a sentence each."""
+    optimizer = recipe.optimizer
+    away = [f"optimizer.{key}" for key in ("paged", "offload") if getattr(optimizer, key)]
+    if away and optimizer.kind == "adafactor":
+        yield f"{away[0]} does nothing with Adafactor: its states are rows and columns, and stay where the weights are"
+    elif away and not accelerator:
+        yield f"{away[0]} does nothing on a CPU: states are in its memory anyway"
+    if optimizer.states != "float32" and optimizer.kind == "adafactor":
+        yield f"optimizer.states={optimizer.states} does nothing with Adafactor: its rows and columns stay float32"
+    if recipe.train.offload_activations and not accelerator:
+        yield "train.offload_activations does nothing on a CPU: activations are in its memory anyway"
+    elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
+        yield "train.offload_activations leaves what selective checkpointing keeps on the GPU: full goes with it"
+    if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
+        remark = "weights that learn are float32 here; train.precision=bfloat16-pure makes them bfloat16"
+        yield f"optimizer.stochastic_rounding does nothing: {remark}"
+
+
+def _has_bfloat16(recipe: Recipe, precision: str) -> bool:
+    """Whether weights that learn are bfloat16."""
+    adapter = recipe.adapter
+    return precision == "bfloat16-pure" or (isinstance(adapter, Lora) and adapter.dtype == "bfloat16")
+
+
+def arithmetic_choices(recipe: Recipe, config: ModelConfig, *, precision: str) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, bytes of weights, gradients and states beside those of training everything."""
+    if recipe.model.from_ is None:
+        return
+
+    def decimal(size: float) -> str:  # as this arithmetic is done everywhere
+        return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+    whole = state_parts(config, FULL, "adamw", "bfloat16")
+    each = {name: size / parameter_count(config) for name, size in whole.items()}
+    rule = f"{sum(each.values()):.0f} bytes ({', '.join(f'{name} {size:.0f}' for name, size in each.items())})"
+    held = state_parts(config, mode_of(recipe, config), recipe.optimizer.kind, precision)
+    count, in_full = format_count(parameter_count(config)), decimal(sum(whole.values()))
+    if held == whole:
+        yield "model.from", Choice(f"{in_full} to train all", f"each of {count} parameters holds {rule}")
+        return
+    told = ", ".join(f"{name} {decimal(size)}" for name, size in held.items())
+    because = f"{told}; in full with AdamW each of {count} parameters holds {rule}"
+    yield "model.from", Choice(f"{decimal(sum(held.values()))}, not {in_full}", because)
+
+
+def state_parts(config: ModelConfig, mode: TrainingMode, kind: str, precision: str) -> dict[str, float]:
+    """Bytes that lie there whatever the text is. A gradient that is used in backward is the largest one alone."""
+    learning = largest(config, mode, precision) if mode.in_backward else learning_bytes(config, mode, precision)
+    return {
+        "weights": held_bytes(config, mode, precision) + adapter_bytes(config, mode),
+        "gradients": learning,
+        "states": optimizer_bytes(config, mode, kind, precision),
+    }

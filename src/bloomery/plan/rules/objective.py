@@ -9,8 +9,7 @@ from bloomery.data.chat.templates import NONE
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import known_config
-from bloomery.plan.estimate.states import way_of
-from bloomery.plan.estimate.step_shape import setting_of
+from bloomery.plan.estimate.states import mode_of, setting_of
 from bloomery.plan.types import CorpusFacts, Plan
 from bloomery.recipe.schema import Adapter, Distil, Lora, Objective, Peft, Recipe
 
@@ -30,10 +29,7 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
     return Choice("adapters", "the base without its adapters is the model of the start, at no memory of its own")
 
 
-REFERENCE_BYTES = 4  # of a token: data.reference
-
-
-def teacher_of(recipe: Recipe | Plan) -> ModelConfig | None:
+def teacher_of(recipe: Plan) -> ModelConfig | None:
     return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distil) else None
 
 
@@ -43,26 +39,20 @@ def looks(recipe: Recipe | Plan) -> int:
 
 
 def setting(plan: Plan) -> str:
-    """As `Occupancy.setting`, of a step that was planned."""
-    way, away = way_of(plan, plan.model.config), plan.train.offload_activations
-    return setting_of(way, looks=looks(plan), teacher=teacher_of(plan), offloading=away)
+    """As `StepShape.setting`, of a step that was planned."""
+    mode, away = mode_of(plan, plan.model.config), plan.train.offload_activations
+    return setting_of(mode, looks=looks(plan), teacher=teacher_of(plan), offloading=away)
 
 
-def reference_bytes(recipe: Recipe, corpus: CorpusFacts | None) -> dict[str, float]:
-    """On disk: what the model of the start says of each token, where that is computed once."""
-    if corpus is None or reference_of(recipe.objective, recipe.adapter).value != "precomputed":
-        return {}
-    return {"reference": float(REFERENCE_BYTES * corpus.tokens)}
-
-
-def objective_choices(recipe: Recipe, corpus: CorpusFacts | None) -> Iterator[tuple[str, Choice[str]]]:
+def objective_choices(
+    recipe: Recipe, corpus: CorpusFacts | None, teacher: ModelConfig | None
+) -> Iterator[tuple[str, Choice[str]]]:
     """By key, what the objective means for this run."""
     reference = reference_of(recipe.objective, recipe.adapter)
     if reference.value == "adapters":
         yield "objective.reference", Choice("reference each step", f"{reference.because}; a forward more a step")
     elif reference.value == "precomputed":
         yield "objective.reference", Choice("reference first", f"{reference.because}; one forward over all of the data")
-    teacher = teacher_of(recipe)
     if teacher is not None and isinstance(recipe.objective, Distil):
         because = f"{recipe.objective.teacher} stays in memory beside the model"
         yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", because)

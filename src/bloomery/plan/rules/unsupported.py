@@ -1,19 +1,37 @@
 """What a recipe may say but this version cannot do yet, and what cannot be right: refused before anything is built."""
 
-from collections.abc import Iterator
-
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
-from bloomery.plan.rules.peft import refuse_new_rows
+from bloomery.plan.rules.adapters import refuse_method_misfits, refuse_new_rows, refuse_quantised_misfits
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.schema import Recipe
 
+LEAN_KEYS = ("paged", "offload", "in_backward", "stochastic_rounding")
 
-def refuse_unbuilt(recipe: Recipe) -> None:
-    """Raises one UserError that names every key whose feature is not in this version."""
-    keys = list(_unbuilt(recipe))
+
+def refuse_recipe(recipe: Recipe) -> None:
+    """Raises UserError for what a recipe may say and this version has not, and for keys that contradict each other."""
+    keys = [f"objective.kind={recipe.objective.kind}"] if recipe.objective.spec.rollouts else []
+    _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "microbatches")])
+    refuse_lean_misfits(recipe)
+    refuse_method_misfits(recipe)
+    refuse_quantised_misfits(recipe)
+
+
+def refuse_several_devices(recipe: Recipe) -> None:
+    """Raises UserError where the recipe asks for more devices than this version trains on: one."""
+    _refuse_keys(_keys_of_mesh(recipe, "replicate", "shard", "pipeline"))
+
+
+def _keys_of_mesh(recipe: Recipe, *keys: str) -> list[str]:
+    asked = {key: getattr(recipe.parallel, key) for key in keys}
+    return [f"parallel.{key}={value}" for key, value in asked.items() if value not in (1, "auto")]
+
+
+def _refuse_keys(keys: list[str]) -> None:
+    """One UserError that names every key whose feature is not in this version."""
     if keys:
         plural = "are" if len(keys) > 1 else "is"
         raise UserError(
@@ -24,13 +42,31 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         )
 
 
-def _unbuilt(recipe: Recipe) -> Iterator[str]:
-    parallel = recipe.parallel
-    if recipe.objective.spec.rollouts:
-        yield f"objective.kind={recipe.objective.kind}"
-    for key in ("replicate", "shard", "tensor", "context", "pipeline", "microbatches"):
-        if getattr(parallel, key) not in (1, "auto"):
-            yield f"parallel.{key}={getattr(parallel, key)}"
+def refuse_lean_misfits(recipe: Recipe) -> None:
+    """Raises UserError where an optimizer cannot do what is asked of it, or where a step would be cut in backward."""
+    optimizer, train = recipe.optimizer, recipe.train
+    asked = [f"optimizer.{key}" for key in LEAN_KEYS if getattr(optimizer, key)]
+    asked += [f"optimizer.states={optimizer.states}"] if optimizer.states != "float32" else []
+    if optimizer.kind == "muon" and asked:
+        raise UserError(
+            f"{asked[0]} does not go with Muon, whose momentum stays in float32 on the device",
+            where="optimizer.kind=muon",
+            remedy=f"set optimizer.kind=adamw, or take {' and '.join(asked)} out of the recipe",
+            code=2,
+        )
+    rows = train.micro_batch
+    if not optimizer.in_backward or train.tokens_per_step == "auto" or rows == "auto":
+        return
+    assert isinstance(train.tokens_per_step, int)
+    tokens = rows * recipe.data.sequence_length
+    if train.tokens_per_step != tokens:
+        raise UserError(
+            f"optimizer.in_backward frees each gradient at once, so a step is one micro-batch: {tokens:,} tokens here,"
+            f" not {train.tokens_per_step:,}",
+            where="train.tokens_per_step",
+            remedy=f"set train.tokens_per_step={tokens}, or optimizer.in_backward=false to accumulate",
+            code=2,
+        )
 
 
 def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
@@ -47,8 +83,13 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
         raise UserError(problem, where=where, remedy=f"leave out {where}", code=2)
 
 
-def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None) -> None:
-    """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions."""
+def refuse_misfits(
+    recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None, *, known: int | None, added: int
+) -> None:
+    """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions.
+
+    `known`: tokens of the model that training starts from; `added`: those that the recipe adds.
+    """
     length = recipe.data.sequence_length
     if config.head == "values" and not recipe.objective.spec.values:
         raise UserError(
@@ -66,7 +107,7 @@ def refuse_misfits(recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | No
             where="model.vocab_size",
             remedy=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
         )
-    refuse_new_rows(recipe, config)
+    refuse_new_rows(recipe, config, known=known, added=added)
     if config.positions == "learned" and length > config.max_positions:
         raise UserError(
             f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",

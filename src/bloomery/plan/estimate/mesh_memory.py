@@ -4,11 +4,20 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from bloomery.core.units import GIB
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
-from bloomery.plan.estimate.activations import INPUT_BYTES, activation_bytes
-from bloomery.plan.estimate.memory import SPREAD, Moment, around, estimate_memory, moments
+from bloomery.plan.estimate.memory import (
+    INPUT_BYTES,
+    SPREAD,
+    Moment,
+    activation_bytes,
+    around,
+    estimate_memory,
+    moments,
+)
 from bloomery.plan.estimate.states import (
+    StepShape,
     adapter_bytes,
     frozen_element,
     gradient_bytes,
@@ -20,10 +29,10 @@ from bloomery.plan.estimate.states import (
     state_bytes,
     trained_in_layer,
 )
-from bloomery.plan.estimate.step_shape import Occupancy
-from bloomery.plan.mesh.links import context_bytes
 from bloomery.plan.types import MemoryEstimate
 
+FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}  # measured on MI250X; ml-engineering, two ranks of CUDA
+NEXT_CONTEXT = {"amd": 0.65 * GIB, "nvidia": 0.3 * GIB}
 BUCKET = 25 * 2**20  # bytes of gradients that are summed at once when weights are replicated
 REDUCED = 4  # of a number whose gradient is summed over shards: float32
 
@@ -49,32 +58,29 @@ class Split:
 
 
 def mesh_memory(
-    load: Occupancy, split: Split, *, vendor: str, limit: float, micro_batches: int | None = None
+    step: StepShape, split: Split, *, vendor: str, limit: float, micro_batches: int | None = None
 ) -> MemoryEstimate:
     """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
     if split.pipeline > 1:
-        stages = [stage_bytes(load, split.pipeline, index, micro_batches) for index in kinds_of_stages(split.pipeline)]
+        stages = [stage_bytes(step, split.pipeline, index, micro_batches) for index in kinds_of_stages(split.pipeline)]
         parts = max(stages, key=lambda stage: sum(stage.values()))
     else:
-        parts = _sharded(load, split) if split.shard > 1 else estimate_memory(load, limit=limit).parts
-    return _with_contexts(parts, split, vendor, limit)
-
-
-def _with_contexts(parts: dict[str, float], split: Split, vendor: str, limit: float) -> MemoryEstimate:
+        parts = _sharded(step, split) if split.shard > 1 else estimate_memory(step, limit=limit).parts
     found = dict(parts)
-    found["collectives"] = context_bytes(vendor, split.communicators)
+    contexts = split.communicators  # what a collective library takes outside PyTorch's allocator
+    found["collectives"] = FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (contexts - 1) if contexts else 0.0
     if split.replicate > 1 and split.shard == 1:
         found["gradient buckets"] = float(2 * BUCKET)
     whole = sum(found.values())
     return MemoryEstimate(parts=found, low=whole * (1 - SPREAD), high=whole * (1 + SPREAD), limit=limit, origin="table")
 
 
-def _sharded(load: Occupancy, split: Split) -> dict[str, float]:
+def _sharded(step: StepShape, split: Split) -> dict[str, float]:
     """Full shards of weights, gradients and states, and what is whole at the fullest moment."""
-    peak = max(sharded_moments(load, split.shard), key=lambda moment: moment.total)
-    config, way = load.config, load.way
-    held = held_bytes(config, way, load.precision) + adapter_bytes(config, way)
-    states = 0.0 if way.away else optimizer_bytes(config, way, load.optimizer, load.precision)
+    peak = max(sharded_moments(step, split.shard), key=lambda moment: moment.total)
+    config, mode = step.config, step.mode
+    held = held_bytes(config, mode, step.precision) + adapter_bytes(config, mode)
+    states = 0.0 if mode.away else optimizer_bytes(config, mode, step.optimizer, step.precision)
     parts = {
         "weights": held / split.shard,
         "gradients": peak.gradients,
@@ -84,24 +90,24 @@ def _sharded(load: Occupancy, split: Split) -> dict[str, float]:
         "unsharded layers": peak.copies,
         "temporaries": peak.temporaries,
     }
-    return parts | around(load, parts)
+    return parts | around(step, parts)
 
 
-def sharded_moments(load: Occupancy, shards: int) -> list[Moment]:
+def sharded_moments(step: StepShape, shards: int) -> list[Moment]:
     """The moments of a step under FSDP2, block by block; `copies` are weights and gradients that are whole meanwhile.
 
     Weights are gathered in the type of the products, and so are the residual stream and gradients. The embeddings stay
     whole from forward to the end of backward, and so does their gradient. A layer at work lies beside the one that is
     gathered ahead, and beside the float32 gradients of the one before while the network sums them.
     """
-    own = replace(load, precision="bfloat16-pure" if load.mixed else load.precision, accumulating=False)
+    own = replace(step, precision="bfloat16-pure" if step.mixed else step.precision, accumulating=False)
     forward, scores, *layers, embeddings, update = moments(own)
-    layer, root = unsharded(load)
-    learning, e, shard = trained_in_layer(load.config, load.way), load.element, load.weight / shards
-    trained_root = numbers(parameters(load.config, load.way).learning) - len(layers) * learning
-    head = load.config.vocab_size * load.config.hidden_size if head_learns(load.config, load.way) else 0
+    layer, root = unsharded(step)
+    learning, e, shard = trained_in_layer(step.config, step.mode), step.element, step.weight / shards
+    trained_root = numbers(parameters(step.config, step.mode).learning) - len(layers) * learning
+    head = step.config.vocab_size * step.config.hidden_size if head_learns(step.config, step.mode) else 0
     kept = (len(layers) * learning + trained_root) * shard
-    before, blocks = kept if load.accumulating else 0.0, len(layers) * learning * shard
+    before, blocks = kept if step.accumulating else 0.0, len(layers) * learning * shard
     found = [
         replace(forward, gradients=before, copies=(root + layer) * e),
         replace(scores, gradients=before + head * e, copies=(root + layer) * e),
@@ -116,12 +122,12 @@ def sharded_moments(load: Occupancy, shards: int) -> list[Moment]:
     return [*found, replace(update, gradients=kept)]
 
 
-def unsharded(load: Occupancy) -> tuple[int, int]:
+def unsharded(step: StepShape) -> tuple[int, int]:
     """Numbers of one layer, and of the embeddings, head and last norm."""
-    shapes = parameter_shapes(load.config)
+    shapes = parameter_shapes(step.config)
     inside = sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name)
     whole = sum(math.prod(shape) for shape in shapes.values())
-    return inside // load.config.num_layers, whole - inside
+    return inside // step.config.num_layers, whole - inside
 
 
 def stage_config(config: ModelConfig, stages: int) -> ModelConfig:
@@ -136,37 +142,37 @@ def kinds_of_stages(stages: int) -> list[int]:
     return sorted({0, 1, stages - 1})
 
 
-def stage_bytes(load: Occupancy, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
-    """A stage of 1F1B: its layers, and what as many micro-batches keep as are under way on it."""
-    part = stage_config(load.config, stages)
+def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
+    """A stage of 1F1B: its layers, and what as many micro-batches keep as are under mode on it."""
+    part = stage_config(step.config, stages)
     shapes = {name: shape for name, shape in parameter_shapes(part).items() if _stands_on(name, index, stages)}
-    learning = {n: shape for n, shape in parameters(part, load.way).learning.items() if _stands_on(n, index, stages)}
+    learning = {n: shape for n, shape in parameters(part, step.mode).learning.items() if _stands_on(n, index, stages)}
     adapters = {name: shape for name, shape in learning.items() if name not in shapes}
-    whole = gradient_bytes(learning, load.way, load.precision)
-    own = replace(load, config=part)
+    whole = gradient_bytes(learning, step.mode, step.precision)
+    own = replace(step, config=part)
     moments_of_stage = _stage_moments(own, index, stages, stages + 1 if micro_batches is None else micro_batches, whole)
     peak = max(moments_of_stage, key=lambda moment: moment.total)
     parts = {
-        "weights": _stage_held(load, part, shapes) + gradient_bytes(adapters, load.way, load.precision),
+        "weights": _stage_held(step, part, shapes) + gradient_bytes(adapters, step.mode, step.precision),
         "gradients": peak.gradients,
-        "optimizer": 0.0 if load.way.away else state_bytes(learning, load.optimizer, load.way, load.precision),
+        "optimizer": 0.0 if step.mode.away else state_bytes(learning, step.optimizer, step.mode, step.precision),
         "activations": peak.activations,
         "scores": peak.scores,
         "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
-    return parts | around(load, parts)
+    return parts | around(step, parts)
 
 
-def _stage_held(load: Occupancy, part: ModelConfig, shapes: Mapping[str, Shape]) -> float:
+def _stage_held(step: StepShape, part: ModelConfig, shapes: Mapping[str, Shape]) -> float:
     """Weights of the model itself that stand on a stage."""
-    learning = parameters(part, load.way).trained
+    learning = parameters(part, step.mode).trained
     absent = {name: shape for name, shape in parameter_shapes(part).items() if name not in shapes}
     elsewhere = sum(
-        math.prod(shape) * (load.weight if name in learning else frozen_element(name, load.precision))
+        math.prod(shape) * (step.weight if name in learning else frozen_element(name, step.precision))
         for name, shape in absent.items()
     )
-    return held_bytes(part, load.way, load.precision) - elsewhere
+    return held_bytes(part, step.mode, step.precision) - elsewhere
 
 
 def _stands_on(name: str, index: int, stages: int) -> bool:
@@ -176,7 +182,7 @@ def _stands_on(name: str, index: int, stages: int) -> bool:
     return index == 0 if ".embed_" in name else index == stages - 1
 
 
-def _stage_moments(own: Occupancy, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[Moment]:
+def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[Moment]:
     """Those of the stage; `whole`: bytes of its gradients.
 
     Where micro-batches are left once the stage is full, it is full again while gradients are there. Else it is full
@@ -193,13 +199,13 @@ def _stage_moments(own: Occupancy, index: int, stages: int, micro_batches: int, 
         yield replace(moment, gradients=whole)
 
 
-def _beside(own: Occupancy, index: int, stages: int, waiting: int) -> Iterator[Moment]:
+def _beside(own: StepShape, index: int, stages: int, waiting: int) -> Iterator[Moment]:
     """The moments of one device that the stage has, beside the micro-batches that wait for their backward.
 
     Each of them keeps its inputs and, under autocast, the half-precision copies that its own forward made.
     """
     forward, scores, *layers, embeddings, update = moments(own)
-    kept = waiting * (activation_bytes(own) + INPUT_BYTES * own.rows)
+    kept = waiting * (activation_bytes(own) + INPUT_BYTES * own.tokens_per_micro_batch)
     here = [forward, scores, *layers] if index == stages - 1 else [replace(forward, scores=0.0), *layers]
     for moment in [*here, *([embeddings] if index == 0 else [])]:
         copies = moment.copies + waiting * scores.copies

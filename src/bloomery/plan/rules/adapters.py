@@ -1,19 +1,20 @@
 """Adapter methods of PEFT in a plan: what they are counted as, and what they do not go with. PEFT is not asked."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
-from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.model.adapters.peft_settings import method_settings, named, targets_of
-from bloomery.model.adapters.targets import ALL_LINEAR, adaptation, refuse_untrained_rows
+from bloomery.model.adapters.targets import ALL_LINEAR, Adaptation, adaptation, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.presets import known_config
+from bloomery.model.quantization.sizes import Reader, storage_bytes
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
+MANY = 2**24  # weights, to say how many bits one takes: the scales of scales are spread over all
 RANKS = ("init_r", "r", "rank")  # the keys that say a rank; init_r is AdaLoRA's at the start, when it needs most
 USUAL_RANKS = {"ADALORA": 12}  # PEFT's AdaLoraConfig.init_r; of the others 8
 
@@ -63,20 +64,32 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
         method_settings(recipe.adapter, config, steps=steps)
 
 
-def method_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
-    """By key, what is asked for and how it is planned."""
-    if isinstance(recipe.adapter, Peft):
-        lora = counted_as(recipe.adapter, config)
-        because = f"PEFT trains it in this decoder; memory and time are those of a LoRA of rank {lora.rank}"
-        yield "adapter.kind", Choice(f"PEFT's {recipe.adapter.method}", because)
+def refuse_quantised_misfits(recipe: Recipe) -> None:
+    """Raises UserError where the quantised weights themselves would have to learn."""
+    if recipe.quantize.base != "none" and recipe.adapter.kind == "none":
+        raise UserError(
+            f"{recipe.quantize.base} weights cannot learn: they stand still under an adapter",
+            where=f"quantize.base={recipe.quantize.base}",
+            remedy="set adapter.kind=lora, or quantize.base=none to train every weight",
+            code=2,
+        )
 
 
-def refuse_new_rows(recipe: Recipe, config: ModelConfig) -> None:
-    """Raises UserError where an adapter would leave new tokens untrained."""
-    if isinstance(recipe.adapter, NoAdapter) or (known := known_tokens(recipe)) is None:
+def quantised_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
+    """By key, in how many bits what is kept, and who reads it."""
+    base, double = recipe.quantize.base, recipe.quantize.double
+    if base == "none":
+        return
+    bits = 8 * storage_bytes((MANY,), base, double) / MANY
+    yield "quantize.base", Choice(f"{base} base", f"{bits:.4g} bits a weight of the layers; {reader.because}")
+
+
+def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, added: int) -> None:
+    """Raises UserError where an adapter would leave new tokens untrained. `known`: tokens of the model of the start."""
+    if isinstance(recipe.adapter, NoAdapter) or known is None:
         return
     # Where the vocabulary is padded (Qwen2.5), new tokens take rows that are there and were never learned.
-    new = max(config.vocab_size - known, new_tokens(recipe))
+    new = max(config.vocab_size - known, added)
     if isinstance(recipe.adapter, Lora):
         refuse_untrained_rows(config, recipe.adapter, new=new)
     if isinstance(recipe.adapter, Peft) and new:
@@ -87,30 +100,30 @@ def refuse_new_rows(recipe: Recipe, config: ModelConfig) -> None:
         )  # fmt: skip
 
 
-def known_tokens(recipe: Recipe) -> int | None:
-    """The vocabulary of the model that training starts from; None for a fresh one."""
-    return None if recipe.model.from_ is None else known_config(recipe.model.from_).vocab_size
-
-
-def adapter_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
+def adapter_choices(
+    recipe: Recipe, config: ModelConfig, *, known: int | None, added: int
+) -> Iterator[tuple[str, Choice[str]]]:
     """By key, what is asked for and what it means for this model."""
-    if isinstance(recipe.adapter, Lora):
-        yield "adapter.kind", Choice(f"{_kind(recipe.adapter)}, rank {recipe.adapter.rank}", _share(recipe, config))
-    known = known_tokens(recipe)
-    if known is not None and (new := max(config.vocab_size - known, new_tokens(recipe))):
+    adapter = recipe.adapter
+    if isinstance(adapter, Lora):
+        kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
+        kind += " (rsLoRA)" if adapter.scale == "rslora" else ""
+        kind += " from PiSSA" if adapter.init == "pissa" else ""
+        found, total = adapted(config, adapter.model_dump_json()), parameter_count(config)
+        trained = found.trained(config)
+        because = f"{format_count(trained)} numbers are trained, {trained / total:.2%} of the model's"
+        because += f" {format_count(total)}, on {len(found.pairs):,} matrices"
+        yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", because)
+    if known is not None and (new := max(config.vocab_size - known, added)):
         told = f"{new:,} new token{'s' if new > 1 else ''}"
         yield "model.vocab_size", Choice(told, "rows of the embedding and the head begin as the mean of the others")
+    if isinstance(adapter, Peft):
+        rank = counted_as(adapter, config).rank
+        because = f"PEFT trains it in this decoder; memory and time are those of a LoRA of rank {rank}"
+        yield "adapter.kind", Choice(f"PEFT's {adapter.method}", because)
 
 
-def _kind(adapter: Lora) -> str:
-    names = {"lora": "LoRA", "dora": "DoRA"}
-    scale, start = " (rsLoRA)" if adapter.scale == "rslora" else "", " from PiSSA" if adapter.init == "pissa" else ""
-    return f"{names[adapter.kind]}{scale}{start}"
-
-
-def _share(recipe: Recipe, config: ModelConfig) -> str:
-    assert isinstance(recipe.adapter, Lora)
-    settings, total = adaptation(config, recipe.adapter), parameter_count(config)
-    trained = settings.trained(config)
-    told = f"{format_count(trained)} numbers are trained, {trained / total:.2%} of the model's {format_count(total)}"
-    return f"{told}, on {len(settings.pairs):,} matrices"
+@lru_cache(maxsize=64)  # 10 ms for a model of 7B, and the same for each of a hundred cards
+def adapted(config: ModelConfig, adapter: str) -> Adaptation:
+    """What a Lora, as JSON, is on this model. Raises UserError where its names match nothing."""
+    return adaptation(config, Lora.model_validate_json(adapter))

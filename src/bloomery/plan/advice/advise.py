@@ -1,0 +1,262 @@
+"""What a page shows beside a plan: whether claims hold, what contradicts itself, what would make it fit or faster."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes, format_seconds
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile, build_profile
+from bloomery.model.config import ModelConfig
+from bloomery.plan import mesh
+from bloomery.plan.advice import claims
+from bloomery.plan.advice.warnings import warnings
+from bloomery.plan.batch import SMALL_CHUNK, Measure
+from bloomery.plan.estimate.calibrated import StepEstimator
+from bloomery.plan.estimate.mesh_memory import Split
+from bloomery.plan.estimate.states import StepShape, learning_bytes, optimizer_bytes
+from bloomery.plan.gather import Facts
+from bloomery.plan.resolve import resolve, shape_of
+from bloomery.plan.rules.objective import reference_of, teacher_of
+from bloomery.plan.types import Estimate, Longest, Plan, PlanReport, Remedy, Verdict
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.recipe.schema import Expect, Recipe
+
+STEP = 256  # tokens of the longest row: nobody asks for less
+MOST = 2**22
+TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
+REFERENCE_BYTES = 4  # of a token: data.reference
+PlanOf = Callable[[str], Plan | None]
+WORTH = 0.9  # of the time: an edit that saves less than a tenth is not offered
+LITTLE = 0.05  # of the memory: shorter rows that save less and are not enough are not offered
+NO_DROPOUT = "model.dropout=0"
+SHORTEST = 256  # tokens of a row that a plan would still propose
+
+
+def advise(loaded: LoadedRecipe, plan: Plan, facts: Facts) -> PlanReport:
+    """The plan, which takes the edits along that would make it fit, with all that is said of it."""
+    recipe, profile = loaded.recipe, facts.profile
+    step, measure, parts = _planned_step(plan, facts.machine, profile, facts.teacher)
+    gpus = 1 if plan.parallel is None else plan.parallel.gpus
+    nodes = 1 if plan.parallel is None else plan.parallel.nodes
+
+    def plan_of(edit: str) -> Plan | None:
+        """None where the edit contradicts the rest of the recipe."""
+        try:
+            other = edited(loaded, edit)
+            changed = facts
+            if edit == NO_DROPOUT:
+                none = replace(facts.config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)
+                changed = replace(facts, config=none)
+            return resolve(other, changed, gpus=gpus, nodes=nodes)
+        except UserError:
+            return None
+
+    remedies = tuple((_faster if plan.fits else _to_fit)(recipe, plan, plan_of))
+    if not plan.fits:
+        plan = plan.model_copy(update={"remedies": tuple(remedy.edit for remedy in remedies)})
+    verdicts = _verdicts(recipe.expect, plan, step, measure)
+    return PlanReport(
+        plan=plan,
+        claims=verdicts,
+        contradictions=tuple(warnings(recipe, plan, facts, verdicts)),
+        remedies=remedies,
+        longest=_longest(step, measure) if profile.accelerator else None,
+        step_parts=parts or {},
+        disk=_disk_bytes(recipe, plan, step),
+        energy_kwh=energy_kwh(plan, profile),
+    )
+
+
+def claims_of(plan: Plan, expect: Expect, machine: Machine) -> tuple[Verdict, ...]:
+    """The claims of a run's recipe against its plan, as the page judged them before it."""
+    step, measure, _ = _planned_step(plan, machine, build_profile(machine), teacher_of(plan))
+    return _verdicts(expect, plan, step, measure)
+
+
+def _verdicts(expect: Expect, plan: Plan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
+    def need(rows: int) -> float:
+        return measure(replace(step, micro_batch=rows)).total
+
+    return claims.judge(expect, plan, corpus=plan.corpus, need=need)
+
+
+def energy_kwh(plan: Plan, profile: Profile) -> float | None:
+    """At the boards' rated power all the time; None where it or the time is unknown."""
+    watts, seconds = profile.gpu.board_watts if profile.gpu else None, plan.seconds
+    devices = 1 if plan.parallel is None else plan.parallel.devices
+    return None if not watts or seconds is None else watts * devices * seconds.value / 3.6e6
+
+
+def _planned_step(
+    plan: Plan, machine: Machine, profile: Profile, teacher: ModelConfig | None
+) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
+    """The step on one device, what any step like it holds there, and its seconds by what takes them."""
+    config, train, parallel = plan.model.config, plan.train, plan.parallel
+    plain = shape_of(
+        plan, config, profile, plan.corpus, teacher, precision=train.precision, attention=plan.model.attention
+    )
+    step = replace(
+        plain,
+        compiled=train.compile,
+        micro_batch=train.micro_batch,
+        checkpointing=train.activation_checkpointing,
+        score_chunk=plan.model.score_chunk,
+        accumulating=train.accumulation > 1 and not plain.mode.in_backward,
+    )
+    estimator, rows = StepEstimator.of(plan, machine, profile), train.tokens_per_step // plan.data.sequence_length
+    if parallel is None:
+        return step, estimator.memory, estimator.step_parts(step, train.tokens_per_step)
+    layout = parallel.layout
+    split = Split(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
+    job = mesh.MeshWorkload.of(
+        profile, step, estimator.rate(step),
+        rows_per_step=rows, gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
+    )  # fmt: skip
+    return step, job.memory(split), mesh.layout_parts(job, split, step, rows // split.data_parallel)
+
+
+def _longest(step: StepShape, measure: Measure) -> Longest:
+    """One row at a time, its logits in chunks; 0 where not even `STEP` tokens fit."""
+
+    def fits(length: int, checkpointing: str) -> bool:
+        config = step.config
+        if config.positions == "learned" and length > config.max_positions:  # they grow with the row
+            config = replace(config, max_positions=length)
+        row = replace(step, config=config, sequence_length=length, micro_batch=1, checkpointing=checkpointing)
+        return measure(replace(row, score_chunk=min(SMALL_CHUNK, length))).fits
+
+    def search(checkpointing: str) -> int:
+        return STEP * bisect_left(range(1, MOST // STEP), True, key=lambda n: not fits(n * STEP, checkpointing))
+
+    return Longest(as_planned=search(step.checkpointing), checkpointed=search("full"))
+
+
+def _disk_bytes(recipe: Recipe, plan: Plan, step: StepShape) -> dict[str, float]:
+    """Shards of the text, checkpoints of all that learns (those kept, the best one, the one being written), and what
+    the model of the start says of each token where that is computed once.
+    """
+    corpus, claimed, config = plan.corpus, recipe.expect.epochs, step.config
+    tokens = None if corpus is None else corpus.tokens
+    if corpus is None and plan.total_tokens and claimed and claimed[0]:  # what they make of the run's length
+        tokens = round(plan.total_tokens / claimed[0])
+    each = learning_bytes(config, step.mode, step.precision)
+    each += optimizer_bytes(config, step.mode, recipe.optimizer.kind, step.precision)
+    wide = 1 if config.vocab_size <= 65536 else 2
+    disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
+    disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}
+    if corpus is not None and reference_of(recipe.objective, recipe.adapter).value == "precomputed":
+        disk["reference"] = float(REFERENCE_BYTES * corpus.tokens)
+    return disk
+
+
+def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
+    """The recipe with overrides ("train.micro_batch=8 optimizer.kind=muon"), as the command line lays them on it."""
+    data = loaded.recipe.model_dump(by_alias=True)
+    for word in edit.split():
+        key, _, value = word.partition("=")
+        section, _, name = key.partition(".")
+        data[section][name] = int(value) if value.isdigit() else value
+    return LoadedRecipe(Recipe.model_validate(data), loaded.name, loaded.provenance)
+
+
+def _to_fit(recipe: Recipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+    """What is enough alone, shorter rows only where nothing else is; or each edit, and the fewest that are together."""
+    best: dict[str, tuple[str, str, Plan]] = {}  # of each key the first that is enough, else what saves most
+    for edit, cost in _ladder(recipe, plan):
+        after, key = plan_of(edit), edit.partition("=")[0]
+        if after is None:
+            continue
+        left = after.memory.total / plan.memory.total
+        little = key == "data.sequence_length" and left > 1 - LITTLE and not after.fits
+        if left >= 1 or little:
+            continue
+        held = best[key][2] if key in best else None
+        if held is None or (not held.fits and after.memory.total < held.memory.total):
+            best[key] = edit, cost, after
+    enough = {key: found for key, found in best.items() if found[2].fits}
+    others = {key: found for key, found in enough.items() if key != "data.sequence_length"}
+    shown = enough if recipe.model.from_ is not None else others  # of a tuning, rows are the user's choice, too
+    for edit, cost, after in (shown or enough or best).values():
+        yield Remedy(edit=edit, saves=_saved(plan, after, cost))
+    edits = [edit for edit, _, _ in best.values()]
+    for count in range(2, 0 if enough else len(edits) + 1):
+        together = " ".join(edits[:count])
+        tried = plan_of(together)
+        if tried is not None and tried.fits:
+            yield Remedy(edit=together, saves=_saved(plan, tried, "all of these"))
+            return
+
+
+def _saved(before: Plan, after: Plan, cost: str) -> str:
+    saved = format_bytes(before.memory.total - after.memory.total)
+    verdict = "fits" if after.fits else "still too much"
+    return f"{saved}: {format_bytes(after.memory.total)} in all, {verdict}; {cost}"
+
+
+def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Edits that this version accepts, by what they cost, with that cost in words."""
+    train, asked, optimizer, adapter = plan.train, recipe.train, recipe.optimizer, recipe.adapter.kind
+    rows, gpu = train.micro_batch, train.device != "cpu"
+    while asked.micro_batch != "auto" and rows % 2 == 0:
+        rows //= 2
+        yield f"train.micro_batch={rows}", "the same training"
+    if train.activation_checkpointing not in ("full", "selective"):
+        yield "train.activation_checkpointing=selective", "a sixth more compute"
+    if train.activation_checkpointing != "full":
+        yield "train.activation_checkpointing=full", "a third more compute"
+    if asked.precision == "float32" and gpu:
+        yield "train.precision=auto", "half-precision products"
+    # What holds states, activations or frozen weights in less, or elsewhere.
+    if gpu and not asked.offload_activations:
+        yield "train.offload_activations=true", "activations wait in the processor's memory and travel twice"
+    if optimizer.kind == "adamw" and optimizer.states == "float32":
+        yield "optimizer.states=int8", "states round to 8 bits; nearly the same training"
+    if adapter in ("lora", "dora") and recipe.quantize.base == "none":
+        yield "quantize.base=nf4", "the frozen weights round to 4 bits, which costs time and some exactness"
+    if adapter == "none" and recipe.model.from_ is not None:
+        yield "adapter.kind=lora", "another training: adapters learn, the weights stand still"
+    # In backward a step is one micro-batch: a smaller step, or one whose gradients are kept.
+    if optimizer.in_backward and asked.tokens_per_step != "auto":
+        tokens = train.tokens_per_step
+        while tokens % (2 * plan.data.sequence_length) == 0:
+            tokens //= 2
+            yield f"train.tokens_per_step={tokens}", "another training: each step learns from fewer tokens"
+        yield "optimizer.in_backward=false", "gradients are kept and added up over micro-batches"
+    if optimizer.kind == "adamw" and adapter == "none":
+        yield "optimizer.kind=muon", "another optimizer: its rates are to be chosen anew"
+    if optimizer.kind != "adafactor" and adapter == "none":
+        yield "optimizer.kind=adafactor", "another optimizer: its rates are to be chosen anew"
+    if train.precision == "bfloat16":
+        yield "train.precision=bfloat16-pure", "weights round to 8 bits: small updates are lost"
+    length = plan.data.sequence_length
+    while length > SHORTEST and train.tokens_per_step % (length // 2) == 0:
+        length //= 2
+        yield f"data.sequence_length={length}", f"another training: the model never sees more than {length:,} tokens"
+
+
+def _faster(recipe: Recipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+    """What the recipe asks for and pays with time, where the plan's own choice is quicker and fits."""
+    before = plan.step_seconds
+    if before is None:
+        return
+    asked = recipe.train
+    keys = [k for k in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch")
+            if getattr(asked, k) != "auto"]  # fmt: skip
+    edits = [f"train.{key}=auto" for key in keys]
+    # Fused attention has no dropout on packed rows: where that costs much it is said, with what dropping it means.
+    if plan.model.config.attention_dropout and asked.attention == "auto":
+        edits = [NO_DROPOUT, *edits]
+    for edit in edits:
+        tried = plan_of(edit)
+        if tried is None or not tried.fits or tried.step_seconds is None:
+            continue
+        kernel = edit != NO_DROPOUT or tried.model.attention != plan.model.attention
+        if kernel and tried.step_seconds.value < WORTH * before.value:
+            saves = f"{1 - tried.step_seconds.value / before.value:.0%} of the time"
+            if plan.seconds is not None and tried.seconds is not None:
+                saves += f": {format_seconds(plan.seconds.value - tried.seconds.value)}"
+            if edit == NO_DROPOUT:
+                saves += "; another training: it learns a text seen many times by heart sooner"
+            yield Remedy(edit=edit, saves=saves)

@@ -1,0 +1,371 @@
+"""Several devices: replicate, shard, shard inside nodes, or a pipeline: what each takes, and which to choose."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bloomery.core.errors import UserError
+from bloomery.hardware.profile import Profile
+from bloomery.hardware.specs.specs import GpuSpec
+from bloomery.model.counting import parameter_count
+from bloomery.plan.batch import MicroBatching, cut_step
+from bloomery.plan.estimate import speed
+from bloomery.plan.estimate.mesh_memory import Split, mesh_memory
+from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
+from bloomery.plan.estimate.states import StepShape, learning_bytes
+from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
+from bloomery.recipe.schema import Parallel, Recipe, Train
+
+HIDDEN = (0.50, 0.85, 1.0)  # of what could run behind computing: low, typical, high
+STEP_SECONDS = (5e-6, 20e-6)  # of one hop of a ring: inside a node, between nodes
+SOCKET_GBS = 5.0  # of a node whose collectives go through TCP sockets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What carries data between devices of a node, or between nodes. `gbs`: GB/s each way that a collective reaches."""
+
+    name: str
+    gbs: float
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """A node's devices and what joins them. `between`: of a whole node; None for one node."""
+
+    per_node: int
+    nodes: int
+    inside: Link
+    between: Link | None
+
+    @property
+    def devices(self) -> int:
+        return self.per_node * self.nodes
+
+
+# What one device sends in a ring inside a node: nominal rate one mode, times what collective benchmarks reach of it.
+_INSIDE: tuple[tuple[str, str, float, str], ...] = (
+    (r"NVLink5", "NVLink 5", 680, "75% of 900 GB/s a direction"),
+    (r"NVLink4", "NVLink 4", 340, "75% of 450 GB/s a direction"),
+    (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s a direction"),
+    (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s a direction"),
+    (r"7x xGMI", "xGMI, all to all", 310, "69% of seven links of 64 GB/s"),
+    (r"GCD-GCD", "Infinity Fabric", 80, "rings over links of 50 GB/s; 200 between the two dies of a card"),
+    (
+        r"xGMI bridge|3 IF links|IF bridge",
+        "PCIe 4",
+        20,
+        "a bridge joins pairs or fours at most; nothing is assumed of it",
+    ),
+    (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; nothing is assumed of it"),
+    (r"xGMI", "xGMI", 150, "assumed from MI300X with fewer links"),
+    (r"no P2P", "PCIe through the host", 10, "no direct copies between GeForce cards"),
+    (r"PCIe[45]x8", "PCIe, 8 lanes", 10, "60% of 16 GB/s, as with PCIe 4"),
+    (r"PCIe5", "PCIe 5", 40, "60% of 64 GB/s, with 16 lanes each"),
+    (r"PCIe4", "PCIe 4", 20, "60% of 32 GB/s, with 16 lanes each"),
+    (r"PCIe3", "PCIe 3", 10, "60% of 16 GB/s, with 16 lanes each"),
+)
+# What a node of such devices usually has to the outside; nobody states it on the command line.
+_BETWEEN: tuple[tuple[str, str, float, str], ...] = (
+    (r"GCD-GCD", "Slingshot, 4 x 200 Gb/s a node", 70, "70% of 100 GB/s; assumes the libfabric plugin of RCCL"),
+    (r"NVLink4|NVLink5|7x xGMI", "8 x 400 Gb/s a node", 320, "assumed: 80% of one 400 Gb/s port a GPU"),
+    (r"NVLink3 600|xGMI;", "8 x 200 Gb/s a node", 160, "assumed: 80% of one 200 Gb/s port a GPU"),
+    (r".", "10 Gb/s Ethernet", 1.0, "assumed: an ordinary network"),
+)
+
+
+def fabric_of(spec: GpuSpec, *, per_node: int, nodes: int, sockets: bool = False) -> Fabric:
+    """The links that the table gives a device of this kind, and the network that such nodes usually have."""
+    between = None
+    if nodes > 1:
+        between = _first(_BETWEEN, spec.link)
+        if sockets:
+            between = Link(name="TCP sockets", gbs=SOCKET_GBS, because="assumed: no network plugin was loaded")
+    return Fabric(per_node=per_node, nodes=nodes, inside=_first(_INSIDE, spec.link), between=between)
+
+
+def _first(rows: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
+    for pattern, name, gbs, because in rows:
+        if re.search(pattern, link):
+            return Link(name=name, gbs=gbs, because=because)
+    return Link(name="PCIe", gbs=10.0, because="assumed: the table names no link")
+
+
+def gather_seconds(amount: float, fabric: Fabric, *, nodes: int | None = None, calls: int = 1) -> float:
+    """An all-gather, or a reduce-scatter, of `amount` bytes in `calls` pieces over all devices of so many nodes."""
+    nodes = fabric.nodes if nodes is None else nodes
+    ranks = fabric.per_node * nodes
+    inside = amount * (ranks - 1) / ranks / (fabric.inside.gbs * 1e9) if fabric.per_node > 1 else 0.0
+    outside = _outside(amount, fabric, nodes)
+    hops = (fabric.per_node - 1) * STEP_SECONDS[0] + (nodes - 1) * STEP_SECONDS[1]
+    return max(inside, outside) + calls * hops
+
+
+def _outside(amount: float, fabric: Fabric, nodes: int) -> float:
+    if nodes == 1 or fabric.between is None:
+        return 0.0
+    return amount * (nodes - 1) / nodes / (fabric.between.gbs * 1e9)
+
+
+def reduce_seconds(amount: float, fabric: Fabric) -> float:
+    """An all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(amount, fabric)
+
+
+def across_seconds(amount: float, fabric: Fabric) -> float:
+    """An all-reduce between nodes alone, of what each device of a node holds a share of: `amount` bytes a node."""
+    return 2 * (_outside(amount, fabric, fabric.nodes) + (fabric.nodes - 1) * STEP_SECONDS[1])
+
+
+def exposed(seconds: float, window: float, index: int) -> float:
+    """What computing cannot hide of a communication that could run behind `window` seconds of it."""
+    hidden = HIDDEN[index]
+    return max((1 - hidden) * seconds, seconds - hidden * window)
+
+
+NEARLY = 1.03  # a simpler layout is worth so much time
+Seconds = dict[str, Estimate]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout, planned: `cut` is one device's, `parts` are seconds of a step."""
+
+    name: str
+    split: Split
+    cut: MicroBatching
+    parts: Seconds | None  # None: nothing is known of the device's speed
+
+    @property
+    def seconds(self) -> Estimate | None:
+        return None if self.parts is None else total(self.parts)
+
+    @property
+    def fits(self) -> bool:
+        return self.cut.memory.fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshWorkload:
+    """What every layout is planned from. `limit`: bytes of one device that a plan may use."""
+
+    step: StepShape
+    rows_per_step: int
+    fabric: Fabric
+    rate: Rate | None
+    vendor: str
+    limit: float
+
+    @classmethod
+    def of(
+        cls, profile: Profile, step: StepShape, rate: Rate | None, *,
+        rows_per_step: int, gpus: int, nodes: int, limit: float,
+    ) -> "MeshWorkload":  # fmt: skip
+        """Over `nodes` nodes of `gpus` devices, as the table has them."""
+        assert profile.gpu is not None, "a mesh is of devices that the table knows"
+        return cls(
+            step=step,
+            rows_per_step=rows_per_step,
+            fabric=fabric_of(profile.gpu, per_node=gpus, nodes=nodes),
+            rate=rate,
+            vendor=profile.arch.vendor if profile.arch else "amd",
+            limit=limit,
+        )
+
+    def memory(self, split: Split) -> Callable[[StepShape], MemoryEstimate]:
+        rows = self.rows_per_step // split.data_parallel
+        return lambda step: mesh_memory(
+            step, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // step.micro_batch
+        )
+
+
+def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
+    """Devices of a node, and nodes: as the command line says, else one node of as many as the recipe splits over.
+
+    Raises UserError where the two contradict each other.
+    """
+    sizes = [parallel.replicate, parallel.shard, parallel.pipeline]
+    asked = math.prod(size for size in sizes if size != "auto")
+    if gpus * nodes == 1:
+        return asked, 1
+    if gpus * nodes % asked or ("auto" not in sizes and gpus * nodes != asked):
+        problem = f"the recipe splits over {asked:,} devices, the command line names {gpus * nodes:,}"
+        raise UserError(problem, where="parallel", remedy="leave out --gpus and --nodes, or change the recipe", code=2)
+    return gpus, nodes
+
+
+def _splits(job: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, Split]]:
+    """The one that the recipe asks for, else every one that the devices allow."""
+    fabric = job.fabric
+    if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
+        copies, shards, stages = parallel.replicate, parallel.shard, parallel.pipeline
+        left = fabric.devices // stages
+        if copies == "auto":
+            copies = left // (1 if shards == "auto" else shards)
+        split = Split(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
+        both = "shard" if split.replicate == 1 else "shard and replicate"
+        yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
+        return
+    yield "replicate", Split(replicate=fabric.devices)
+    yield "shard", Split(shard=fabric.devices)
+    if fabric.nodes > 1 and fabric.per_node > 1:
+        yield "shard in nodes", Split(replicate=fabric.nodes, shard=fabric.per_node)
+    stages = 2
+    while stages <= min(fabric.per_node, job.step.config.num_layers):
+        if fabric.devices % stages == 0:
+            yield "pipeline", Split(replicate=fabric.devices // stages, pipeline=stages)
+        stages *= 2
+
+
+def _lay(job: MeshWorkload, asked: Train, name: str, split: Split) -> Layout | None:
+    """None where some device would have no row of the step."""
+    if job.rows_per_step % split.data_parallel:
+        return None
+    rows = job.rows_per_step // split.data_parallel
+    best: Layout | None = None
+    for train in _micro_batches(asked, rows, split):
+        cut = cut_step(train, job.step, rows_per_step=rows, measure=job.memory(split))
+        laid = Layout(name=name, split=split, cut=cut, parts=layout_parts(job, split, cut.step, rows))
+        if best is None or _order(laid) < _order(best):
+            best = laid
+        if not laid.fits:  # nor will a larger one
+            break
+    return best
+
+
+def _micro_batches(train: Train, rows: int, split: Split) -> Iterator[Train]:
+    """A pipeline wants many small micro-batches, everything else the largest that fits."""
+    if split.pipeline == 1 or train.micro_batch != "auto":
+        if train.micro_batch == "auto" or rows % train.micro_batch == 0:
+            yield train
+        return
+    size = 1
+    while size <= rows and rows % size == 0:
+        yield train.model_copy(update={"micro_batch": size})
+        size *= 2
+
+
+def _order(laid: Layout) -> tuple[bool, float]:
+    seconds = laid.seconds
+    return not laid.fits, seconds.value if laid.fits and seconds is not None else laid.cut.memory.total
+
+
+def choose(found: list[Layout]) -> tuple[Layout, str]:
+    """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits."""
+    best = min(found, key=_order)
+    if not best.fits:
+        return best, "no layout fits; this one needs the least memory"
+    if best.seconds is None:
+        return best, "nothing is known of this device's speed: the one that needs the least memory"
+    for laid in found:  # simplest first
+        if laid.fits and laid.seconds is not None and laid.seconds.value <= best.seconds.value * NEARLY:
+            fitting = {other.name for other in found if other.fits}
+            others = [other.name for other in found if other.name not in fitting]
+            because = (
+                "the fastest that fits" if laid is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
+            )
+            return laid, because + (f"; {', '.join(dict.fromkeys(others))} would not fit" if others else "")
+    raise AssertionError("the best layout is one of those found")
+
+
+def layout_parts(
+    job: MeshWorkload, split: Split, step: StepShape, rows: int, *, work: speed.Work | None = None
+) -> Seconds | None:
+    """Seconds of a step over `rows` rows of each data-parallel rank, by what takes them."""
+    if job.rate is None:
+        return None
+    tokens = rows * step.sequence_length
+    whole, stages = work or work_of(step, tokens=tokens), split.pipeline
+    share = replace(  # one device's: of the layers with a pipeline, of the optimizer with sharding too
+        whole,
+        products=whole.products / stages,
+        attention=whole.attention / stages,
+        between=whole.between / stages,
+        launches=whole.launches / stages,
+        update=whole.update / (stages * split.shard),
+    )
+    parts = step_parts(share, job.rate)
+    passes = max(1, rows // step.micro_batch)
+    computing = total({name: part for name, part in parts.items() if name != "optimizer"})
+    parts["exposed communication"] = _exposed(job, split, step, passes, computing.value)
+    if split.pipeline > 1:
+        parts["pipeline bubble"] = computing.scaled((split.pipeline - 1) / passes)
+    return parts
+
+
+def _exposed(job: MeshWorkload, split: Split, step: StepShape, passes: int, computing: float) -> Estimate:
+    """Communication that computing does not hide; what cannot overlap at all, a pipeline's hand-over, counts whole."""
+    fabric, config = job.fabric, step.config
+    learning, layers = learning_bytes(config, step.mode, step.precision), config.num_layers
+    bare, window = 0.0, computing
+    if split.shard > 1:
+        inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
+        nodes = fabric.nodes if split.shard > fabric.per_node else 1
+        gathered = gather_seconds(parameter_count(config) * step.element, inside, nodes=nodes, calls=layers)
+        scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers)  # in the weights' precision
+        hidden = passes * (2 * gathered + scattered)
+        if split.replicate > 1 and fabric.nodes > 1:
+            hidden += across_seconds(learning, fabric)
+        elif split.replicate > 1:
+            hidden += reduce_seconds(learning / split.shard, replace(fabric, per_node=split.replicate))
+    elif split.pipeline > 1:
+        boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element
+        bare, window = passes * boundary / (fabric.inside.gbs * 1e9), computing / max(1, passes)
+        copies = replace(fabric, per_node=max(1, fabric.per_node // split.pipeline))
+        hidden = reduce_seconds(learning / split.pipeline, copies) if split.replicate > 1 else 0.0
+    else:
+        hidden, window = reduce_seconds(learning, fabric), computing * 2 / 3 / passes  # behind the last backward
+    low, typical, high = (exposed(hidden, window, index) + bare for index in (2, 1, 0))
+    return Estimate(value=typical, low=low, high=high, origin="table")
+
+
+def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
+    """The best layout over the devices, and every one that they, the batch and the recipe allow.
+
+    Raises UserError where the step has too few rows for so many devices.
+    """
+    fabric, rows_per_step = job.fabric, job.rows_per_step
+    found = [
+        laid
+        for name, split in _splits(job, recipe.parallel)
+        if (laid := _lay(job, recipe.train, name, split)) is not None
+    ]
+    if not found:
+        need = -(-rows_per_step // fabric.devices) * fabric.devices * job.step.sequence_length
+        raise UserError(
+            f"{rows_per_step:,} rows of a step cannot be shared by {fabric.devices:,} devices",
+            where="train.tokens_per_step",
+            remedy=f"set train.tokens_per_step={need}, or take a number of devices that divides {rows_per_step:,}",
+            code=2,
+        )
+
+    def entry(laid: Layout) -> LayoutPlan:
+        split, parts, micro_batch = laid.split, laid.parts or {}, laid.cut.micro_batch.value
+        waits, bubble = parts.get("exposed communication"), parts.get("pipeline bubble")
+        return LayoutPlan(
+            name=laid.name,
+            replicate=split.replicate,
+            shard=split.shard,
+            pipeline=split.pipeline,
+            micro_batch=micro_batch,
+            accumulation=rows_per_step // split.data_parallel // micro_batch,
+            activation_checkpointing=laid.cut.checkpointing.value,
+            memory=laid.cut.memory,
+            step_seconds=laid.seconds,
+            exposed_seconds=waits.value if waits else 0.0,
+            bubble_seconds=bubble.value if bubble else 0.0,
+        )
+
+    chosen, because = choose(found)
+    inside, between = fabric.inside, fabric.between
+    return chosen, ParallelPlan(
+        gpus=fabric.per_node,
+        nodes=fabric.nodes,
+        link=f"{inside.name}: {inside.gbs:g} GB/s ({inside.because})",
+        network=f"{between.name}: {between.gbs:g} GB/s ({between.because})" if between else "",
+        layouts=tuple(map(entry, found)),
+        chosen=found.index(chosen),
+        because=because,
+    )
