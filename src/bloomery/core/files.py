@@ -1,11 +1,15 @@
 """Files that appear whole or not at all, and are files: no link is followed, no pipe waited for."""
 
 import errno
+import json
 import os
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
 
 from bloomery.core.errors import UserError
 
@@ -93,19 +97,28 @@ def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: in
     return bytes(content)
 
 
-def write_durably(path: Path, content: str) -> None:
-    """The file holds the whole new content or, after a kill or a full disk, the whole old one."""
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into that takes the place of `path` when the block ends well; after a kill, a full disk, a
+    power cut or an exception the old content stands there, whole.
+    """
     draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         draft.unlink(missing_ok=True)
-        with os.fdopen(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-            file.write(content)
+        with os.fdopen(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
     flush_to_disk(path.parent)
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """The file holds the whole new content or, after a kill or a full disk, the whole old one."""
+    with replace_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def flush_to_disk(path: Path) -> None:
@@ -142,3 +155,21 @@ def abandoned(path: Path) -> bool:
 def state_folder() -> Path:
     """Where programs keep what they note of this user: $XDG_STATE_HOME, else ~/.local/state."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"
+
+
+def cache_folder() -> Path:
+    """The user's own, shared by everything that Bloomery measures of a machine."""
+    told = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(told) if Path(told).is_absolute() else Path.home() / ".cache") / "bloomery"
+
+
+def write_json(path: Path, value: object) -> bool:
+    """Whole or not at all, for the user's eyes alone; False when the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_atomically(path) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(value, indent=1).encode())
+    except OSError:
+        return False
+    return True

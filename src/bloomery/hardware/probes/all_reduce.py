@@ -6,41 +6,40 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from bloomery.core.child import Child, accept, tell
+from bloomery.core.child import Child
 from bloomery.hardware.probes.checks import Found, best_seconds
 
-MODULE = "bloomery.hardware.probes.all_reduce"
 LONGEST_SECONDS = 600.0  # whoever asked for the probe gives it up earlier
 
 
 def all_reduce(name: str, job: Mapping[str, Any]) -> Found:
     """Every device adds up its numbers: one process each, joined by a file. Two processes on a machine without GPUs."""
-    del name
     import torch
 
     world = 2 if job["device"] == "cpu" else torch.cuda.device_count()
     if world < 2:
         return {"outcome": "absent", "said": f"{world} device is visible to torch"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        told = {"world": world, "device": job["device"], "meeting": f"{folder}/meet"}
-        environment = os.environ | {
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }  # it stays in here
+        told = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # nothing leaves the host
+        module = "bloomery.hardware.probes.worker"
         ranks = [
-            stack.enter_context(Child(MODULE, told | {"rank": rank}, environment=environment)) for rank in range(world)
+            stack.enter_context(Child(module, told | {"rank": rank}, environment=environment)) for rank in range(world)
         ]
-        answers = [rank.next(LONGEST_SECONDS) for rank in ranks]
-        for rank, answer in zip(ranks, answers, strict=True):
+        answers: list[Found] = []
+        for rank in ranks:
+            answer = rank.next(LONGEST_SECONDS)
+            while isinstance(answer, dict) and answer["outcome"] == "started":
+                answer = rank.next(LONGEST_SECONDS)
             if not isinstance(answer, dict):
                 return {"outcome": "failed", "said": rank.ending() if answer == "ended" else "a rank never answered"}
-    found = answers[0]
-    assert isinstance(found, dict)
-    return found
+            answers.append(answer)
+    return next((answer for answer in answers if answer["outcome"] != "ok"), answers[0]) | {"name": name}
 
 
-def be_rank(job: Mapping[str, Any]) -> Found:
+def be_rank(name: str, job: Mapping[str, Any]) -> Found:
     """What one rank of `all_reduce` finds; it is the same for all."""
+    del name
     import torch
     from torch import distributed
 
@@ -59,8 +58,3 @@ def be_rank(job: Mapping[str, Any]) -> Found:
     facts = {"ranks": str(world), "backend": backend, "gb_per_second": f"{carried:.2f}"}
     said = {} if right else {"said": f"the sum over {world} ranks is not {world * (world + 1) // 2}"}
     return {"outcome": "ok" if right else "wrong", "seconds": seconds, "facts": facts} | said
-
-
-if __name__ == "__main__":
-    job = accept()
-    tell(job, be_rank(job))

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bloomery.core.child import LONGEST, Child
+from bloomery.core.files import cache_folder, write_json
 from bloomery.hardware.environment import private_caches
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.hardware.profile import Profile, build_profile
@@ -191,12 +191,6 @@ def _crashed(name: str, child: Child) -> Probe:
 # The cache
 
 
-def cache_folder() -> Path:
-    """The user's own, shared by everything that Bloomery measures of a machine."""
-    told = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(told) if Path(told).is_absolute() else Path.home() / ".cache") / "bloomery"
-
-
 def cache_key(machine: Machine) -> str:
     """Names the devices, torch, the driver and the variables that decide what torch does."""
     host, software = machine.host, machine.software
@@ -241,20 +235,3 @@ def _remember(machine: Machine, found: Sequence[Probe]) -> None:
     stored = {name: entry for name, entry in stored.items() if isinstance(entry, dict)}
     newest = sorted(stored, key=lambda name: -float(stored[name].get("at", 0)))[:KEPT]
     write_json(_cache_file(), {name: stored[name] for name in newest})
-
-
-def write_json(path: Path, value: object) -> bool:
-    """Whole or not at all, for the user's eyes alone; False when the folder cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    except OSError:
-        return False
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        return False
-    return True

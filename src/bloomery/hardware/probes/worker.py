@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bloomery.core.child import accept, tell
-from bloomery.hardware.probes.all_reduce import all_reduce
+from bloomery.hardware.probes.all_reduce import all_reduce, be_rank
 from bloomery.hardware.probes.checks import (
     Found,
     attention_checked,
@@ -249,6 +249,7 @@ PROBES: dict[str, Run] = {
     "bandwidth": bandwidth,
     "p2p": p2p,
     "all-reduce": all_reduce,
+    "rank": be_rank,
 }
 
 if __name__ == "__main__":

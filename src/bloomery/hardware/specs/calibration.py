@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import cache_folder, write_json
 from bloomery.hardware.machine import Frozen, Machine
-from bloomery.hardware.probes.run import cache_folder, write_json
 from bloomery.hardware.profile import choose_device
 from bloomery.hardware.specs.specs import cpu_spec, gpu_spec
 
