@@ -18,7 +18,7 @@ from unittest.mock import patch
 from plan_pages import computer
 
 from bloomery.core.units import GIB, format_count, two_digits
-from bloomery.hardware.fitting import with_gpu
+from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.counting import parameter_count
 from bloomery.plan.estimate.states import mode_of, trained_count

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 
 from bloomery.cli.plan import command
 from bloomery.core.units import GIB, two_digits
-from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
+from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.units import GIB
-from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
-from bloomery.hardware.profile import MEMORY_SHARE, build_profile
+from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.families.presets import build_config
 from bloomery.plan.estimate import speed

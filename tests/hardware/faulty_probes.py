@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bloomery.hardware.probes.checks import judged
-from bloomery.hardware.probes.worker import leave, main
+from bloomery.hardware.probes.worker import judged, leave, main
 
 
 def fine(name, job):

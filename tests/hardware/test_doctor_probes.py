@@ -4,10 +4,9 @@ import pytest
 
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.doctor.diagnose import diagnose
-from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Probe
 from bloomery.hardware.probes import run as probes
-from bloomery.hardware.profile import build_profile
+from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.runs.resume_plan import narrowed
 from changed_machines import AMD_WHEEL, ids, machine, only
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.units import GIB
-from bloomery.hardware.fitting import install, with_gpu
 from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.profile import install, with_gpu
 from bloomery.hardware.specs.specs import arch_spec, find_gpu, gpu_spec
 
 FOLDER = Path(__file__).parent.parent / "machines"

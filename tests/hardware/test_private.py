@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.environment import private_caches
-from bloomery.hardware.profile import NODE_LOCAL
+from bloomery.hardware.profile import NODE_LOCAL, private_caches
 
 OTHER = {"OMP_NUM_THREADS": "4"}
 

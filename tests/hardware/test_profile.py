@@ -7,12 +7,22 @@ import pytest
 
 from bloomery.core.units import GIB
 from bloomery.hardware.doctor.env_vars import idle_settings
-from bloomery.hardware.environment import adopt
-from bloomery.hardware.fitting import with_gpu
-from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software, Surroundings, read_machine
-from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, build_profile
+from bloomery.hardware.machine import (
+    CUDA_ORDER,
+    MASKS,
+    Accelerator,
+    Host,
+    Machine,
+    Probe,
+    Software,
+    Surroundings,
+    hidden,
+    only,
+    read_machine,
+    visible_devices,
+)
+from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, adopt, build_profile, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
-from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, only, visible_devices
 
 RECORDED = Path(__file__).parent.parent / "machines"
 

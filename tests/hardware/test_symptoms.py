@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from bloomery.hardware.doctor.symptoms import Symptom, Symptoms, agree, match, symptoms
-from bloomery.hardware.fitting import install
 from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.profile import install
 
 FOLDER = Path(__file__).parent
 MACHINES = FOLDER.parent / "machines"

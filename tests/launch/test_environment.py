@@ -8,9 +8,8 @@ from plans_of_runs import plan_of
 
 from bloomery.bench import measuring
 from bloomery.core.errors import UserError
-from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.machine import MASKS, Machine, read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.visible import MASKS
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.lifecycle import _environment
 from bloomery.runs.resume_plan import narrowed, same_devices

@@ -3,8 +3,8 @@
 from typing import Any
 
 from bloomery.core.units import GIB
-from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Host, Machine, Software
+from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.advice.advise import advise
 from bloomery.plan.gather import facts_of

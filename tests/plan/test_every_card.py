@@ -9,8 +9,7 @@ import pytest
 from plan_help import machine, reported
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.fitting import with_gpu
-from bloomery.hardware.profile import build_profile
+from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.report.all_gpus import devices
 from bloomery.plan.report.page import dtype_of, page, reached_flops

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.hardware.detect import gpu_processes as gpu
-from bloomery.hardware.detect.gpu_processes import Tenant, tenants
+from bloomery.hardware.detect import system as gpu
+from bloomery.hardware.detect.system import Tenant, tenants
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.probes.checks import Found, backward, best_seconds, difference, judged, worst
 from bloomery.hardware.probes.run import Spec
-from bloomery.hardware.probes.worker import leave, main
+from bloomery.hardware.probes.worker import Found, backward, best_seconds, difference, judged, leave, main, worst
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import BACKENDS
 

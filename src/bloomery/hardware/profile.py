@@ -1,14 +1,31 @@
-"""What a machine wants: the only place where knowledge of vendors turns into choices."""
+"""What a machine wants, and the PyTorch that fits it: the only place where knowledge of vendors turns into choices."""
 
-from collections.abc import Sequence
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from bloomery.core.choice import Choice
-from bloomery.hardware.machine import Accelerator, Machine, Probe
+from bloomery.hardware.machine import (
+    CUDA_ORDER,
+    MASKS,
+    Accelerator,
+    Access,
+    Machine,
+    Probe,
+    Software,
+    hidden,
+    mask_of,
+    number_of,
+    visible_devices,
+)
 from bloomery.hardware.specs.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
-from bloomery.hardware.specs.wheels import series
-from bloomery.hardware.visible import CUDA_ORDER, MASKS, hidden, mask_of, number_of, visible_devices
+from bloomery.hardware.specs.wheels import TorchBuild, series, torch_builds
 
 MEMORY_SHARE = 0.92  # of a card: above it a ROCm driver can hang before PyTorch raises
 SHARED_MEMORY_SHARE = 0.85  # of processor graphics: what they take, the rest of the machine lacks
@@ -341,3 +358,81 @@ def _overridden(machine: Machine, wanted: list[_Wanted]) -> dict[str, Overridden
         for name in _set(machine, each.name)
         if said[name] != each.value
     }
+
+
+def best_device(machine: Machine) -> Accelerator | None:
+    """The card that training is meant for: no processor graphics where there is a card, of cards those that the
+    installed PyTorch was built for, of those the most memory."""
+    maker = {"rocm": "amd", "cuda": "nvidia"}.get(machine.software.build or "")
+    return max(
+        machine.accelerators,
+        key=lambda one: (not one.integrated, one.vendor == maker, one.usable_bytes, -one.index),
+        default=None,
+    )
+
+
+def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBuild]:
+    """The builds of PyTorch that fit `device` in this machine, the best first; never empty."""
+    major, minor = (int(part) for part in machine.software.python.split(".")[:2])
+    driver = machine.host.driver.nvidia.partition(".")[0]
+    return torch_builds(
+        device.arch if device else None,
+        python=(major, minor),
+        system=machine.host.system,
+        processor=machine.host.processor,
+        driver=int(driver) if driver.isdigit() else None,
+        site=machine.host.around.site,
+    )
+
+
+def install(machine: Machine, *, anew: bool = True) -> str:
+    """The command that installs the fitting build; `anew`: over another build of that version, which pip would keep."""
+    command = fitting_builds(machine, best_device(machine))[0].command
+    if anew:
+        command = command.replace("pip install ", "pip install --force-reinstall ", 1)
+    return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command  # the pin names the old build
+
+
+def with_gpu(machine: Machine, device: Accelerator) -> Machine:
+    """This machine with `device` as its only accelerator and the PyTorch that fits it; masks of its own cards go."""
+    wanted = fitting_builds(machine, device)[0].requirement
+    version = re.search(r"==(.+)", wanted)
+    said = machine.software.environment.items()
+    software = Software(
+        python=machine.software.python,
+        torch=version[1] if version else None,
+        build="rocm" if device.vendor == "amd" else "cuda",
+        environment={name: value for name, value in said if name not in (*MASKS, CUDA_ORDER)},
+    )
+    host = machine.host.model_copy(update={"access": Access()})  # what may be opened here says nothing of that GPU
+    return machine.model_copy(update={"accelerators": (device,), "host": host, "software": software, "probes": ()})
+
+
+def private_caches(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` with its NODE_LOCAL folders' own parent made for this user alone.
+
+    Where somebody else has made that folder first another takes its place; where none can be made none is named.
+    """
+    named = {name: Path(environment[name]) for name in NODE_LOCAL if name in environment}
+    kept = {name: value for name, value in environment.items() if name not in named}
+    roots = {path.parent for path in named.values()}
+    try:
+        ours = {root: root if _made(root) else Path(tempfile.mkdtemp(prefix="bloomery-")) for root in roots}
+    except OSError:
+        return kept
+    return kept | {name: str(ours[path.parent] / path.name) for name, path in named.items()}
+
+
+def _made(folder: Path) -> bool:
+    """Whether it is there and this user's alone. Raises OSError when it can be neither made nor seen."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # a link of somebody else's is not followed
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def adopt(machine: Machine, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets in `environment` what `machine` wants and the user has not, as for a run's child."""
+    wanted = private_caches(build_profile(machine).environment.value)
+    for name, value in wanted.items():
+        environment.setdefault(name, value)

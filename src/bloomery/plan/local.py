@@ -5,9 +5,8 @@ from pathlib import Path
 
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.hardware.detect.detect import detect
-from bloomery.hardware.environment import private_caches
-from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import private_caches, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.resolve import refuse, resolve

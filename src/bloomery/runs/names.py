@@ -74,8 +74,7 @@ def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
     Raises UserError for a device that is not here or that this PyTorch cannot use.
     """
     from bloomery.hardware.detect.detect import detect
-    from bloomery.hardware.environment import adopt
-    from bloomery.hardware.profile import build_profile
+    from bloomery.hardware.profile import adopt, build_profile
     from bloomery.runs.resume_plan import narrowed
 
     machine = narrowed(detect(), devices)

@@ -7,9 +7,8 @@ from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
-from bloomery.hardware.machine import Accelerator, Machine
+from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
 from bloomery.hardware.probes.run import remembering
-from bloomery.hardware.visible import mask_of, only, visible_devices
 from bloomery.plan.types import Plan
 from bloomery.recipe.mistakes import all_keys
 

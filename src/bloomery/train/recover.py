@@ -14,7 +14,7 @@ import torch
 
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.loading.loader import Batch
-from bloomery.hardware.detect.gpu_processes import Tenant, tenants
+from bloomery.hardware.detect.system import Tenant, tenants
 from bloomery.monitor.events import Recovered, Warned
 from bloomery.plan.fallback import smaller_micro_batch
 from bloomery.plan.store import write_plan

@@ -12,8 +12,8 @@ from bloomery.core.units import GIB, format_bytes, format_seconds
 from bloomery.hardware.doctor.diagnose import ready
 from bloomery.hardware.doctor.software import OVERRIDE
 from bloomery.hardware.doctor.symptoms import PROBE, Finding
-from bloomery.hardware.fitting import best_device, with_gpu
 from bloomery.hardware.machine import Machine, Probe
+from bloomery.hardware.profile import best_device, with_gpu
 from bloomery.plan.local import plan_here
 from bloomery.plan.types import Plan
 from bloomery.recipe.load import load_recipe

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from bloomery.hardware.doctor.symptoms import Finding, Level, found, vendors
-from bloomery.hardware.fitting import best_device
-from bloomery.hardware.machine import Display, Host, Machine
-from bloomery.hardware.visible import MASKS, hidden
+from bloomery.hardware.machine import MASKS, Display, Host, Machine, hidden
+from bloomery.hardware.profile import best_device
 
 AMD, NVIDIA = 0x1002, 0x10DE
 SELINUX = ("fedora", "rhel", "centos", "rocky", "almalinux")

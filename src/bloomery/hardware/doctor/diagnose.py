@@ -7,9 +7,8 @@ from dataclasses import replace
 from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor import access, software
 from bloomery.hardware.doctor.symptoms import NUMBER, PROBE, Finding, Level, Rule, found, match
-from bloomery.hardware.fitting import best_device, install
 from bloomery.hardware.machine import Machine, Probe
-from bloomery.hardware.profile import build_profile
+from bloomery.hardware.profile import best_device, build_profile, install
 from bloomery.hardware.specs.specs import arch_spec
 
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.hardware.doctor.software import override
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Machine, visible_devices
 from bloomery.hardware.profile import ALLOCATORS, Profile, family_name
 from bloomery.hardware.specs.wheels import series
-from bloomery.hardware.visible import visible_devices
 
 Does = Literal["nothing", "works", "slows", "harms"]
 HIP_SEGMENTS_SINCE = (2, 12)  # the first torch whose HIP allocator knows expandable segments at all

@@ -16,8 +16,8 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect.system import version_key
 from bloomery.hardware.doctor.symptoms import PIN, PROBE, Finding, found, install_steps, to_install, vendors
-from bloomery.hardware.fitting import best_device, fitting_builds, install
 from bloomery.hardware.machine import Accelerator, Machine, Setting
+from bloomery.hardware.profile import best_device, fitting_builds, install
 from bloomery.hardware.specs.wheels import (
     AMD_WHEELS,
     NOT_FROM_PYTORCH,

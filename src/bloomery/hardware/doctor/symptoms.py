@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from bloomery.hardware.fitting import best_device, fitting_builds, install
 from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import best_device, fitting_builds, install
 
 Level = Literal["stops", "slows", "note"]
 Stream = Literal["stderr", "exception", "dmesg", "any"]

@@ -15,10 +15,8 @@ from pydantic import ValidationError
 
 from bloomery.core.child import LONGEST, Child
 from bloomery.core.files import cache_folder, write_json
-from bloomery.hardware.environment import private_caches
-from bloomery.hardware.machine import Machine, Probe
-from bloomery.hardware.profile import Profile, build_profile
-from bloomery.hardware.visible import MASKS, visible_devices
+from bloomery.hardware.machine import MASKS, Machine, Probe, visible_devices
+from bloomery.hardware.profile import Profile, build_profile, private_caches
 
 VERSION = 1  # of the probes: a changed probe makes older answers worthless
 START_SECONDS = 90.0  # importing torch and waking a driver, on a slow disk

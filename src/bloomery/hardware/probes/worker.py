@@ -1,4 +1,4 @@
-"""Probes of torch and a device, each by its name: `python -m bloomery.hardware.probes.worker`, the child of probes.py.
+"""Probes of torch and a device, each by its name: `python -m bloomery.hardware.probes.worker`, the child of run.py.
 
 Every value is checked against float64, every time is the best of several. Torch is imported inside functions.
 """
@@ -6,24 +6,186 @@ Every value is checked against float64, every time is the best of several. Torch
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bloomery.core.child import accept, tell
-from bloomery.hardware.probes.all_reduce import all_reduce, be_rank
-from bloomery.hardware.probes.checks import (
-    Found,
-    attention_checked,
-    attention_seconds,
-    best_seconds,
-    difference,
-    judged,
-    product,
-    product_seconds,
-    worst,
-)
+from bloomery.core.child import Child, accept, tell
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Found = dict[str, Any]  # fields of a Probe: outcome, said, seconds, error, facts
+Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+
+# Greatest difference that rounding explains, as a share of the largest value. Half precision: MI200 rounds the factors
+# of fp16's backward to bf16, and sums may be kept in the type itself.
+TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
+REPEATS, TIMING_SECONDS = 5, 1.0
+
+
+def backward(result: "Tensor", gradient: "Tensor") -> None:
+    result.backward(gradient)
+
+
+def judged(error: float, dtype: str, **fields: Any) -> Found:
+    """Wrong when the values differ by more than rounding, or are no numbers."""
+    limit = TOLERANCE[dtype]
+    if error <= limit:
+        return {"outcome": "ok", "error": error} | fields
+    said = f"differs from float64 by {error:.2g} of the largest value; rounding explains {limit:.2g}"
+    return {"outcome": "wrong", "error": error if error == error else None, "said": said} | fields
+
+
+def difference(found: "Tensor", reference: "Tensor") -> float:
+    """The greatest difference as a share of the reference's largest value; NaN when a value is none."""
+    return float((found.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
+
+
+def worst(errors: list[float]) -> float:
+    """The largest; NaN, which compares with nothing, counts as larger than any."""
+    return next((error for error in errors if error != error), max(errors))
+
+
+def best_seconds(work: Callable[[], object], device: str) -> float:
+    """Of several runs after a first one that warms up."""
+    import torch
+
+    def wait() -> None:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+
+    work()
+    wait()
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < REPEATS and (not times or time.perf_counter() - begun < TIMING_SECONDS):
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def product(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Found:
+    """a b and both gradients against float64 on the CPU, from normal values."""
+    import torch
+
+    rows, inner, columns = sizes
+    kind = getattr(torch, dtype)
+    torch.manual_seed(0)
+    a, b, g = torch.randn(rows, inner), torch.randn(inner, columns), torch.randn(rows, columns)
+    a, b, g = (tensor.to(kind) for tensor in (a, b, g))
+    left, right = (tensor.to(where).requires_grad_() for tensor in (a, b))
+    result = left @ right
+    backward(result, g.to(where))
+    assert left.grad is not None and right.grad is not None
+    exact = a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double()
+    errors = [difference(x.detach(), y) for x, y in zip((result, left.grad, right.grad), exact, strict=True)]
+    return judged(worst(errors), dtype)
+
+
+def product_seconds(where: str, dtype: str, size: int) -> float:
+    """Of a square product with both gradients."""
+    import torch
+
+    a, b = (torch.randn(size, size).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(2))
+    gradient = torch.randn(size, size).to(where, getattr(torch, dtype))
+
+    def work() -> None:
+        a.grad = b.grad = None
+        backward((a @ b), gradient)
+
+    return best_seconds(work, where)
+
+
+def attention_checked(run: Attend, where: str, dtype: str, *, tokens: int) -> Found:
+    """Causal attention of 2 rows, 4 heads, width 64 and its three gradients against float64 on the CPU."""
+    import torch
+
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 4, tokens, 64).to(getattr(torch, dtype)) for _ in range(4))
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    scores = (exact[0] @ exact[1].mT / 8.0).masked_fill(~seen, float("-inf"))
+    reference = torch.softmax(scores, -1) @ exact[2]
+    backward(reference, g.double())
+    inputs = [tensor.to(where).requires_grad_() for tensor in (q, k, v)]
+    result = run(*inputs)
+    backward(result, g.to(where))
+    pairs = [(result.detach(), reference.detach())]
+    pairs += [(x.grad, y.grad) for x, y in zip(inputs, exact, strict=True) if x.grad is not None and y.grad is not None]
+    assert len(pairs) == 4
+    return judged(worst([difference(found, truth) for found, truth in pairs]), dtype)
+
+
+def attention_seconds(run: Attend, where: str, dtype: str, *, tokens: int) -> float:
+    """Forward and backward of one row, 8 heads, width 64."""
+    import torch
+
+    q, k, v = (torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(3))
+    gradient = torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype))
+
+    def work() -> None:
+        q.grad = k.grad = v.grad = None
+        backward(run(q, k, v), gradient)
+
+    return best_seconds(work, where)
+
+
+LONGEST_SECONDS = 600.0  # whoever asked for the probe gives it up earlier
+
+
+def all_reduce(name: str, job: Mapping[str, Any]) -> Found:
+    """Every device adds up its numbers: one process each, joined by a file. Two processes on a machine without GPUs."""
+    import torch
+
+    world = 2 if job["device"] == "cpu" else torch.cuda.device_count()
+    if world < 2:
+        return {"outcome": "absent", "said": f"{world} device is visible to torch"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        told = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # nothing leaves the host
+        module = "bloomery.hardware.probes.worker"
+        ranks = [
+            stack.enter_context(Child(module, told | {"rank": rank}, environment=environment)) for rank in range(world)
+        ]
+        answers: list[Found] = []
+        for rank in ranks:
+            answer = rank.next(LONGEST_SECONDS)
+            while isinstance(answer, dict) and answer["outcome"] == "started":
+                answer = rank.next(LONGEST_SECONDS)
+            if not isinstance(answer, dict):
+                return {"outcome": "failed", "said": rank.ending() if answer == "ended" else "a rank never answered"}
+            answers.append(answer)
+    return next((answer for answer in answers if answer["outcome"] != "ok"), answers[0]) | {"name": name}
+
+
+def be_rank(name: str, job: Mapping[str, Any]) -> Found:
+    """What one rank of `all_reduce` finds; it is the same for all."""
+    del name
+    import torch
+    from torch import distributed
+
+    rank, world = job["rank"], job["world"]
+    device = "cpu" if job["device"] == "cpu" else f"cuda:{rank}"
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    backend, size = ("gloo", 2**22) if device == "cpu" else ("nccl", 2**26)
+    distributed.init_process_group(backend, init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
+    numbers = torch.full((size // 4,), float(rank + 1), device=device)
+    distributed.all_reduce(numbers)
+    right = bool((numbers == world * (world + 1) / 2).all())
+    seconds = best_seconds(lambda: distributed.all_reduce(numbers), device)
+    distributed.destroy_process_group()
+    carried = 2 * (world - 1) / world * size / seconds / 1e9
+    facts = {"ranks": str(world), "backend": backend, "gb_per_second": f"{carried:.2f}"}
+    said = {} if right else {"said": f"the sum over {world} ranks is not {world * (world + 1) // 2}"}
+    return {"outcome": "ok" if right else "wrong", "seconds": seconds, "facts": facts} | said
+
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_seconds, two_digits
-from bloomery.hardware.fitting import with_gpu
 from bloomery.hardware.machine import Accelerator, Machine
+from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs.specs import LENT_SHARE, GpuSpec, arch_spec, gpu_spec, table
 from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.gather import facts_of

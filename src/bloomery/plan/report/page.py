@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bloomery.core.text import broken
 from bloomery.core.units import GIB, MIB, format_bytes, format_seconds, two_digits
-from bloomery.hardware.fitting import fitting_builds
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import Profile, build_profile
+from bloomery.hardware.profile import Profile, build_profile, fitting_builds
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.registry import architecture_of
 from bloomery.plan.advice.claims import span
