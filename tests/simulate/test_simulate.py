@@ -14,7 +14,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.plan.estimate.memory import CPU_TILE, TILE, TILE_SCORES
 from bloomery.simulate import parent, simulate
 from bloomery.simulate.notes import notes_of
 from bloomery.simulate.shards import ONE, Cut
@@ -106,12 +105,3 @@ def test_the_tracker_counts_what_torchs_counts():
                 optimizer.zero_grad()
         (snapshot,) = theirs.get_tracker_snapshot("peak").values()
     assert sum(ours.peak.values()) == snapshot["Total"]
-
-
-def test_the_planner_knows_the_sizes_that_the_model_works_in():
-    from bloomery.model import heads
-    from bloomery.model.attention import blockwise
-
-    assert CPU_TILE == heads.CPU_TILE
-    assert TILE == blockwise.BLOCK
-    assert TILE_SCORES == {False: blockwise.CPU_SCORES, True: blockwise.GPU_SCORES}

@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from bloomery.model.limits import CPU_TILE
 from bloomery.model.norms import widened
 
 R = TypeVar("R")
-
-# Entries of the vocabulary whose logits exist at once on a CPU: a thousand rows of them stay in the caches, so that the
-# passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
-CPU_TILE = 4096
 
 
 class Head(Protocol):

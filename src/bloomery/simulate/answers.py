@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.model.attention import blockwise, per_document
 from bloomery.model.attention.blockwise import Options, Rows, like_projection, sums_like
-from bloomery.model.quantization.sizes import CPU_PIECE, GPU_PIECE, PIECE_BYTES
+from bloomery.model.limits import ATTENTION_BLOCK, CPU_SCORES, GPU_SCORES
+from bloomery.model.quantization.sizes import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.simulate.gpu_kernels import flash_backward
 from bloomery.simulate.tracker import tracing
 
@@ -59,7 +60,7 @@ class _Dequantised:
     """Products with a quantised weight: its floats, and those of a piece of it in their making."""
 
     def __init__(self, *, gpu: bool) -> None:
-        self._piece = GPU_PIECE if gpu else CPU_PIECE
+        self._piece = DEQUANTIZED_ON_GPU if gpu else DEQUANTIZED_ON_CPU
 
     def product(
         self, x: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, out: int, into: int, *_: Any
@@ -96,7 +97,7 @@ class _Tiles:
     """Blockwise attention's own code on fake tensors, for the rows of a micro-batch that go together."""
 
     def __init__(self, *, gpu: bool) -> None:
-        self._scores = blockwise.GPU_SCORES if gpu else blockwise.CPU_SCORES
+        self._scores = GPU_SCORES if gpu else CPU_SCORES
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         out, sums = like_projection(q), sums_like(q)
@@ -117,7 +118,7 @@ class _Tiles:
 
     def _first(self, q: Tensor, rest: tuple[Any, ...]) -> tuple[slice, _Task]:
         rows, options = _split(rest)
-        part = slice(0, max(1, self._scores // (q.shape[1] * min(q.shape[2], blockwise.BLOCK) ** 2)))
+        part = slice(0, max(1, self._scores // (q.shape[1] * min(q.shape[2], ATTENTION_BLOCK) ** 2)))
         return part, _Task(None if rows.first_BT is None else rows.first_BT[part], None, rows.seed, *options)
 
 

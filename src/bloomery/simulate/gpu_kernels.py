@@ -16,6 +16,7 @@ from torch import Tensor
 from bloomery.model import heads, norms
 from bloomery.model.attention import attend as attention
 from bloomery.model.attention.attend import Layout
+from bloomery.model.limits import GPU_PIECE
 from bloomery.model.norms import widened, working_dtype
 from bloomery.train.optim import common as optim_pieces
 
@@ -43,7 +44,7 @@ def gpu_kernels(*, fused: bool) -> Iterator[None]:
         mock.patch("torch.nn.functional.dropout", _dropout),
         mock.patch.object(norms, "rms_norm", _rms_norm),
         mock.patch.object(heads, "CPU_TILE", sys.maxsize),
-        mock.patch.object(optim_pieces, "CPU_PIECE", optim_pieces.GPU_PIECE),
+        mock.patch.object(optim_pieces, "CPU_PIECE", GPU_PIECE),
         mock.patch("bloomery.model.decoder.attend", attend),
     ):
         yield

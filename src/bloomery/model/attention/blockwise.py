@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from bloomery.model.limits import ATTENTION_BLOCK as BLOCK
+from bloomery.model.limits import CPU_SCORES, GPU_SCORES
+
 
 class Options(NamedTuple):
     """What the scores of one layer go through."""
@@ -107,10 +110,6 @@ def attention_operator(
         return outputs[0]
 
     return attend
-
-
-BLOCK = 256
-CPU_SCORES, GPU_SCORES = 2**20, 2**23  # that exist at once: a cache's worth, or enough to fill a GPU
 
 
 @dataclass(frozen=True)

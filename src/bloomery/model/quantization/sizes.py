@@ -13,7 +13,7 @@ SCALES_BLOCK = 256  # scales that share a scale of their own under double quanti
 Reader = Literal["torch", "compiled", "bitsandbytes"]  # of quantised weights; the first two are our own
 SCALE_BYTES = 4  # float32
 # Weights turned back at once, and what each takes meanwhile beside its float. On a processor they stay in its caches.
-CPU_PIECE, GPU_PIECE, PIECE_BYTES = 2**17, 2**23, 6
+DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES = 2**17, 2**23, 6
 OLDEST = (0, 50)  # of bitsandbytes: before 0.50 its 4-bit kernels were wrong on AMD GPUs
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.model.norms import working_dtype
-from bloomery.model.quantization.sizes import BLOCK, CPU_PIECE, GPU_PIECE, SCALES_BLOCK, buffer_bytes
+from bloomery.model.quantization.sizes import BLOCK, DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, SCALES_BLOCK, buffer_bytes
 from bloomery.recipe.schema import Quantize
 
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (arXiv:2305.14314, appendix E).
@@ -167,7 +167,7 @@ def dequantised(stored: Buffers, dtype: torch.dtype) -> Tensor:
         return values.view(shape)
     read, in_a_byte = _READ[codes.dtype], 2 if codes.dtype == torch.uint8 else 1
     flat = torch.empty(stored.outputs * stored.inputs, dtype=dtype, device=codes.device)
-    piece = CPU_PIECE if codes.device.type == "cpu" else GPU_PIECE
+    piece = DEQUANTIZED_ON_CPU if codes.device.type == "cpu" else DEQUANTIZED_ON_GPU
     for first in range(0, len(flat), piece):
         part = flat[first : first + piece]
         some = codes[first // in_a_byte : -(-(first + len(part)) // in_a_byte)]

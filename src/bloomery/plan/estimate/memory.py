@@ -12,6 +12,8 @@ from itertools import accumulate
 from bloomery.core.units import MIB
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_count
+from bloomery.model.limits import ATTENTION_BLOCK, CPU_SCORES, CPU_TILE, GPU_SCORES
+from bloomery.model.quantization.sizes import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.plan.estimate.states import (
     StepShape,
     adapter_bytes,
@@ -32,13 +34,10 @@ from bloomery.plan.estimate.states import (
 )
 from bloomery.plan.types import MemoryEstimate, Origin
 
-TILE = 256  # queries and keys of a tile of blockwise attention: model.blockwise
-TILE_SCORES = {False: 2**20, True: 2**23}  # scores that exist at once, by on_gpu: model.blockwise
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
 SHARING = (  # products of one input
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
 )  # fmt: skip
-MAKING, GPU_PIECE, CPU_PIECE = 6, 2**23, 2**17  # bytes of a weight that is turned back, and how many at once
 INPUT_BYTES = 36  # a token: ids, labels, positions, documents, weight
 SMALL_BYTES = 44  # a token: which labels are learned, their scores, sums and gradients
 
@@ -188,7 +187,7 @@ def backward_bytes(step: StepShape) -> float:
     fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is where it belongs
     if step.mode.base != "none":
         read = max(all_sizes.values())  # a matrix while a product reads it; in its making there is no product yet
-        making = MAKING * min(read, GPU_PIECE if step.on_gpu else CPU_PIECE)
+        making = PIECE_BYTES * min(read, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
         fresh += e * read + max(0.0, making - tokens * e * config.hidden_size)
     mlp = tokens * (stream + e * (config.hidden_size + inner)) + fresh
     behind = sum(size for name, size in sizes.items() if name.startswith("mlp."))
@@ -215,8 +214,8 @@ def attention_scratch(step: StepShape) -> float:
 
 def _tile_bytes(step: StepShape) -> float:
     config = step.config
-    tile = config.num_heads * min(step.sequence_length, TILE) ** 2
-    together = min(step.micro_batch, max(1, TILE_SCORES[step.on_gpu] // tile))  # rows
+    tile = config.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
+    together = min(step.micro_batch, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))  # rows
     copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
     return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
 
@@ -252,7 +251,6 @@ CPU_RUNTIME = 420 * MIB  # the interpreter, PyTorch, its buffers and what malloc
 CPU_FRAGMENTATION = {False: 0.25, True: 0.14}  # of the activations, by whether blocks are compiled: docs/memory.md
 CPU_PEFT = 60 * MIB  # imported beside them
 CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
-CPU_TILE = 4096  # entries of the vocabulary whose logits exist at once on a CPU: model.heads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,13 @@ from hashlib import sha256
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
+from bloomery.model.limits import CPU_PIECE, GPU_PIECE, INT8_BLOCK, INT8_SMALLEST, MUON_STACK
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.plan.rules.adapters import adapted, counted_as
 from bloomery.plan.types import Plan
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
-BLOCK = 256  # numbers of an 8-bit state that share a float32 scale
-SMALLEST = 4096  # numbers of a parameter whose states are kept in 8 bits: smaller ones stay float32
-STACK = 2**24  # numbers of the matrices that Muon orthogonalises at once: train.optimizers
-GPU_PIECE, CPU_PIECE = 2**24, 2**17  # numbers that our own optimizers work on at once: train.optim_pieces
-INT8_STATE = 1.0 + 4 / BLOCK
+INT8_STATE = 1.0 + 4 / INT8_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +238,7 @@ def state_bytes(shapes: Mapping[str, Shape], kind: str, mode: TrainingMode, prec
             total += 4 * (sum(shape) if len(shape) == 2 else size)
             continue
         half = mode.states == "bfloat16" or (mode.states == "float32" and each(name, mode, precision) == 2)
-        one = INT8_STATE if mode.states == "int8" and size >= SMALLEST else 2 if half else 4
+        one = INT8_STATE if mode.states == "int8" and size >= INT8_SMALLEST else 2 if half else 4
         total += (1 if kind == "muon" and len(shape) == 2 and ".layers." in name else 2) * size * one
     return total
 
@@ -271,7 +268,7 @@ def update_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: 
 def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
     """Numbers of all matrices of a shape, lying or standing, as far as one stack takes them."""
     size, alike = math.prod(shape), sum(sorted(other) == sorted(shape) for other in inside)
-    return size * min(alike, max(1, STACK // size))
+    return size * min(alike, max(1, MUON_STACK // size))
 
 
 @cache

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.limits import INT8_BLOCK as BLOCK
+from bloomery.model.limits import INT8_SMALLEST as SMALL
 from bloomery.parallel import offload as copies
 from bloomery.train.optim.common import (
     Gate,
@@ -26,9 +28,6 @@ from bloomery.train.optim.common import (
     times,
     with_states,
 )
-
-BLOCK = 256  # numbers that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today
-SMALL = 4096  # tensors of fewer numbers keep float32 moments, as in bitsandbytes: they decide much and weigh nothing
 
 
 class Moment(Protocol):

@@ -10,6 +10,7 @@ import torch._dynamo  # making any optimizer of torch's imports it: better now, 
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.limits import MUON_STACK
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
 from bloomery.train.optim.adamw import Beside, Home, Host, LeanAdamW
@@ -97,7 +98,6 @@ def head_weights(model: nn.Module) -> list[nn.Parameter]:
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # a run whose precision has changed keeps them otherwise
-_STACK_ELEMENTS = 2**24  # matrices orthogonalised at once: enough to fill a device, 100 MiB of scratch at most
 
 
 def orthogonalised(stack_NRC: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def stacks(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
     runs = []
     for shape, members in by_shape.items():
-        size = max(1, _STACK_ELEMENTS // math.prod(shape))
+        size = max(1, MUON_STACK // math.prod(shape))
         runs += [members[i : i + size] for i in range(0, len(members), size)]
     return runs
 

@@ -9,6 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.model.limits import CPU_PIECE, GPU_PIECE
+
 _HALF = 1 << 15
 
 
@@ -42,9 +44,6 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
 
 
 State = dict[str, Tensor]
-
-# Numbers worked on at once: 16 million (64 MiB of float32) keep a device busy, 128 thousand stay in a core's cache.
-GPU_PIECE, CPU_PIECE = 2**24, 2**17
 
 
 def piece_size(device: torch.device) -> int:
