@@ -9,8 +9,9 @@ import bloomery
 
 ROOT = Path(bloomery.__file__).parent
 WITHOUT_TORCH = [
-    "core", "recipe", "hardware", "plan", "cli", "api.py", "model/config.py", "model/families/registry.py",
-    "model/attention/support.py", "data/sources", "data/tokenizer/tokenizer.py", "data/prepare", "data/shards",
+    "core", "recipe", "hardware", "plan", "cli", "api.py", "model/config.py", "model/limits.py",
+    "model/families/registry.py", "model/attention/support.py", "data/sources", "data/tokenizer/tokenizer.py",
+    "data/prepare", "data/shards",
     "data/loading/packing.py", "monitor",
 ]  # fmt: skip
 

@@ -16,7 +16,11 @@ def test_the_pages_that_people_buy_by_show_real_output() -> None:
     assert {"docs/plan.md", "docs/which-gpu.md", "docs/i-have-an-rx-6700-xt.md", "docs/i-have-an-mi50.md"} <= set(PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES)
+# docs/memory.md simulates steps for its figures, which takes longer than all other pages together.
+SHOWN = [pytest.param(page, marks=pytest.mark.soak) if page == "docs/memory.md" else page for page in PAGES]
+
+
+@pytest.mark.parametrize("page", SHOWN)
 def test_a_page_shows_what_is_printed_today(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert plan_pages.refreshed(text) == text, "run scripts/plan_pages.py"
