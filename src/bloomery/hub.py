@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
@@ -85,69 +85,49 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, int]) -> None:
-    """Raises UserError where the repository does not hold what is asked of it, or in no form that is safe to open."""
-    if part == "dataset":
-        refuse_dataset(named, listing, wanted)
-    elif part != "tokenizer":
-        refuse_model(named, listing)
-    elif not wanted.keys() & {"tokenizer.json", "tokenizer.model", "spiece.model"}:
-        remedy = "name another model of the same family, or a tokenizer.json"
-        raise UserError("it holds neither tokenizer.json nor tokenizer.model", where=named.page, remedy=remedy)
-
-
-def refuse_model(named: Named, listing: dict[str, int]) -> None:
-    """Raises UserError for a repository without a config, or without weights that are safe to open."""
-    if "config.json" not in listing and "adapter_config.json" not in listing:
-        held = ", ".join(sorted(listing)[:4]) or "no file at all"
-        gguf = any(name.endswith(".gguf") for name in listing)
-        remedy = "name the repository that its author converted it from" if gguf else "check the name"
-        remedy += f"; a data set needs --dataset: `bloomery download {named} --dataset`" if not gguf else ""
-        raise UserError(f"it holds no config.json, so it is no model: {held}", where=named.page, remedy=remedy)
-    if any(name.endswith(".safetensors") and "/" not in name for name in listing):
-        return
-    pickled = next((name for name in sorted(listing) if name.endswith(PICKLED)), None)
-    if pickled is None:
-        raise UserError("it holds no weights", where=named.page, remedy="name a repository that has model.safetensors")
-    raise UserError(
-        f"its weights are pickles ({pickled}): opening one could run anything, so none is downloaded",
-        where=named.page,
-        remedy=f"look for a copy in safetensors: {named.page}/discussions often has a branch, ID@refs/pr/N",
-    )
-
-
-def refuse_dataset(named: Named, listing: dict[str, int], wanted: dict[str, int]) -> None:
-    """Raises UserError where no file of a format that is read here would be fetched."""
-    if wanted:
-        return
-    script = next((name for name in sorted(listing) if name.endswith(".py")), None)
-    if script is not None:
-        raise UserError(
-            f"its data come from a program, {script}, which is never run here",
-            where=named.page, remedy=f"take the Hub's own copy in parquet: {named.repo}@refs/convert/parquet",
-        )  # fmt: skip
+    """Raises UserError where the repository does not hold what is asked of it, or in no form that is safe to open: a
+    model has a config and safetensors, a data set files of a format that is read here.
+    """
     held = ", ".join(sorted(listing)[:4]) or "no file at all"
-    raise UserError(
-        f"no file of it is one that can be read here: {held}", where=named.page,
-        remedy="mend data.glob, or name a data set of parquet, jsonl, json, csv, arrow or text files",
-    )  # fmt: skip
+    problem = ""
+    if part == "tokenizer":
+        if not wanted.keys() & {"tokenizer.json", "tokenizer.model", "spiece.model"}:
+            problem = "it holds neither tokenizer.json nor tokenizer.model"
+            remedy = "name another model of the same family, or a tokenizer.json"
+    elif part == "dataset":
+        script = next((name for name in sorted(listing) if name.endswith(".py")), None)
+        if not wanted and script is not None:
+            problem = f"its data come from a program, {script}, which is never run here"
+            remedy = f"take the Hub's own copy in parquet: {named.repo}@refs/convert/parquet"
+        elif not wanted:
+            problem = f"no file of it is one that can be read here: {held}"
+            remedy = "mend data.glob, or name a data set of parquet, jsonl, json, csv, arrow or text files"
+    elif "config.json" not in listing and "adapter_config.json" not in listing:
+        problem = f"it holds no config.json, so it is no model: {held}"
+        remedy = f"check the name; a data set needs --dataset: `bloomery download {named} --dataset`"
+        if any(name.endswith(".gguf") for name in listing):
+            remedy = "name the repository that its author converted it from"
+    elif not any(name.endswith(".safetensors") and "/" not in name for name in listing):
+        pickled = next((name for name in sorted(listing) if name.endswith(PICKLED)), None)
+        problem, remedy = "it holds no weights", "name a repository that has model.safetensors"
+        if pickled is not None:
+            problem = f"its weights are pickles ({pickled}): opening one could run anything, so none is downloaded"
+            remedy = f"look for a copy in safetensors: {named.page}/discussions often has a branch, ID@refs/pr/N"
+    if problem:
+        raise UserError(problem, where=named.page, remedy=remedy)
 
 
 def refuse_full(named: Named, goal: Path, size: int) -> None:
     """Counts what is there already as missing, so that only a disk which could not hold all of it twice is refused."""
     place = next(folder for folder in (goal.absolute(), *goal.absolute().parents) if folder.is_dir())
-    free, here = shutil.disk_usage(place).free, _bytes_here(named, goal)
+    own = goal / f"{named.kind}s--{named.repo.replace('/', '--')}"
+    files = (path for path in (own if own.is_dir() else goal).rglob("*") if path.is_file() and not path.is_symlink())
+    free, here = shutil.disk_usage(place).free, sum(path.stat().st_size for path in files) if goal.is_dir() else 0
     if free + here < size:
         raise UserError(
             f"{named} takes {format_bytes(size)}, and {format_bytes(free)} are free", where=str(place),
             remedy="free some space, or set HF_HUB_CACHE to a folder on a larger disk",
         )  # fmt: skip
-
-
-def _bytes_here(named: Named, goal: Path) -> int:
-    """Of this model or data set, whole files and beginnings alike."""
-    own = goal / f"{named.kind}s--{named.repo.replace('/', '--')}"
-    files = (path for path in (own if own.is_dir() else goal).rglob("*") if path.is_file() and not path.is_symlink())
-    return sum(path.stat().st_size for path in files) if goal.is_dir() else 0
 
 
 def checked(folder: Path, wanted: dict[str, int], named: Named) -> Path:
@@ -184,94 +164,52 @@ def explained(named: Named) -> Iterator[None]:
 def _told(named: Named, error: Exception) -> UserError | None:
     from huggingface_hub import errors
 
-    if isinstance(error, errors.GatedRepoError):
-        return _gated(named)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return _unknown(named)
-    if isinstance(error, errors.RevisionNotFoundError):
-        remedy = f"see {named.page}/tree/main for its branches and tags"
-        return UserError(f"it has no revision {named.revision}", where=named.page, remedy=remedy)
-    if isinstance(error, errors.OfflineModeIsEnabled) or _offline(error):
-        return UserError(
-            f"{named} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it", where="HF_HUB_OFFLINE",
-            remedy=f"unset HF_HUB_OFFLINE, or run `{named.command} --to DIR` elsewhere and bring that folder here",
-        )  # fmt: skip
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in (401, 403):
-        return _refused_access(named, int(status))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError("the disk is full", where=str(cache_folder()), remedy=f"free some space; then {_again(named)}")
-    if isinstance(error, PermissionError):
-        remedy = "set HF_HUB_CACHE to a folder that you may write, or give --to"
-        return UserError("the folder cannot be written", where=str(error.filename or cache_folder()), remedy=remedy)
-    if isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError) or _of_the_network(error):
-        return _unreachable(named, error, status)
+    again, page, known = f"`{named.command}` goes on with the files that are missing", named.page, token()
+    tokens = "a token of https://huggingface.co/settings/tokens"
+    # The library wraps its refusal where it looked into the cache first.
+    offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
+    # The library's HTTP client changed its name between versions.
+    network = type(error).__module__.split(".")[0] in ("requests", "httpx", "httpx2", "httpcore", "urllib3")
+    match error:
+        case errors.GatedRepoError() if known:
+            problem = "your token has no access to it yet"
+            return UserError(problem, where=page, remedy=f"ask for it on {page} with the account that the token is of")
+        case errors.GatedRepoError():
+            problem = "its author asks for an agreement before it is downloaded"
+            return UserError(problem, where=page, remedy=f"agree on {page}, then `export HF_TOKEN=...` ({tokens})")
+        case errors.RepositoryNotFoundError():
+            what, other = ("data set", "") if named.kind == "dataset" else ("model", "a data set needs --dataset")
+            private = "" if known else "if it is private, `export HF_TOKEN=...`"
+            remedy = "; ".join(part for part in ("mend the name", private, other) if part)
+            return UserError(f"the Hub knows no {what} {named.repo}, or it is private", where=page, remedy=remedy)
+        case errors.RevisionNotFoundError():
+            remedy = f"see {page}/tree/main for its branches and tags"
+            return UserError(f"it has no revision {named.revision}", where=page, remedy=remedy)
+        case _ if offline or isinstance(error, errors.OfflineModeIsEnabled):
+            problem = f"{named} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
+            remedy = f"unset HF_HUB_OFFLINE, or run `{named.command} --to DIR` elsewhere and bring that folder here"
+            return UserError(problem, where="HF_HUB_OFFLINE", remedy=remedy)
+        case _ if status in (401, 403):
+            refused = "the Hub refuses the token in HF_TOKEN" if known else "the Hub asks for a token"
+            remedy = f"`export HF_TOKEN=...` with {tokens} that may read it"
+            return UserError(f"{refused} ({status})", where=page, remedy=remedy)
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return UserError("the disk is full", where=str(cache_folder()), remedy=f"free some space; then {again}")
+        case PermissionError():
+            remedy = "set HF_HUB_CACHE to a folder that you may write, or give --to"
+            where = str(error.filename or cache_folder())
+            return UserError("the folder cannot be written", where=where, remedy=remedy)
+        case _ if network or isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError):
+            cause: BaseException = error
+            while isinstance(cause.__cause__, Exception):
+                cause = cause.__cause__
+            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:160]
+            reason = reason if status is None else f"it answers {status}"
+            remedy = f"check the network; {again}. Without one, bring the folder here and name it"
+            return UserError(f"the Hub cannot be reached: {reason}", where=page, remedy=remedy)
     return None
 
-
-def _offline(error: Exception) -> bool:
-    """The library wraps its refusal where it looked into the cache first."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    return isinstance(error.__cause__, OfflineModeIsEnabled)
-
-
-def _of_the_network(error: Exception) -> bool:
-    """The library's HTTP client changed its name between versions: requests, httpx, httpx2."""
-    return type(error).__module__.split(".")[0] in ("requests", "httpx", "httpx2", "httpcore", "urllib3")
-
-
-def _again(named: Named) -> str:
-    return f"`{named.command}` goes on with the files that are missing"
-
-
-def _gated(named: Named) -> UserError:
-    if token():
-        problem = "your token has no access to it yet"
-        remedy = f"ask for it on {named.page} with the account that the token is of"
-    else:
-        problem = "its author asks for an agreement before it is downloaded"
-        remedy = (
-            f"agree on {named.page}, then `export HF_TOKEN=...` (a token of https://huggingface.co/settings/tokens)"
-        )
-    return UserError(problem, where=named.page, remedy=remedy)
-
-
-def _unknown(named: Named) -> UserError:
-    what, other = ("model", "a data set needs --dataset") if named.kind == "model" else ("data set", "")
-    private = "" if token() else "if it is private, `export HF_TOKEN=...`"
-    remedy = "; ".join(part for part in ("mend the name", private, other) if part)
-    return UserError(f"the Hub knows no {what} {named.repo}, or it is private", where=named.page, remedy=remedy)
-
-
-def _refused_access(named: Named, status: int) -> UserError:
-    problem = f"the Hub refuses the token in HF_TOKEN ({status})" if token() else f"the Hub asks for a token ({status})"
-    remedy = "`export HF_TOKEN=...` with a token of https://huggingface.co/settings/tokens that may read it"
-    return UserError(problem, where=named.page, remedy=remedy)
-
-
-def _unreachable(named: Named, error: Exception, status: int | None) -> UserError:
-    reason = f"it answers {status}" if status is not None else _reason(error)
-    return UserError(
-        f"the Hub cannot be reached: {reason}", where=named.page,
-        remedy=f"check the network; {_again(named)}. Without one, bring the folder here and name it",
-    )  # fmt: skip
-
-
-def _reason(error: Exception) -> str:
-    """The innermost cause, in a line."""
-    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
-__all__ = [
-    "PREFIX", "Named", "Part", "cached_model", "data_place", "download", "fetch_dataset", "fetch_model",
-    "fetch_tokenizer", "is_hub_id", "local_model", "parse",
-]  # fmt: skip
 
 PREFIX = "hub:"  # before a data set's id where a path is expected
 CONFIG = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md")  # all of a model but its weights
@@ -280,7 +218,6 @@ ASIDE = ("*/*", "consolidated*", "*.index.fp*.json", "*.fp16.safetensors", "*.fp
 TABLES = ("*.parquet", "*.jsonl", "*.ndjson", "*.json", "*.csv", "*.tsv", "*.arrow", "*.txt")
 DATA = (*TABLES, *(f"{pattern}.{packed}" for pattern in TABLES for packed in ("gz", "zst", "xz", "bz2")))
 NO_DATA = ("dataset_infos.json", "*/dataset_infos.json", ".*")
-Say = Callable[[str], None]
 
 
 def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
@@ -348,37 +285,42 @@ def data_place(path: str) -> Path:
     return folder if folder.is_dir() else Path(path)
 
 
-def download(
-    name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None, say: Say | None = None
-) -> Path:
+def download(name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None) -> Path:
     """Fetch what is still missing into the Hub's cache, or into `to`; returns the folder. `glob`: of a data set.
 
     A download that was broken off goes on: files that are whole are kept. Within one call a file whose connection
     broke goes on in its middle. Raises UserError.
     """
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
     named = parse(name, "dataset" if part == "dataset" else "model")
-    say = say or _say
     allow, aside = _patterns(part, glob)
-    if to is None and _forbidden() and (kept := _cached(named, allow, aside)) is not None:
+    if to is None and HF_HUB_OFFLINE and (kept := _cached(named, allow, aside)) is not None:
         return kept
     with explained(named):
-        api = _api()
-        listing = _listing(api, named)
-        wanted = {path: size for path, size in listing.items() if _matches(path, allow) and not _matches(path, aside)}
+        api = HfApi(token=token())
+        info: Any = api.repo_info(named.repo, repo_type=named.kind, revision=named.revision, files_metadata=True)
+        listing = {str(entry.rfilename): int(entry.size or 0) for entry in info.siblings or []}
+        for held in listing:
+            path = PurePosixPath(held)
+            if path.is_absolute() or ".." in path.parts or "\\" in held or not held.isprintable():
+                problem = f"it holds a file named {ascii(held)[:80]}, which leads out of its folder"
+                raise UserError(problem, where=named.page, remedy="use a copy from a source that you trust")
+        wanted = {
+            held: size
+            for held, size in listing.items()
+            if any(fnmatch.fnmatch(held, pattern) for pattern in allow)
+            and not any(fnmatch.fnmatch(held, pattern) for pattern in aside)
+        }
         refuse(named, part, listing, wanted)
         goal = to or cache_folder()
         refuse_full(named, goal, sum(wanted.values()))
-        say(f"{named}: {len(wanted)} files, {format_bytes(sum(wanted.values()))}, into {goal}")
+        told = f"{named}: {len(wanted)} files, {format_bytes(sum(wanted.values()))}, into {goal}"
+        print(told, file=sys.stderr, flush=True)
         folder = _snapshot(named, allow, aside, local_dir=to, token=token())
     _tidy(folder)
     return checked(folder, wanted, named)
-
-
-def _forbidden() -> bool:
-    """Whether HF_HUB_OFFLINE is set, in the library's reading."""
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    return bool(HF_HUB_OFFLINE)
 
 
 def _tidy(folder: Path) -> None:
@@ -390,45 +332,14 @@ def _tidy(folder: Path) -> None:
             rest.unlink(missing_ok=True)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _patterns(part: Part, glob: str | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which files are fetched, and which of these are not."""
-    if part == "dataset":
-        return _globbed(glob), NO_DATA
-    return (*CONFIG, *WEIGHTS) if part == "model" else CONFIG, ASIDE
-
-
-def _globbed(glob: str | None) -> tuple[str, ...]:
-    """A recipe's glob means names where it has no slash, and paths below the folder where it has one."""
-    if glob is None:
-        return DATA
-    plain = glob.removeprefix("**/")
-    return (plain,) if "/" in plain else (plain, f"*/{plain}")
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
-
-
-def _api() -> "HfApi":
-    from huggingface_hub import HfApi
-
-    return HfApi(token=token())
-
-
-def _listing(api: "HfApi", named: Named) -> dict[str, int]:
-    """Every file of the repository and its bytes. Raises UserError for names that lead elsewhere."""
-    info: Any = api.repo_info(named.repo, repo_type=named.kind, revision=named.revision, files_metadata=True)
-    listing = {str(entry.rfilename): int(entry.size or 0) for entry in info.siblings or []}
-    for name in listing:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name or not name.isprintable():
-            problem = f"it holds a file named {ascii(name)[:80]}, which leads out of its folder"
-            raise UserError(problem, where=named.page, remedy="use a copy from a source that you trust")
-    return listing
+    """Which files are fetched, and which of these are not. A recipe's glob means names where it has no slash, and paths
+    below the folder where it has one.
+    """
+    if part != "dataset":
+        return (*CONFIG, *WEIGHTS) if part == "model" else CONFIG, ASIDE
+    plain = (glob or "").removeprefix("**/")
+    return DATA if glob is None else (plain,) if "/" in plain else (plain, f"*/{plain}"), NO_DATA
 
 
 def _snapshot(named: Named, allow: Sequence[str], aside: Sequence[str], **options: Any) -> Path:
@@ -438,15 +349,8 @@ def _snapshot(named: Named, allow: Sequence[str], aside: Sequence[str], **option
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it warns of is said here, or is an error
     if not sys.stderr.isatty():
         disable_progress_bars()
-    folder = snapshot_download(
-        named.repo,
-        repo_type=named.kind,
-        revision=named.revision,
-        allow_patterns=list(allow) or None,
-        ignore_patterns=list(aside) or None,
-        **options,
-    )
-    return Path(str(folder))
+    options |= {"allow_patterns": list(allow) or None, "ignore_patterns": list(aside) or None}
+    return Path(str(snapshot_download(named.repo, repo_type=named.kind, revision=named.revision, **options)))
 
 
 def _cached(named: Named, allow: Sequence[str], aside: Sequence[str]) -> Path | None:

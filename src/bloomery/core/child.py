@@ -203,6 +203,11 @@ class Child:
         """Its exit code; negative: the signal that ended it."""
         return self._process.wait()
 
+    @property
+    def tail(self) -> list[str]:
+        """The last lines that it or a library printed so far."""
+        return list(self._tail.copy())
+
     def _keep_tail(self) -> None:
         assert self._process.stdout is not None
         while line := self._process.stdout.readline(2**16):

@@ -1,14 +1,8 @@
-"""A SentencePiece model described as a tokenizer.json, so that programs without SentencePiece cut text as it does.
-
-The file is a protocol buffer (sentencepiece_model.proto of google/sentencepiece): ModelProto holds pieces (1), the
-trainer's settings (2) and the normaliser's (3). Only the fields named below are read.
-"""
+"""A SentencePiece model described as a tokenizer.json, so that programs without SentencePiece cut text as it does."""
 
 import base64
 import hashlib
 import json
-import struct
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -27,102 +21,45 @@ PROBES = (
 )
 Json = dict[str, Any]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
-UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 _SPACE = "▁"
-Field = tuple[int, int | bytes]  # number, value
-
-
-def fields(message: bytes) -> Iterator[Field]:
-    """The fields of one message; ValueError when it is none. Fixed-width values come as their bytes."""
-    place = 0
-    while place < len(message):
-        key, place = _varint(message, place)
-        kind = key & 7
-        if kind == 0:
-            value, place = _varint(message, place)
-            yield key >> 3, value
-            continue
-        size, place = _varint(message, place) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), place)
-        if size < 0 or place + size > len(message):
-            raise ValueError("no protocol buffer")
-        yield key >> 3, message[place : place + size]
-        place += size
-
-
-def _varint(message: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while place < len(message):
-        byte = message[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
-    raise ValueError("no protocol buffer")
-
-
-def _message(value: int | bytes) -> dict[int, int | bytes]:
-    return dict(fields(value)) if isinstance(value, bytes) else {}
 
 
 def describe(model: bytes) -> Json | None:
     """The tokenizer.json of a unigram or BPE model; None for another kind, and for spaces that end words."""
-    pieces: list[tuple[str, float, int]] = []
-    trainer: dict[int, int | bytes] = {}
-    normalizer: dict[int, int | bytes] = {}
-    for number, value in fields(model):
-        if number == 1:
-            pieces.append(_piece(_message(value)))
-        elif number == 2:
-            trainer = _message(value)
-        elif number == 3:
-            normalizer = _message(value)
-    kind = trainer.get(3, UNIGRAM)
-    if kind not in (UNIGRAM, BPE) or trainer.get(24) or not normalizer.get(5, 1):
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # its names are made when it is imported
+    proto = messages.ModelProto.FromString(model)
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
+    builders = {trainer.UNIGRAM: _unigram, trainer.BPE: _bpe}
+    if trainer.model_type not in builders or trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         return None
-    byte_fallback = bool(trainer.get(35))
-    dummy_prefix = bool(normalizer.get(3, 1))
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(pieces),
-        "normalizer": _normalizer(normalizer, dummy_prefix), "pre_tokenizer": None, "post_processor": None,
-        "decoder": _decoder(dummy_prefix),
-        "model": _unigram(pieces, byte_fallback) if kind == UNIGRAM else _bpe(pieces, byte_fallback),
-    }  # fmt: skip
-
-
-def _piece(message: dict[int, int | bytes]) -> tuple[str, float, int]:
-    text, score, kind = message.get(1, b""), message.get(2, bytes(4)), message.get(3, NORMAL)
-    assert isinstance(text, bytes) and isinstance(score, bytes) and isinstance(kind, int)
-    return text.decode(), struct.unpack("<f", score)[0], kind
-
-
-def _added(pieces: list[tuple[str, float, int]]) -> list[Json]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [
+    added = [
         {"id": index, "content": text, "special": kind != USER_DEFINED, **plain}
         for index, (text, _, kind) in enumerate(pieces)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
-
-
-def _normalizer(settings: dict[int, int | bytes], dummy_prefix: bool) -> Json:
     steps: list[Json] = []
-    charsmap = settings.get(2, b"")
-    if isinstance(charsmap, bytes) and charsmap:
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
-    if settings.get(4, 1):
+    if normalizer.precompiled_charsmap:
+        charsmap = base64.b64encode(normalizer.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if normalizer.remove_extra_whitespaces:
         steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if dummy_prefix:
+    if normalizer.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": _SPACE})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
-    return {"type": "Sequence", "normalizers": steps}
-
-
-def _decoder(dummy_prefix: bool) -> Json:
-    steps: list[Json] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
-    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
-    return {"type": "Sequence", "decoders": steps}
+    decoders: list[Json] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": builders[trainer.model_type](pieces, trainer.byte_fallback),
+    }  # fmt: skip
 
 
 def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
@@ -163,11 +100,8 @@ class SentencePiece:
         try:
             import sentencepiece
         except ImportError as error:
-            raise UserError(
-                "a SentencePiece .model needs its library",
-                where=str(path),
-                remedy="pip install 'bloomery[sentencepiece]'",
-            ) from error
+            problem, remedy = "a SentencePiece .model needs its library", "pip install 'bloomery[sentencepiece]'"
+            raise UserError(problem, where=str(path), remedy=remedy) from error
         self.description: dict[str, Any] = {}
         self.growth = 1.0
         self._content = read_input(path, MAX_FILE)
@@ -175,9 +109,8 @@ class SentencePiece:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content)
             size = int(self._processor.get_piece_size())
         except (RuntimeError, ValueError) as error:
-            raise UserError(
-                "is no SentencePiece model, or a damaged one", where=str(path), remedy="copy or download it again"
-            ) from error
+            problem = "is no SentencePiece model, or a damaged one"
+            raise UserError(problem, where=str(path), remedy="copy or download it again") from error
         self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
         if len(self._ids) != size:
             raise UserError("holds a piece twice", where=str(path), remedy="copy or download it again")
@@ -201,13 +134,18 @@ class SentencePiece:
     @cached_property
     def _translated(self) -> Any:
         """Judged by probes that spell no piece: here <s> is a token, and not letters as in other texts."""
+        return self._library(special=False)
+
+    def _library(self, *, special: bool) -> Any:
+        """The model in the tokenizers library where that cuts the probes alike, else None."""
         from tokenizers import Tokenizer as Library
 
         described = describe(self._content)
         if described is None:
             return None
         library = Library.from_str(json.dumps(described))
-        probes = [text.replace("<s> <0x0A>", "") for text in PROBES]
+        library.encode_special_tokens = special
+        probes = list(PROBES) if special else [text.replace("<s> <0x0A>", "") for text in PROBES]
         cut = [library.encode(text, add_special_tokens=False).ids for text in probes]
         return library if cut == self.encode_batch(probes, special=False) else None
 
@@ -247,17 +185,6 @@ class SentencePiece:
 
     def files(self) -> dict[str, bytes]:
         """The model, and a tokenizer.json for programs without SentencePiece where that cuts the probes alike."""
-        described = self._description()
+        described = describe(self._content) if self._library(special=True) is not None else None
         written = {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()} if described else {}
         return {**written, MODEL_FILE: self._content}
-
-    def _description(self) -> dict[str, Any] | None:
-        from tokenizers import Tokenizer as Library
-
-        described = describe(self._content)
-        if described is None:
-            return None
-        library = Library.from_str(json.dumps(described))
-        library.encode_special_tokens = True
-        cut = [library.encode(text, add_special_tokens=False).ids for text in PROBES]
-        return described if cut == self.encode_batch(list(PROBES), special=False) else None

@@ -1,21 +1,14 @@
-"""Training a tokenizer: words bounded in length, much text in a child process, so that signals are heard
-
-Run as a module it is that child: texts on its standard input, tokenizer.json on its output, progress on its errors.
-"""
+"""Training a tokenizer: words bounded in length, much text in a child process, so that signals are heard."""
 
 import json
 import os
 import re
-import struct
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any
 
-from bloomery.core.child import die_with_parent
+from bloomery.core.child import Child, accept, last_words, requests, tell
 from bloomery.core.errors import UserError
 from bloomery.core.units import MIB
 from bloomery.data.tokenizer.tokenizer import SPECIAL, JsonBackend, Tokenizer, guarded
@@ -26,7 +19,7 @@ _SEGMENT = MIB  # characters that are looked at together where a text may hold a
 _BLANK, _SOLID = re.compile(rf"\s{{{LONGEST_WORD},}}"), re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
 _WORD_ENDS = re.compile(r"(?<=[!-~])(?=\n)")
 _AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}  # bytes of text that this process trains on itself: a second or two
-_END = 2**64 - 1
+_HOURS = 1e6  # seconds: it takes as long as it takes, and a child that dies is noticed
 Progress = Callable[[float, float], None]
 
 
@@ -52,13 +45,8 @@ def train_tokenizer(
         size += len(piece.encode())
     small = size <= _AT_ONCE[spec.kind]
     text = _trained(iter(first), spec) if small else _trained_in_child(chain(first, pieces), spec, progress)
-    config = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-    }
+    config: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
+    config["add_bos_token"] = True
     description = json.loads(text)
     for entry in description["added_tokens"]:  # training knows special tokens only; the user's own are part of the text
         entry["special"] = entry["content"] in SPECIAL
@@ -74,15 +62,23 @@ def bounded(text: str) -> Iterator[str]:
     if not _maybe_long(text):
         yield text
         return
-    kept = list[str]()  # ordinary text since the last long word
-    for segment in _segments(text):
-        for piece, long in _split(segment) if _maybe_long(segment) else [(segment, False)]:
-            if long:
-                yield from ["".join(kept)] if kept else []
-                yield from (piece[start : start + LONGEST_WORD] for start in range(0, len(piece), LONGEST_WORD))
-                kept = []
-            else:
-                kept.append(piece)
+    from tokenizers import pre_tokenizers
+
+    words, kept = pre_tokenizers.ByteLevel(add_prefix_space=False), list[str]()  # ordinary text since the last long one
+    start = 0
+    while start < len(text):  # segments end where a word does for certain, or where there is no such place
+        stop = start + _SEGMENT
+        if stop < len(text):
+            ends = [match.start() for match in _WORD_ENDS.finditer(text, start + 1, stop)]
+            stop = ends[-1] if ends else stop
+        segment, begin, start = text[start:stop], 0, stop
+        for _, (first, last) in words.pre_tokenize_str(segment) if _maybe_long(segment) else ():
+            if last - first > LONGEST_WORD:
+                kept.append(segment[begin:first])
+                yield "".join(kept)
+                yield from (segment[at : min(at + LONGEST_WORD, last)] for at in range(first, last, LONGEST_WORD))
+                kept, begin = [], last
+        kept.append(segment[begin:])
     if kept:
         yield "".join(kept)
 
@@ -91,31 +87,6 @@ def _maybe_long(text: str) -> bool:
     """Whether a word of it may be longer than LONGEST_WORD: no word holds white space and letters but for one space."""
     lines = max(map(len, text.split("\n"))) >= LONGEST_WORD  # ten times as fast as the expression
     return (lines and _SOLID.search(text) is not None) or _BLANK.search(text) is not None
-
-
-def _segments(text: str) -> Iterator[str]:
-    """Parts of the text: cut where a word ends for certain, or where there is no such place after _SEGMENT."""
-    start = 0
-    while start < len(text):
-        stop = start + _SEGMENT
-        if stop < len(text):
-            ends = [match.start() for match in _WORD_ENDS.finditer(text, start + 1, stop)]
-            stop = ends[-1] if ends else stop
-        yield text[start:stop]
-        start = stop
-
-
-def _split(segment: str) -> Iterator[tuple[str, bool]]:
-    """Runs of ordinary words, and long words."""
-    from tokenizers import pre_tokenizers
-
-    begin = 0
-    for _, (start, stop) in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(segment):
-        if stop - start > LONGEST_WORD:
-            yield segment[begin:start], False
-            yield segment[start:stop], True
-            begin = stop
-    yield segment[begin:], False
 
 
 def _trained(texts: Iterator[str], spec: TrainTokenizer, *, told: bool = False) -> str:
@@ -152,99 +123,54 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, told: bool = False) 
 
 def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Progress) -> str:
     """As `_trained`, by a process that is gone afterwards: the library makes the one that it is in deaf to signals."""
-    child = _Child(spec)
-    try:
-        return child.train(texts, progress)
-    finally:
-        child.close()
+    with Child("bloomery.data.tokenizer.training", {"spec": spec.model_dump_json()}, environment=os.environ) as child:
+        for text in texts:
+            child.send({}, text.encode(), seconds=_HOURS)
+        child.send({"end": True}, seconds=_HOURS)
+        while (told := child.next(0.25)) == "silent":
+            progress(*_progress_of(child.tail))
+        if isinstance(told, str):
+            code, said = child.code, last_words(child.tail)
+            raise UserError(
+                f"the process that trained the tokenizer died (code {code}){': ' if said else ''}{said}",
+                where="tokenizer.train",
+                remedy="if memory ran out, set tokenizer.train.vocab_size to a smaller number, or name fewer files",
+            )  # fmt: skip
+    if "refused" in told:
+        problem, where, remedy = told["refused"]
+        raise UserError(problem, where=where, remedy=remedy)
+    made: bytes = told["content"]
+    return made.decode()
 
 
-@final
-class _Child:
-    """The process that trains, and threads that read what it writes."""
-
-    def __init__(self, spec: TrainTokenizer) -> None:
-        command = [sys.executable, "-m", __name__, spec.model_dump_json(), str(os.getpid())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=MIB,
-            start_new_session=True,  # Ctrl+C reaches it through us alone
-        )  # fmt: skip
-        self._made, self._told, self._last = b"", (0.0, 0.0), b""
-        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read_result, self._read_told)]
-        for reader in self._readers:
-            reader.start()
-
-    def _read_result(self) -> None:
-        assert self._process.stdout
-        self._made = self._process.stdout.read()
-
-    def _read_told(self) -> None:
-        assert self._process.stderr
-        for line in self._process.stderr:
-            try:
-                entry = json.loads(line)
-                self._told = (float(entry["current"]), float(entry["total"]))
-            except (ValueError, TypeError, KeyError):
-                self._last = line[:300]
-
-    def train(self, texts: Iterator[str], progress: Progress) -> str:
-        assert self._process.stdin
+def _progress_of(lines: list[str]) -> tuple[float, float]:
+    """Done and total by the last line of progress that the library wrote."""
+    for line in reversed(lines):
         try:
-            for text in texts:
-                content = text.encode()
-                self._process.stdin.write(struct.pack("<Q", len(content)) + content)
-            self._process.stdin.write(struct.pack("<Q", _END))
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died: its exit code says so
-        while self._readers[0].is_alive():
-            self._readers[0].join(0.25)
-            progress(*self._told)
-        code = self._process.wait()
-        if code == 0 and self._made[:1] == b"{":
-            return self._made.decode()
-        if code == 0 and self._made[:1] == b"[":
-            problem, where, remedy = json.loads(self._made)
-            raise UserError(problem, where=where, remedy=remedy)
-        said = self._last.decode(errors="replace").strip()
-        raise UserError(
-            f"the process that trained the tokenizer died (code {code}){': ' if said else ''}{said}",
-            where="tokenizer.train",
-            remedy="if memory ran out, set tokenizer.train.vocab_size to a smaller number, or name fewer files",
-        )
-
-    def close(self) -> None:
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._process.kill()
-        self._process.wait()
-        for reader in self._readers:
-            reader.join()
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:  # what was not yet sent goes nowhere
-            self._process.stdin = None
-        self._process.stdout.close()
-        self._process.stderr.close()
-
-
-def _received(stream: BinaryIO, parent: int) -> Iterator[str]:
-    """The texts that the parent sends; behind the last one nothing is read but the parent's end."""
-    while len(header := stream.read(8)) == 8 and (length := struct.unpack("<Q", header)[0]) != _END:
-        yield stream.read(length).decode()
-    if len(header) < 8:  # the parent is gone
-        os._exit(1)
-    die_with_parent(parent)
+            entry = json.loads(line)
+            return float(entry["current"]), float(entry["total"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return 0.0, 0.0
 
 
 def main() -> None:
-    spec, parent = TrainTokenizer.model_validate_json(sys.argv[1]), int(sys.argv[2])
+    """A child: texts in, tokenizer.json out; the library's progress is what it prints."""
+    job = accept()
+
+    def received() -> Iterator[str]:
+        for message in requests(job):
+            if "end" in message:
+                return
+            yield message.get("content", b"").decode()
+        os._exit(1)  # the parent is gone
+
     try:
-        made = _trained(_received(sys.stdin.buffer, parent), spec, told=True)
+        made = _trained(received(), TrainTokenizer.model_validate_json(job["spec"]), told=True)
     except UserError as error:
-        made = json.dumps([error.problem, error.where, error.remedy])
-    sys.stdout.buffer.write(made.encode())
-    sys.stdout.buffer.flush()
-    os._exit(0)  # the thread that waits for the parent's end holds standard input
+        tell(job, {"refused": [error.problem, error.where, error.remedy]})
+    else:
+        tell(job, {}, made.encode())
 
 
 if __name__ == "__main__":
