@@ -48,19 +48,13 @@ def validation_share(data: Data, wants: Wants = "text") -> float | None:
     if said == AUTO:
         return None if _own_splits(data, wants) else _USUAL_SHARE
     try:
-        share = (
-            float(said.rstrip("% ")) / (100 if said.rstrip().endswith("%") else 1)
-            if isinstance(said, str)
-            else float(said)
-        )
+        percent = isinstance(said, str) and said.rstrip().endswith("%")
+        share = float(said.rstrip("% ") if isinstance(said, str) else said) / (100 if percent else 1)
     except ValueError:
         return None
     if not 0 <= share < 1:
-        raise UserError(
-            f"{said} is no share of the corpus",
-            where="data.validation",
-            remedy="write 5%, 0, the path of a file or folder, or the name of a split of the data set",
-        )
+        remedy = "write 5%, 0, the path of a file or folder, or the name of a split of the data set"
+        raise UserError(f"{said} is no share of the corpus", where="data.validation", remedy=remedy)
     return share
 
 

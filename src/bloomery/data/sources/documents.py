@@ -22,7 +22,6 @@ from bloomery.data.chat.formats import (
     row_to_example,
 )
 from bloomery.data.sources import builtin
-from bloomery.data.sources import builtin as mined
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.readers import JSON_KINDS, READERS, Flaw, Value, column_types, open_bytes, text_of
 from bloomery.recipe.schema import Data, Source
@@ -104,21 +103,18 @@ class Corpus:
     @property
     def text_bytes(self) -> float:
         """About what of the files is learned."""
-        return self.bytes * mined.SHARES.get(self.builtin or "", 1.0)
+        return self.bytes * builtin.SHARES.get(self.builtin or "", 1.0)
 
 
 def open_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
     """What the data section means on this machine, read for what an objective wants. Raises UserError when it names
     nothing, too much, or files that are not there.
     """
-    given = [
-        name for name, value in (("path", data.path), ("builtin", data.builtin), ("sources", data.sources)) if value
-    ]
+    given = [name for name in ("path", "builtin", "sources") if getattr(data, name)]
     if len(given) != 1:
         problem = "names no text" if not given else f"names {' and '.join(given)}, which exclude each other"
-        raise UserError(
-            f"the recipe {problem}", where="data", remedy="set one of data.path, data.sources and data.builtin"
-        )
+        remedy = "set one of data.path, data.sources and data.builtin"
+        raise UserError(f"the recipe {problem}", where="data", remedy=remedy)
     if data.builtin:
         if data.builtin != "stdlib-code" and wants == "text":
             raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", remedy="use stdlib-code")
@@ -135,11 +131,8 @@ def sources_of(data: Data) -> list[Source]:
 def open_corpus(source: Source, wants: Wants = "text", *, split: str | None = None) -> Corpus:
     """Raises UserError as `open_corpora` does. `split`: one of its data set's other splits than train."""
     if source.format in FORMATS and wants == "text":
-        raise UserError(
-            f"rows of format {source.format} are no plain text",
-            where="data.format",
-            remedy="use text, code, jsonl, ...",
-        )
+        problem = f"rows of format {source.format} are no plain text"
+        raise UserError(problem, where="data.format", remedy="use text, code, jsonl, ...")
     refuse_unknown_roles(source)
     rows = wants in ROWS
     files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
@@ -152,7 +145,11 @@ def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[D
     with on_error "skip".
     """
     if corpus.builtin in ("stdlib-chat", "stdlib-pairs"):
-        yield from _mined(corpus, tally)
+        tally.formats.add(corpus.path)
+        for example in (builtin.pairs if corpus.builtin == "stdlib-pairs" else builtin.conversations)(corpus.files):
+            for wanted in documents_wanted(example, corpus.wants):
+                yield Document(wanted.source, wanted)
+        tally.bytes_read += corpus.bytes
         return
     for file in corpus.files:
         for found in _read_file(file, corpus, tally):
@@ -165,14 +162,6 @@ def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[D
             else:
                 raise found.error()
         tally.bytes_read += file.path.stat().st_size
-
-
-def _mined(corpus: Corpus, tally: Tally) -> Iterator[Document]:
-    tally.formats.add(corpus.path)
-    for example in (mined.pairs if corpus.builtin == "stdlib-pairs" else mined.conversations)(corpus.files):
-        for wanted in documents_wanted(example, corpus.wants):
-            yield Document(wanted.source, wanted)
-    tally.bytes_read += corpus.bytes
 
 
 def _read_file(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
@@ -214,7 +203,8 @@ def _typed_reader(
     found = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
     if found is not None:
         return _examples(*found, corpus, tally), columns
-    role, column = _typed_column(types, corpus, file.shown)
+    kinds = {name: kind for name, kind in types.items() if kind in ("text", "tokens")}
+    role, column = _choose(kinds, types, corpus, file.shown)
     masks = _mask_columns(role, types, corpus, tally)
     return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
 
@@ -230,14 +220,23 @@ def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document |
 
 def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
     assert isinstance(first, Value)
-    plain = isinstance(first.content, dict) and any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS)
-    found = _format_of(first, corpus, plain=plain)
+    found = _format_of(first, corpus, plain=_has_text(first.content))
     if found is not None:
         return _examples(*found, corpus, tally)
-    role, column = _column(first, corpus)
-    types = {name: "tokens" for name, held in first.content.items() if _is_ints(held)}
-    masks = _mask_columns(role, types, corpus, tally)
+    kinds = dict[str, str]()
+    for name, value in first.content.items():
+        if isinstance(value, str):
+            kinds[name] = "text"
+        elif isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16]):
+            kinds[name] = "tokens"
+    role, column = _choose(kinds, first.content, corpus, first.where)
+    masks = _mask_columns(role, {name: kind for name, kind in kinds.items() if kind == "tokens"}, corpus, tally)
     return lambda value: iter([_document(value, role, column, masks)])
+
+
+def _has_text(row: object) -> bool:
+    """Whether it has a column that is usually the text."""
+    return isinstance(row, dict) and any(isinstance(row.get(name), str) for name in TEXT_COLUMNS)
 
 
 def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
@@ -261,24 +260,6 @@ def _examples(format: str, columns: dict[str, str], corpus: Corpus, tally: Tally
             yield Document(example.source, example)
 
     return read
-
-
-def _typed_column(types: dict[str, str], corpus: Corpus, where: str) -> tuple[str, str]:
-    return _choose({name: kind for name, kind in types.items() if kind in ("text", "tokens")}, types, corpus, where)
-
-
-def _column(row: Value, corpus: Corpus) -> tuple[str, str]:
-    kinds = {}
-    for name, value in row.content.items():
-        if isinstance(value, str):
-            kinds[name] = "text"
-        elif _is_ints(value):
-            kinds[name] = "tokens"
-    return _choose(kinds, row.content, corpus, row.where)
-
-
-def _is_ints(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, int) for item in value[:16])
 
 
 def _mask_columns(role: str, types: dict[str, str], corpus: Corpus, tally: Tally) -> list[str]:
@@ -325,15 +306,27 @@ def _no_column(problem: str, present: Collection[str], where: str, role: str = "
 
 
 def _document(value: Value | Flaw, role: str, column: str, masks: Sequence[str] = ()) -> Document | Flaw:
-    found = _unmasked(value, role, column)
-    if not masks or isinstance(found, Flaw) or isinstance(value, Flaw) or found.tokens is None:
-        return found
-    tokens, attended = found.tokens, None
+    if isinstance(value, Flaw):
+        return value
+    content, where = value.content, value.where
+    if column:
+        where = f"{where}, field {column}"
+        if not isinstance(content, dict) or column not in content:
+            return Flaw(where, "is missing")
+        content = content[column]
+    if role == "text" and isinstance(content, str):
+        text = text_of(content, where)
+        return text if isinstance(text, Flaw) else Document(value.where, text)
+    ids = content if role == "tokens" and isinstance(content, list) else None
+    if ids is None or not all(type(item) is int and 0 <= item < 2**32 for item in ids):
+        what = JSON_KINDS.get(type(content).__name__, f"a {type(content).__name__}")
+        return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
+    found, attended = Document(value.where, tokens=tuple(ids)), None
     for mask in masks:
         flags, where = value.content.get(mask), f"{value.where}, field {mask}"
-        if not isinstance(flags, list) or len(flags) != len(tokens):
+        if not isinstance(flags, list) or len(flags) != len(ids):
             size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
-            return Flaw(where, f"has {size} where {column} has {len(tokens):,} tokens")
+            return Flaw(where, f"has {size} where {column} has {len(ids):,} tokens")
         if not all(isinstance(flag, int) for flag in flags):
             return Flaw(where, "holds what is neither a number nor true or false")
         if mask == ATTENTION:
@@ -366,28 +359,6 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
     return _kept(document, [start <= index < stop for index in range(size)])
 
 
-def _unmasked(value: Value | Flaw, role: str, column: str) -> Document | Flaw:
-    if isinstance(value, Flaw):
-        return value
-    content, where = value.content, value.where
-    if column:
-        where = f"{where}, field {column}"
-        if not isinstance(content, dict) or column not in content:
-            return Flaw(where, "is missing")
-        content = content[column]
-    if role == "text" and isinstance(content, str):
-        text = text_of(content, where)
-        return text if isinstance(text, Flaw) else Document(value.where, text)
-    if (
-        role == "tokens"
-        and isinstance(content, list)
-        and all(type(item) is int and 0 <= item < 2**32 for item in content)
-    ):
-        return Document(value.where, tokens=tuple(content))
-    what = JSON_KINDS.get(type(content).__name__, f"a {type(content).__name__}")
-    return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
-
-
 def peek(source: Source) -> tuple[str, dict[str, str]] | None:
     """The format of a source's first row and its columns, where examples are wanted; None: it is text or tokens, or
     cannot be read, of which who reads it tells more. Raises UserError where there are no files.
@@ -402,7 +373,7 @@ def peek(source: Source) -> tuple[str, dict[str, str]] | None:
         return None
     if not isinstance(first, Value) or not isinstance(first.content, dict):
         return None
-    return _format_of(first, corpus, plain=any(isinstance(first.content.get(name), str) for name in TEXT_COLUMNS))
+    return _format_of(first, corpus, plain=_has_text(first.content))
 
 
 def in_words(columns: dict[str, str]) -> str:

@@ -71,7 +71,14 @@ def check_ids(description: Json, where: str) -> None:
         if ids.setdefault(token, index) != index:
             problem = f"token {token!r} has two ids, {ids[token]} and {index}"
             raise UserError(problem, where=where, remedy=_ANOTHER)
-    _check_range(ids, where)
+    owners: dict[int, str] = {}
+    for token, index in ids.items():
+        if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
+            problem = f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
+        if owners.setdefault(index, token) is not token:
+            problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
+            raise UserError(problem, where=where, remedy=_ANOTHER)
 
 
 def check_growth(description: Json, where: str) -> float:
@@ -90,7 +97,8 @@ def _growth(step: object) -> float:
     """Of Replace and Prepend, which write what the file says; of other steps the growth is Unicode's."""
     if not isinstance(step, dict):
         return 1.0
-    parts = [part for key in ("normalizers", "decoders") for part in _entries(step.get(key))]
+    nested = (step.get(key) for key in ("normalizers", "decoders"))
+    parts = [part for steps in nested if isinstance(steps, list) for part in steps]
     own = 1.0
     if step.get("type") == "Replace":
         pattern, content = step.get("pattern"), step.get("content")
@@ -115,21 +123,6 @@ def _matches_nothing(pattern: object) -> float:
         return float(re.fullmatch(expression, "") is not None)
     except (re.error, RecursionError, OverflowError):
         return 1.0
-
-
-def _entries(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _check_range(ids: Json, where: str) -> None:
-    owners: dict[int, str] = {}
-    for token, index in ids.items():
-        if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
-            problem = f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens"
-            raise UserError(problem, where=where, remedy=_ANOTHER)
-        if owners.setdefault(index, token) is not token:
-            problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
-            raise UserError(problem, where=where, remedy=_ANOTHER)
 
 
 def added_token(token: str, index: int) -> Json:
@@ -234,7 +227,9 @@ class JsonBackend:
         self.growth = check_growth(description, where)
         self._text = canonical(description)
         added = description.get("added_tokens") or []
-        plain = {**description, "added_tokens": [_demoted(entry, control) for entry in added]}
+        # begin, end, padding and unknown are never read out of a text; every other added token is, special or not
+        demoted = [{**entry, "special": entry["content"] in control} for entry in added]
+        plain = {**description, "added_tokens": demoted}
         text = canonical(plain) if plain != description else self._text
         self._plain = self._loaded(text)
         self._plain.encode_special_tokens = True
@@ -287,14 +282,14 @@ class JsonBackend:
     def token_bytes(self) -> list[int]:
         vocab: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
-        byte_level = '"ByteLevel"' in json.dumps(
-            [self.description.get("pre_tokenizer"), self.description.get("decoder")]
-        )
+        byte_level = '"ByteLevel"' in json.dumps([self.description.get(key) for key in ("pre_tokenizer", "decoder")])
         sizes = [0] * (max(vocab.values()) + 1)
         for token, index in vocab.items():
             entry = added.get(index)
             if entry is None:
-                sizes[index] = len(token) if byte_level else _metaspace_bytes(token)
+                raw = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+                spelt = 1 if raw else len(token.replace("▁", " ").encode())
+                sizes[index] = len(token) if byte_level else spelt
             elif not entry.get("special"):
                 sizes[index] = len(token.encode())
         return sizes
@@ -315,17 +310,6 @@ class JsonBackend:
         return {"tokenizer.json": (self._text + "\n").encode("utf-8", "surrogatepass")}
 
 
-def _demoted(entry: Json, control: set[str]) -> Json:
-    """Begin, end, padding and unknown are never read out of a text; every other added token is, special or not."""
-    return {**entry, "special": entry["content"] in control}
-
-
-def _metaspace_bytes(token: str) -> int:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return 1
-    return len(token.replace("▁", " ").encode())
-
-
 @final
 class Tokenizer:
     """Ids from text without adding any, and text from ids without losing any."""
@@ -339,7 +323,6 @@ class Tokenizer:
         self.config: Json = {**config, **{role: name for role, name in names.items() if ids[role] is not None}}
         self._token_bytes = np.array(backend.token_bytes(), dtype=np.int32)
         self.hash = backend.fingerprint()
-        self._fast: words.WordEncoder | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -385,7 +368,7 @@ class Tokenizer:
             return None
         try:
             for piece in words.pieces(text, self._ends):
-                size, fast = self._size(piece), None if special else self._fast_encoder()
+                size, fast = self._size(piece), None if special else self._fast
                 size = fast.longest(piece) if fast and size > words.LONGEST_PIECE and piece.isascii() else size
                 words.refuse_long(size)
         except UserError as error:
@@ -422,16 +405,12 @@ class Tokenizer:
         return np.concatenate([self._array(piece) for piece in words.pieces(text, self._ends)])
 
     def _array(self, text: str) -> words.Ids:
-        fast = self._fast_encoder()
-        if fast is not None:
-            return fast.encode(text)
+        if self._fast is not None:
+            return self._fast.encode(text)
         return np.array(self._piece(text, special=False), dtype=self.dtype)
 
-    def _fast_encoder(self) -> words.WordEncoder | None:
-        self._fast = self._fast or self._word_encoder()
-        return self._fast
-
-    def _word_encoder(self) -> words.WordEncoder | None:
+    @cached_property
+    def _fast(self) -> words.WordEncoder | None:
         description = self._backend.description
         pattern = words.word_pattern(description) if description else None
         if pattern is None or not words.plain_added(description):
@@ -528,19 +507,13 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
     """
     said = recipe.tokenizer
     if said.from_ and said.train:
-        raise UserError(
-            "the recipe both names a tokenizer and trains one",
-            where="tokenizer",
-            remedy="remove tokenizer.from or tokenizer.train",
-        )
+        problem = "the recipe both names a tokenizer and trains one"
+        raise UserError(problem, where="tokenizer", remedy="remove tokenizer.from or tokenizer.train")
     name = said.from_ or (None if said.train else "same" if recipe.model.from_ else None)
     if name == "same":
         if not recipe.model.from_:
-            raise UserError(
-                "there is no model to take the tokenizer from",
-                where="tokenizer.from",
-                remedy="set model.from, or tokenizer.train",
-            )
+            problem = "there is no model to take the tokenizer from"
+            raise UserError(problem, where="tokenizer.from", remedy="set model.from, or tokenizer.train")
         name = recipe.model.from_
     if name:
         return {"from": name, "add_tokens": said.add_tokens} if said.add_tokens else {"from": name}
