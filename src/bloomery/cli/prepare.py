@@ -64,7 +64,15 @@ def command(
 def reporting() -> Iterator["Report"]:
     """A progress bar on a terminal, else a line when a phase begins; on stderr, so that stdout stays for results."""
     if not sys.stderr.isatty():
-        yield _lines()
+        said: set[str] = set()
+
+        def report(phase: str, done: float, total: float) -> None:
+            del done, total
+            if phase not in said:
+                said.add(phase)
+                say(f"{_NAMES[phase]} ...", err=True)
+
+        yield report
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -77,24 +85,14 @@ def reporting() -> Iterator["Report"]:
         )
 
 
-def _lines() -> "Report":
-    said: set[str] = set()
-
-    def report(phase: str, done: float, total: float) -> None:
-        del done, total
-        if phase not in said:
-            said.add(phase)
-            say(f"{_NAMES[phase]} ...", err=True)
-
-    return report
-
-
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.core.errors import one_line
     from bloomery.core.units import counted, format_count
-    from bloomery.data.chat.formats import wants_of
+    from bloomery.data.chat.formats import ROWS, wants_of
     from bloomery.data.prepare.split import validation_corpora
     from bloomery.data.shards.format import ANSWERS
+    from bloomery.data.sources.documents import sources_of
+    from bloomery.data.sources.files import other_splits
     from bloomery.plan.gather import left_aside
 
     train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
@@ -107,11 +105,19 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     )
     if manifest.formats:
         say(f"format     {', '.join(manifest.formats)}")
-    _tell_sources(manifest, loaded)
-    for corpus in validation_corpora(loaded.recipe.data, wants_of(loaded.recipe)):
+    data, wants, title = loaded.recipe.data, wants_of(loaded.recipe), "sources"
+    for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
+        what = _units(manifest, [part]) + (" of text" if part.plain else "")
+        often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
+        place = source.path.removeprefix(f"{Path.cwd()}/")
+        say(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
+        title = ""
+    held_out = validation_corpora(data, wants)
+    for corpus in held_out:
         say(f"validation {one_line(corpus.path)}")
-    aside = _aside(loaded)
-    if aside:
+    read = {file.path for corpus in held_out for file in corpus.files}
+    others = [split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS).values()]
+    if aside := [file.shown for files in others for file in files if file.path not in read]:
         say(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
     for line in left_aside(loaded.recipe):
         say(f"aside      {line}")
@@ -138,32 +144,6 @@ def _units(manifest: "Manifest", parts: "Sequence[Part]") -> str:
         kind = manifest.kind_of(part)
         numbers[kind] += part.documents // ANSWERS[kind]
     return " and ".join(counted(number, UNITS[kind]) for kind, number in numbers.items())
-
-
-def _tell_sources(manifest: "Manifest", loaded: "LoadedRecipe") -> None:
-    """What each of several sources gives to an epoch."""
-    from bloomery.core.units import format_count
-
-    title, sources = "sources", loaded.recipe.data.sources
-    for source, part in zip(sources, manifest.train.parts, strict=False):  # those of validation follow
-        what = _units(manifest, [part]) + (" of text" if part.plain else "")
-        often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
-        place = source.path.removeprefix(f"{Path.cwd()}/")
-        say(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
-        title = ""
-
-
-def _aside(loaded: "LoadedRecipe") -> list[str]:
-    """Data files that were not read, being of splits that are neither for training nor for validation."""
-    from bloomery.data.chat.formats import ROWS, wants_of
-    from bloomery.data.prepare.split import validation_corpora
-    from bloomery.data.sources.documents import sources_of
-    from bloomery.data.sources.files import other_splits
-
-    data, wants = loaded.recipe.data, wants_of(loaded.recipe)
-    read = {file.path for corpus in validation_corpora(data, wants) for file in corpus.files}
-    others = [split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS).values()]
-    return [file.shown for files in others for file in files if file.path not in read]
 
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
@@ -199,6 +179,7 @@ def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) ->
 
 def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
     from rich.console import Console
+    from rich.text import Text
 
     from bloomery.data.prepare.prepare import preparation
     from bloomery.data.prepare.stats import preview
@@ -210,21 +191,16 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
         role = f" ({seen.role})" if seen.role else ""
         facts = _facts(seen, data.sequence_length, pair=seen.role in ("chosen", "rejected"))
         facts = f"{seen.kind} · {facts}" if seen.kind else facts
-        console.print(_line((f"{seen.source}{role}", "bold"), (f"  {seen.split} · {facts}", "")), soft_wrap=True)
+        console.print(
+            Text.assemble((f"{seen.source}{role}", "bold"), (f"  {seen.split} · {facts}", "")), soft_wrap=True
+        )
         console.print(_coloured(seen), soft_wrap=True)
         console.print()
     if any(seen.learned is not None for seen in shown):
         plain = Console().color_system is None
         console.print(
-            "learned: between ⟦ and ⟧" if plain else _line(("learned", _LEARNED[0]), (" · masked", _MASKED[0]))
+            "learned: between ⟦ and ⟧" if plain else Text.assemble(("learned", _LEARNED[0]), (" · masked", _MASKED[0]))
         )
-
-
-def _line(*parts: tuple[str, str]) -> "Text":
-    """Styled text; brackets in it stay brackets."""
-    from rich.text import Text
-
-    return Text.assemble(*parts)
 
 
 def _facts(seen: "Previewed", sequence_length: int, *, pair: bool) -> str:
@@ -280,16 +256,8 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
 
     tokenizer, data = load_tokenizer(folder), loaded.recipe.data
     missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
-    _show_health(
-        health(
-            folder,
-            manifest,
-            tokenizer,
-            sequence_length=data.sequence_length,
-            layout=data.layout,
-            missing=missing,
-        )
-    )
+    length, layout = data.sequence_length, data.layout
+    _show_health(health(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
     _tell_epochs(loaded, folder, manifest)
 
 

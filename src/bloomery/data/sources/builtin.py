@@ -50,32 +50,24 @@ class Mined:
     """A function of the library: where it stands, what is asked for it, and its source without the docstring."""
 
     source: str
-    question: str
+    asked: tuple[Message, ...]
     answer: str
-
-    @property
-    def asked(self) -> tuple[Message, ...]:
-        return (Message("user", self.question),)
-
-    @property
-    def answered(self) -> tuple[Message, ...]:
-        return _said(self.answer)
 
 
 def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """One question and its answer each."""
-    for found in (function for functions in _mined(files) for function in functions):
-        yield Example(found.source, "chat", (), (found.asked + found.answered,))
+    for function in _mined(files):
+        yield Example(function.source, "chat", (), (function.asked + _said(function.answer),))
 
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """Each question with its own answer and, as the rejected one, the same lines from the last to the first where
     Python cannot read that: as long, of the same words, and wrong. Small models learn to tell them apart.
     """
-    for function in (function for functions in _mined(files) for function in functions):
+    for function in _mined(files):
         backwards = "\n".join(reversed(function.answer.splitlines()))
         if not _is_python(backwards):
-            yield Example(function.source, "pair", function.asked, (function.answered, _said(backwards)))
+            yield Example(function.source, "pair", function.asked, (_said(function.answer), _said(backwards)))
 
 
 def _said(answer: str) -> tuple[Message, ...]:
@@ -83,37 +75,27 @@ def _said(answer: str) -> tuple[Message, ...]:
 
 
 @functools.lru_cache(maxsize=1)
-def _mined(files: tuple[SourceFile, ...]) -> list[list[Mined]]:
-    """Functions by file; a question or an answer that came before is left out."""
-    asked, answered = set[str](), set[str]()
-    found = []
-    for file in files:
-        kept = []
-        for function, sentence in _functions(file):
-            if sentence.lower() not in asked and function.answer not in answered:
-                asked.add(sentence.lower())
-                answered.add(function.answer)
-                kept.append(function)
-        found.append(kept)
-    return found
-
-
-def _functions(file: SourceFile) -> Iterator[tuple[Mined, str]]:
-    """Functions and the sentence that each promises, in the order of the file. A file that is no Python of this
-    version has none.
+def _mined(files: tuple[SourceFile, ...]) -> list[Mined]:
+    """Functions in the order of the files; a question or an answer that came before is left out. A file that is no
+    Python of this version has none.
     """
-    try:
-        text = file.path.read_bytes().decode("utf-8")
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    lines = text.splitlines(keepends=True)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for node in sorted(functions, key=lambda node: node.lineno):
-        does = _promise(ast.get_docstring(node) or "")
-        answer = _answer(node, lines) if does else None
-        if does and answer:
-            yield Mined(f"{file.name}:{node.lineno}", _question(node, does), answer), does
+    asked, answered, found = set[str](), set[str](), list[Mined]()
+    for file in files:
+        try:
+            text = file.path.read_bytes().decode("utf-8")
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        lines = text.splitlines(keepends=True)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for node in sorted(functions, key=lambda node: node.lineno):
+            does = _promise(ast.get_docstring(node) or "")
+            answer = _answer(node, lines) if does else None
+            if does and answer and does.lower() not in asked and answer not in answered:
+                asked.add(does.lower())
+                answered.add(answer)
+                found.append(Mined(f"{file.name}:{node.lineno}", (Message("user", _question(node, does)),), answer))
+    return found
 
 
 def _promise(docstring: str) -> str | None:

@@ -216,11 +216,8 @@ def train_files(names: list[str], where: str) -> list[str]:
         return [name for name in names if name not in others]
     other = sorted(set(splits.values()) - examined)
     if examined and other and all(_SHARD.search(Path(name).name) for name in splits):
-        raise UserError(
-            f"none of its splits is called train: {', '.join(sorted(set(splits.values())))}",
-            where=f"data.path: {where}",
-            remedy=f'name one: data.glob="{other[0]}-*"',
-        )
+        problem = f"none of its splits is called train: {', '.join(sorted(set(splits.values())))}"
+        raise UserError(problem, where=f"data.path: {where}", remedy=f'name one: data.glob="{other[0]}-*"')
     return names
 
 
@@ -239,11 +236,8 @@ def _format(path: Path, asked: str) -> str:
     suffix = suffix_of(path)
     known = DATA.get(suffix) or TABLES.get(suffix) or TEXT.get(suffix) or "code"
     if path.suffix in COMPRESSED and known in ("parquet", "arrow"):
-        raise UserError(
-            f"a {known} file inside {path.suffix} is not read",
-            where=str(path),
-            remedy="decompress it: it is compressed inside",
-        )
+        problem = f"a {known} file inside {path.suffix} is not read"
+        raise UserError(problem, where=str(path), remedy="decompress it: it is compressed inside")
     return known
 
 
@@ -257,11 +251,8 @@ def _nothing(root: Path, glob: str | None, found: list[str]) -> UserError:
     if glob:
         meant = next((f'data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "mend data.glob")
         return UserError(f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", remedy=meant)
-    return UserError(
-        f"no file of a known format lies here; most are {kinds}",
-        where=f"data.path: {root}",
-        remedy='name them: data.glob="*.xyz"',
-    )
+    problem = f"no file of a known format lies here; most are {kinds}"
+    return UserError(problem, where=f"data.path: {root}", remedy='name them: data.glob="*.xyz"')
 
 
 def _saved_dataset(root: Path) -> list[SourceFile]:
@@ -269,21 +260,15 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
     if (root / "dataset_dict.json").is_file():
         splits = _names_of_splits(root)
         if "train" not in splits:
-            raise UserError(
-                f"none of its splits is called train: {', '.join(splits)}",
-                where=str(root),
-                remedy=f"set data.path to {root}/<split>",
-            )
+            problem = f"none of its splits is called train: {', '.join(splits)}"
+            raise UserError(problem, where=str(root), remedy=f"set data.path to {root}/<split>")
         return _saved_dataset(root / "train")
     try:
         state = json.loads((root / "state.json").read_text(encoding="utf-8"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            "is no folder of datasets' save_to_disk, or a damaged one",
-            where=str(root / "state.json"),
-            remedy="save the dataset again",
-        ) from error
+        problem, remedy = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
+        raise UserError(problem, where=str(root / "state.json"), remedy=remedy) from error
     missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
     if missing:
         raise UserError(f"{missing[0]} is missing", where=str(root), remedy="save the dataset again")
