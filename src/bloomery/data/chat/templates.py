@@ -39,8 +39,13 @@ def formats_texts(asked: str | None, config: Mapping[str, Any]) -> bool:
 def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
     """What `data.chat.template` means for a tokenizer of this tokenizer_config.json. Raises UserError."""
     own = own_templates(config)
+    if asked is None and "default" in own:
+        return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
+    if asked is None and own:
+        raise UserError(f"the tokenizer has several chat templates and none of them is the default: {', '.join(own)}",
+                        where=_WHERE, remedy="name one of them")  # fmt: skip
     if asked is None:
-        return _own(own)
+        raise UserError("the tokenizer has no chat template", where=_WHERE, remedy=_CHOICES)
     if asked == NONE:
         problem = "rows of turns need a chat template, and the recipe sets none"
         remedy = f"{_CHOICES}, or leave it out: the model's own"
@@ -72,15 +77,6 @@ def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
         for entry in entries
         if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
     }
-
-
-def _own(own: Mapping[str, str]) -> ChatTemplate:
-    if "default" in own:
-        return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
-    if own:
-        raise UserError(f"the tokenizer has several chat templates and none of them is the default: {', '.join(own)}",
-                        where=_WHERE, remedy="name one of them")  # fmt: skip
-    raise UserError("the tokenizer has no chat template", where=_WHERE, remedy=_CHOICES)
 
 
 def _read(path: Path) -> str:

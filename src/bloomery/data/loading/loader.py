@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -109,7 +110,12 @@ class Loader:
         self._ends = np.cumsum(self._visits)
         self.rows = sum(self._visits)
         if self.rows == 0:
-            raise _no_rows(split, prepared, opened.record.tokens)
+            if not self.tokens:
+                remedy = "add text, or set data.validation"
+                raise UserError(f"the {split} split is empty", where=str(prepared), remedy=remedy)
+            problem = f"no row of the {split} split has anything to learn within its length"
+            remedy = "raise data.sequence_length; bloomery prepare RECIPE --check says more"
+            raise UserError(problem, where=str(prepared), remedy=remedy)
 
     def batch(self, cursor: Cursor, rows: int) -> Batch:
         """Rows consumed .. consumed + `rows` of the run; of these, this rank's: every world-th from its own number
@@ -196,17 +202,6 @@ def _numbered(rows: list[Row]) -> list[np.ndarray[Any, np.dtype[Any]]]:
     return [np.where(row.documents < 0, -1, row.documents + begin) for row, begin in zip(rows, begins, strict=True)]
 
 
-def _no_rows(split: Name, prepared: Path, tokens: int) -> UserError:
-    if not tokens:
-        remedy = "add text, or set data.validation"
-        return UserError(f"the {split} split is empty", where=str(prepared), remedy=remedy)
-    return UserError(
-        f"no row of the {split} split has anything to learn within its length",
-        where=str(prepared),
-        remedy="raise data.sequence_length; bloomery prepare RECIPE --check says more",
-    )
-
-
 @final
 class Prefetcher:
     """Reads ahead in a thread: `next()` gives the batches from `cursor` on, in order. An error of the thread is
@@ -229,7 +224,9 @@ class Prefetcher:
     ) -> None:
         self._closed.set()
         while self._thread.is_alive():
-            self._drain()
+            with suppress(queue.Empty):  # so that a thread that waits for room goes on
+                while True:
+                    self._queue.get_nowait()
             self._thread.join(0.05)
 
     def next(self) -> Batch:
@@ -246,14 +243,11 @@ class Prefetcher:
         consumed = self._cursor.consumed
         try:
             while not self._closed.is_set():
-                self._put(self._read(consumed))
+                batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._rows_each)
+                self._put(batch.each(Tensor.pin_memory) if self._pin else batch)
                 consumed += self._rows_each
         except BaseException as error:  # handed to the thread that asks
             self._put(error)
-
-    def _read(self, consumed: int) -> Batch:
-        batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._rows_each)
-        return batch.each(Tensor.pin_memory) if self._pin else batch
 
     def _put(self, found: Batch | BaseException) -> None:
         while not self._closed.is_set():
@@ -262,10 +256,3 @@ class Prefetcher:
                 return
             except queue.Full:
                 continue
-
-    def _drain(self) -> None:
-        try:
-            while True:
-                self._queue.get_nowait()
-        except queue.Empty:
-            return

@@ -75,22 +75,17 @@ class WordEncoder:
             return self._library(text)
         if text.isascii():
             return self._ascii(text)
-        return b"".join(self._line_parts(text)) if self._lines else self._library(text)
+        if not self._lines:
+            return self._library(text)
+        runs = groupby(_LINE.split(text), str.isascii)  # of ASCII lines and of others, each as a whole
+        return b"".join((self._ascii if plain else self._library)("".join(lines)) for plain, lines in runs)
 
     def _ascii(self, text: str) -> bytes:
-        if len(text) > PIECE:
-            return self._long_ascii(text)
-        words: list[str] = self._words(text)
-        complete = sum(map(len, words)) == len(text)
-        return b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
-
-    def longest(self, text: str) -> int:
-        """The longest word of ASCII text."""
-        return max((match.end() - match.start() for match in self._each(text)), default=0)
-
-    def _long_ascii(self, text: str) -> bytes:
-        """Word by word: the list of all of them would be ten times the text."""
-        parts, at, size = list[bytes](), 0, 0
+        if len(text) <= PIECE:
+            words: list[str] = self._words(text)
+            complete = sum(map(len, words)) == len(text)
+            return b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
+        parts, at, size = list[bytes](), 0, 0  # word by word: the list of all of them would be ten times the text
         for match in self._each(text):
             if match.start() != at:
                 return self._library(text)
@@ -99,10 +94,9 @@ class WordEncoder:
             parts.append(self._merged[match[0]])
         return b"".join(parts) if at == len(text) else self._library(text)
 
-    def _line_parts(self, text: str) -> Iterator[bytes]:
-        """Runs of ASCII lines and of others, each as a whole."""
-        for ascii_only, lines in groupby(_LINE.split(text), str.isascii):
-            yield (self._ascii if ascii_only else self._library)("".join(lines))
+    def longest(self, text: str) -> int:
+        """The longest word of ASCII text."""
+        return max((match.end() - match.start() for match in self._each(text)), default=0)
 
     def _library(self, text: str) -> bytes:
         refuse_long(len(text.encode()))
