@@ -5,7 +5,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,17 @@ class Runner:
     def send(self, number: int) -> None:
         """Raises UserError when it has ended meanwhile, or belongs to somebody else."""
         try:
-            _signal(self.pid, self.entry["started"], number)
+            with ExitStack() as stack:
+                # What is opened first keeps its number from passing to another process between look and signal.
+                handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+                if handle is not None:
+                    stack.callback(os.close, handle)
+                if start_mark(self.pid) != self.entry["started"]:
+                    raise ProcessLookupError
+                if handle is None:
+                    os.kill(self.pid, number)
+                else:
+                    signal.pidfd_send_signal(handle, number)
         except ProcessLookupError as error:
             raise _idle(self.folder) from error
         except PermissionError as error:
@@ -81,36 +91,17 @@ def _idle(folder: RunFolder) -> UserError:
     )
 
 
-def _signal(pid: int, started: str, number: int) -> None:
-    """To that very process: what is opened first keeps its number from passing to another between look and signal."""
-    if not hasattr(os, "pidfd_open"):
-        if start_mark(pid) != started:
-            raise ProcessLookupError
-        os.kill(pid, number)
-        return
-    handle = os.pidfd_open(pid)
-    try:
-        if start_mark(pid) != started:
-            raise ProcessLookupError
-        signal.pidfd_send_signal(handle, number)
-    finally:
-        os.close(handle)
-
-
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
     """Asks it to save and stop; returns when it has ended, with how. None when it died without a word."""
     ended = None
     for event in _heard(runner, partial(runner.send, signal.SIGTERM)):
         on_event(event)
         ended = event if isinstance(event, RunEnded) else ended
-    return ended or _said_before(runner)
-
-
-def _said_before(runner: Runner) -> RunEnded | None:
-    """A run that was about to leave when it was asked had already told how it ends."""
-    told = deque(read_events(runner.folder.events), maxlen=1)
-    mine = bool(told) and told[0].time >= runner.entry.get("since", math.inf)
-    return told[0] if mine and isinstance(told[0], RunEnded) else None
+    if ended is None:  # a run that was about to leave when it was asked had already told how it ends
+        for event in deque(read_events(runner.folder.events), maxlen=1):
+            mine = event.time >= runner.entry.get("since", math.inf)
+            ended = event if mine and isinstance(event, RunEnded) else None
+    return ended
 
 
 def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:

@@ -117,43 +117,31 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple
     with locked(folder) as lock:
         with _explained(folder.path):
             _refuse_occupied(folder)  # somebody else may have been as quick
-            _clear(folder)
+            for name in _BEFORE_A_PLAN:
+                (folder.path / name).unlink(missing_ok=True)
             begin(folder.path, {folder.recipe.name: dump_recipe(loaded)})
         yield folder, lock
 
 
 def _refuse_occupied(folder: RunFolder) -> None:
-    if _unplanned(folder):
-        return
+    # Less the drafts that a kill in its first moments leaves.
+    entries = folder.path.iterdir() if folder.path.is_dir() else ()
+    names = {entry.name for entry in entries if not _FIRST_DRAFTS.fullmatch(entry.name)}
+    own = {folder.lock.name, folder.recipe.name}
+    if own <= names <= {*own, HEAD, *_BEFORE_A_PLAN}:  # a log beside a lock alone is another program's
+        return  # a run ended here before it had a plan: nothing was computed yet, and nothing else lies here
     if folder.recipe.exists():
         raise UserError(
             "this folder already holds a run, and nothing of it is overwritten",
             where=str(folder.path),
             remedy=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
         )
-    if _names(folder) - {folder.lock.name, HEAD}:
+    if names - {folder.lock.name, HEAD}:
         raise UserError(
             "the run folder is not empty, and nothing in it is overwritten",
             where=str(folder.path),
             remedy="name a folder that does not exist yet with --run-dir",
         )
-
-
-def _unplanned(folder: RunFolder) -> bool:
-    """Whether a run ended here before it had a plan: nothing was computed yet, and nothing else lies here."""
-    own = {folder.lock.name, folder.recipe.name}
-    return own <= _names(folder) <= {*own, HEAD, *_BEFORE_A_PLAN}  # a log beside a lock alone is another program's
-
-
-def _names(folder: RunFolder) -> set[str]:
-    """What the folder holds, less the drafts that a kill in its first moments leaves."""
-    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
-    return {name for name in names if not _FIRST_DRAFTS.fullmatch(name)}
-
-
-def _clear(folder: RunFolder) -> None:
-    for name in _BEFORE_A_PLAN:
-        (folder.path / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -186,22 +174,17 @@ def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
         text = _acquire(folder, place, descriptor)
         try:
             with _explained(folder.path):
-                _sweep(folder)
+                for path in folder.path.iterdir():
+                    if abandoned(path):  # what killed processes were writing
+                        remove(path)
+                    elif path.is_symlink():  # nothing is written through one
+                        raise irregular(path)
             with _beating(folder.lock, descriptor, text):
                 yield place, descriptor
         finally:
             os.ftruncate(descriptor, 0)
             if holder_of(folder.lock) == json.loads(text):  # it was deleted, and stands again
                 os.truncate(folder.lock, 0)
-
-
-def _sweep(folder: RunFolder) -> None:
-    """Deletes what killed processes were writing. Raises UserError for a link: nothing is written through one."""
-    for path in folder.path.iterdir():
-        if abandoned(path):
-            remove(path)
-        elif path.is_symlink():
-            raise irregular(path)
 
 
 def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:

@@ -81,32 +81,26 @@ def next_rung(plan: Plan, ending: Ending, *, bfloat16: bool = False) -> Descent 
 
     `bfloat16`: whether the device multiplies it.
     """
-    because = _cause(ending)
+    if ending.stage != "train":
+        return None
+    because = None
+    if ending.code == -signal.SIGKILL:
+        because = "the system killed the training process (SIGKILL), as it does when memory runs out"
+    elif -ending.code in CRASHES:
+        because = f"the training process died of {signal.Signals(-ending.code).name}"
+    elif ending.report is not None and ending.code in (MEMORY_FULL, UNSOUND, DIVERGED):
+        because = str(ending.report["problem"])
+    elif ending.report is None and ending.code == FAILED:
+        because = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
     if because is None:
         return None
     if ending.code in (-signal.SIGKILL, MEMORY_FULL):
         rung = roomier(plan, because)
     elif ending.code == DIVERGED:
         rung = steadier(plan, because, bfloat16=bfloat16)
-    elif ending.code == UNSOUND:
-        rung = blockwise(plan, because) or plainer(plan, because)
     else:
-        rung = plainer(plan, because)
+        rung = (blockwise(plan, because) if ending.code == UNSOUND else None) or plainer(plan, because)
     return None if rung is None else Descent(rung, because, unasked=ending.code == MEMORY_FULL and rung.only_time)
-
-
-def _cause(ending: Ending) -> str | None:
-    if ending.stage != "train":
-        return None
-    if ending.code == -signal.SIGKILL:
-        return "the system killed the training process (SIGKILL), as it does when memory runs out"
-    if -ending.code in CRASHES:
-        return f"the training process died of {signal.Signals(-ending.code).name}"
-    if ending.report is not None and ending.code in (MEMORY_FULL, UNSOUND, DIVERGED):
-        return str(ending.report["problem"])
-    if ending.report is None and ending.code == FAILED:
-        return next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
-    return None
 
 
 def keep(folder: RunFolder, descent: Descent) -> None:
@@ -228,7 +222,14 @@ def start(
     require(loaded.recipe.monitor.trackers)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     fetch(loaded.recipe, weights=True)
-    plan, machine = _refuse_at_once(loaded, devices, path)
+    # What `bloomery plan` would refuse, and text that is not here: for such a run none is prepared, and no folder made.
+    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workshop(path))
+    if machine.software.torch is None:
+        raise torch_missing(machine)
+    if finished(loaded, data) is None:
+        streams(loaded.recipe)  # the files are there
+    refuse_several_devices(loaded.recipe)
+    plan = resolve(loaded, gather(loaded, machine, prepared=data))
     if planned is not None:
         planned(plan, machine)
     with (
@@ -239,19 +240,6 @@ def start(
         flow = _Flow(folder, lock, book, requests, loaded.name, recover, edit, watch)
         _allow_hooks(flow, loaded)
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
-
-
-def _refuse_at_once(loaded: LoadedRecipe, devices: str | None, path: Path) -> tuple[Plan, Machine]:
-    """Raises the UserError that `bloomery plan` would raise, and for text that is not here: none is prepared, and no
-    folder made, for such a run.
-    """
-    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workshop(path))
-    if machine.software.torch is None:
-        raise torch_missing(machine)
-    if finished(loaded, data) is None:
-        streams(loaded.recipe)  # the files are there
-    refuse_several_devices(loaded.recipe)
-    return resolve(loaded, gather(loaded, machine, prepared=data)), machine
 
 
 def resume(
@@ -332,7 +320,9 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     facts = gather(loaded, machine, prepared=data)
     report = advise(loaded, resolve(loaded, facts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
-    for because in (*report.contradictions, *_tight(plan), *left_aside(loaded.recipe)):
+    memory = plan.memory
+    tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
+    for because in (*report.contradictions, *([] if memory.fits else [tight]), *left_aside(loaded.recipe)):
         flow.book.emit(Warned(because=because))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
@@ -354,12 +344,6 @@ def _prepare(flow: _Flow, data: Path) -> None:
     flow.check()
     if ending.code != DONE:
         raise failure(ending, flow.folder, step=0)
-
-
-def _tight(plan: Plan) -> list[str]:
-    memory = plan.memory
-    tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
-    return [] if memory.fits else [tight]
 
 
 def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
@@ -390,7 +374,13 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
             for because in (*changes, *told, *rounding):
                 flow.book.emit(Warned(step=last_step(folder), because=because))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
-        _refuse_shorter(flow, plan)
+        steps = saved_steps(folder.checkpoints)
+        if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
+            raise UserError(
+                f"train.length means {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
+                where="train.length",
+                remedy="give a longer one, or go back first with --from STEP",
+            )
         _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})
     return _train(flow, plan, machine, resumed=True)
 
@@ -401,26 +391,13 @@ def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
     same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.corpus
     saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
     used = [path for path in saved if path.is_file()]  # one may be damaged, all are copies of the same
-    same_tokenizer = not used or any(path.read_bytes() == _content(data / path.name) for path in used)
+    here = {name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()}
+    same_tokenizer = not used or any(path.read_bytes() == here.get(path.name) for path in used)
     if not (same_text and same_tokenizer):
         raise UserError(
             "the prepared text is not the one that the run has learned from: it was made again from other sources",
             where=str(data),
             remedy="bring that folder back, or start a new run with `bloomery train`",
-        )
-
-
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
-def _refuse_shorter(flow: _Flow, plan: Plan) -> None:
-    steps = saved_steps(flow.folder.checkpoints)
-    if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
-        raise UserError(
-            f"train.length means {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
-            where="train.length",
-            remedy="give a longer one, or go back first with --from STEP",
         )
 
 
@@ -446,7 +423,13 @@ def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
         restarts += not descent.unasked
         plan, resumed = _descend(flow, descent), True
     died = failure(ending, flow.folder, step=last_step(flow.folder))
-    raise died if descent is None else _with_way_out(flow, died, descent, restarts)
+    if descent is None:
+        raise died
+    keep(flow.folder, descent)  # the last line is the command that goes on one rung safer
+    tried = f" ({restarts} restarts did not help)" if restarts else ""
+    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {descent.rung.action}"
+    remedy = f"{died.remedy}\n       {command}" if died.remedy else command
+    raise UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
 
 
 def _descend(flow: _Flow, descent: Descent) -> Plan:
@@ -454,15 +437,6 @@ def _descend(flow: _Flow, descent: Descent) -> Plan:
     step = last_step(flow.folder)
     flow.book.emit(Recovered(step=step, because=descent.because, action=f"restarted: {descent.rung.action}"))
     return descent.rung.plan
-
-
-def _with_way_out(flow: _Flow, died: UserError, descent: Descent, restarts: int) -> UserError:
-    """The same error, whose last line is the command that goes on one rung safer."""
-    keep(flow.folder, descent)
-    tried = f" ({restarts} restarts did not help)" if restarts else ""
-    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {descent.rung.action}"
-    remedy = f"{died.remedy}\n       {command}" if died.remedy else command
-    return UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
 
 
 def _environment(flow: _Flow, plan: Plan, machine: Machine) -> dict[str, str]:

@@ -33,21 +33,16 @@ def refuse_overrides(words: Sequence[str]) -> None:
     for word in words:
         key = word.partition("=")[0]
         if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
-            _refuse_unknown(key)
+            known = [".".join(path) for path in all_keys()]
+            if key not in known:
+                remedy = did_you_mean(key, known, "`bloomery recipes show everything` shows every key")
+                raise UserError(f"{key}: there is no such key", where="bloomery resume", remedy=remedy, code=2)
             raise UserError(
                 f"{key} cannot be changed in a run that has begun",
                 where="bloomery resume",
                 remedy="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
                 code=2,
             )
-
-
-def _refuse_unknown(key: str) -> None:
-    """Raises UserError (code 2) for a key that no recipe has, naming the one that was probably meant."""
-    known = [".".join(path) for path in all_keys()]
-    if key not in known:
-        remedy = did_you_mean(key, known, "`bloomery recipes show everything` shows every key")
-        raise UserError(f"{key}: there is no such key", where="bloomery resume", remedy=remedy, code=2)
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:

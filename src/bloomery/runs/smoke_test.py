@@ -90,12 +90,13 @@ class Rehearsal:
 
     @property
     def differing(self) -> list[int]:
-        return [step for step, loss in self.after.items() if not self._same(self.before[step], loss)]
-
-    def _same(self, before: float | None, after: float | None) -> bool:
-        if self.exact or before is None or after is None:
-            return before == after
-        return math.isclose(before, after, rel_tol=ROUNDING)
+        """The steps whose loss is another the second time, up to rounding where bits are not promised."""
+        pairs = [(step, self.before[step], loss) for step, loss in self.after.items()]
+        return [
+            step for step, one, two in pairs
+            if one != two
+            and (self.exact or one is None or two is None or not math.isclose(one, two, rel_tol=ROUNDING))
+        ]  # fmt: skip
 
 
 Told = Callable[[Rehearsal, Event], None]  # what was seen so far, this event included

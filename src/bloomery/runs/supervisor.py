@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,12 @@ def run_stage(
             for event in follow(folder.events, lambda: process.poll() is not None, start=seen):
                 on_event(event)
         pump.join(KILL_WAIT_SECONDS)
-        return Ending(stage, process.wait(), _read_report(report_end), tuple(tail))
+        code = process.wait()
+        os.set_blocking(report_end, False)
+        told = b""
+        with suppress(BlockingIOError):  # killed: it has said nothing of its end
+            told = os.read(report_end, 2**16)
+        return Ending(stage, code, dict(json.loads(told)) if told else None, tuple(tail))
 
 
 @contextmanager
@@ -108,16 +113,6 @@ def _pump(pipe: IO[str], tail: deque[str], on_line: Callable[[str], None]) -> No
     for line in pipe:
         tail.append(line.rstrip("\n"))
         on_line(line.rstrip("\n"))
-
-
-def _read_report(descriptor: int) -> dict[str, Any] | None:
-    """What the child said of its end; nothing when it was killed."""
-    os.set_blocking(descriptor, False)
-    try:
-        told = os.read(descriptor, 2**16)
-    except BlockingIOError:
-        return None
-    return dict(json.loads(told)) if told else None
 
 
 def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:

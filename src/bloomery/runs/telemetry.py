@@ -228,18 +228,15 @@ class Watcher:
         before, self._looked = self._looked, now
         change = self._guard.judge(readings, now)
         if change is not None:
-            self._hold(change.paused)
+            if change.paused and not self._ending.is_set():
+                self._pause.touch()
+            else:
+                self._pause.unlink(missing_ok=True)
             self._emit(Warned(step=self._step, because=change.because))
         if before is not None:
             for reading in readings:
                 stretch = self._stretches.setdefault(reading.device, Stretch())
                 stretch.add(reading, min(now - before, LONGEST_SECONDS))
-
-    def _hold(self, paused: bool) -> None:
-        if paused and not self._ending.is_set():
-            self._pause.touch()
-        else:
-            self._pause.unlink(missing_ok=True)
 
     def _tell(self) -> None:
         stretches, self._stretches = self._stretches, {}

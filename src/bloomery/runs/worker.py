@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -103,23 +103,6 @@ def main(arguments: Sequence[str]) -> int:
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 
 
-@contextmanager
-def _memory_explained(micro_batch: int) -> Iterator[None]:
-    """Of memory that ran out before there was a step: what cannot be cut smaller."""
-    from bloomery.train.process import out_of_memory
-
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError(
-            f"the device's memory is full: {str(error).partition('.')[0]}",
-            where=f"train.micro_batch={micro_batch}",
-            remedy="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
-        ) from error
-
-
 def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
     with loading():
         from bloomery.data.prepare.prepare import prepare
@@ -153,13 +136,14 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         from bloomery.train.checkpoint import newest_valid
         from bloomery.train.length import Timer
         from bloomery.train.loop import run
+        from bloomery.train.process import out_of_memory
 
     plan = read_plan(folder.plan)
     checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(because=told)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
     waiting = Waiting(folder.path / PAUSE, flag.watching(emit))
-    with _memory_explained(plan.train.micro_batch):
+    try:
         outcome = run(
             plan,
             run_dir=folder.path,
@@ -169,6 +153,14 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
             resume_from=checkpoint,
             timer=Timer(began),
         )
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(  # memory ran out before there was a step: nothing can be cut smaller
+            f"the device's memory is full: {str(error).partition('.')[0]}",
+            where=f"train.micro_batch={plan.train.micro_batch}",
+            remedy="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
+        ) from error
     return DONE if outcome == "done" else STOPPED
 
 

@@ -44,19 +44,14 @@ def with_base(plan: Plan, run_dir: Path) -> Plan:
     if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
         return plan
     folder = run_dir / "base"
-    if not folder.exists():
-        _write(plan, folder)
+    if not folder.exists():  # whole or not at all
+        draft, config = folder.with_name(f".tmp-{folder.name}-{os.getpid()}"), plan.model.config
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write_model(model_state(fresh_decoder(config, seed=plan.train.seed)), config, draft)
+        copy_tokenizer(plan.data.prepared, draft)
+        draft.rename(folder)
     return plan.model_copy(update={"model": plan.model.model_copy(update={"source": folder.resolve()})})
-
-
-def _write(plan: Plan, folder: Path) -> None:
-    """Whole or not at all."""
-    draft = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    write_model(model_state(fresh_decoder(plan.model.config, seed=plan.train.seed)), plan.model.config, draft)
-    copy_tokenizer(plan.data.prepared, draft)
-    draft.rename(folder)
 
 
 class BatchSource(Protocol):
@@ -141,16 +136,20 @@ def open_job(
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
     plan = with_base(plan, run_dir)
-    note_teacher(plan, run_dir)
+    if isinstance(plan.objective, Distil):
+        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     state = build_state(plan, resume_from=resume_from, run_dir=run_dir)
     check_attention(state.trainee.model, plan)
-    checkpoints, prepared = run_dir / "checkpoints", plan.data.prepared
+    prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
+    named = state.trainee.model.named_parameters()
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
     tokenizer = load_tokenizer(prepared)
     prompts = open_prompts(plan, tokenizer)
-    references = reference_files(plan, run_dir, splits, state, emit, resume_from, stop)
-    loaders = {split: open_loader(plan, split, references.get(split), run_of(run_dir)) for split in splits}
+    head = read_head(run_dir)
+    run = "" if head is None else head.run  # a plan may be trained without one
+    references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
+    loaders = {split: open_loader(plan, split, references.get(split), run) for split in splits}
     job = Job(
         plan=plan,
         run_dir=run_dir,
@@ -161,8 +160,16 @@ def open_job(
         validation=loaders.get("validation"),
         tokenizer=tokenizer,
         prompts=prompts,
-        saver=open_saver(plan, checkpoints, state, emit),
-        checkup=open_checkup(plan, state),
+        saver=Saver(
+            run_dir / "checkpoints",
+            plan.checkpoint.keep,
+            plan.checkpoint.asynchronous,
+            writer=state.kept.writer,
+            tokenizer=prepared,
+            emit=emit,
+        ),
+        # Of the parameters that should learn; where no adapter does that is all of them.
+        checkup=Checkup({name: p for name, p in named if p.requires_grad or not adapts}, beside_frozen=adapts),
         recorder=Recorder(run_dir, state.trainee, emit),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was cut short is saved again, with what that finds.
@@ -200,21 +207,9 @@ def announce(job: Job) -> None:
         job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
 
 
-def open_checkup(plan: Plan, state: TrainState) -> Checkup:
-    """Of the parameters that should learn; where no adapter does that is all of them."""
-    adapts = plan.adapter.kind != "none"
-    named = state.trainee.model.named_parameters()
-    return Checkup({name: p for name, p in named if p.requires_grad or not adapts}, beside_frozen=adapts)
-
-
-def open_saver(plan: Plan, checkpoints: Path, state: TrainState, emit: Emit) -> Saver:
-    keep, asynchronous, tokenizer = plan.checkpoint.keep, plan.checkpoint.asynchronous, plan.data.prepared
-    return Saver(checkpoints, keep, asynchronous, writer=state.kept.writer, tokenizer=tokenizer, emit=emit)
-
-
 def reference_files(
-    plan: Plan, run_dir: Path, splits: Sequence[Name], state: TrainState, emit: Emit, resume_from: Path | None,
-    stop: Callable[[], bool],
+    plan: Plan, run_dir: Path, run: str, splits: Sequence[Name], state: TrainState, emit: Emit,
+    resume_from: Path | None, stop: Callable[[], bool],
 ) -> dict[Name, Path]:  # fmt: skip
     """Where each split's scores of the model of the start lie, computed where they are missing; {} when not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
@@ -228,24 +223,12 @@ def reference_files(
     for split, loader in loaders.items():
         precompute(
             state.trainee.model, loader, files[split], rows=plan.eval.micro_batch, score_chunk=plan.model.score_chunk,
-            precision=plan.train.precision, watch=Watch(emit, stop, done, total), run=run_of(run_dir),
+            precision=plan.train.precision, watch=Watch(emit, stop, done, total), run=run,
         )  # fmt: skip
         done += loader.stored_rows
     if missing and resume_from is not None:
         go_back(state, plan, resume_from, policy=True)
     return files
-
-
-def run_of(run_dir: Path) -> str:
-    """The run's id; empty for a plan that is trained without one."""
-    head = read_head(run_dir)
-    return "" if head is None else head.run
-
-
-def note_teacher(plan: Plan, run_dir: Path) -> None:
-    """Raises UserError when the teacher is not the one that the run began with."""
-    if isinstance(plan.objective, Distil):
-        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
 
 
 def open_loader(plan: Plan, split: Name, reference: Path | None = None, run: str = "") -> Loader:

@@ -64,15 +64,10 @@ def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str]
     # Outside the handler: the traceback held every tensor of the attempt.
     state.trainee.optimizer.zero_grad()
     set_random_states(random)
-    give_back()
-    return full
-
-
-def give_back() -> None:
-    """Memory that nothing refers to any more goes back to the device; a compiled graph may sit in a cycle."""
-    gc.collect()
+    gc.collect()  # a compiled graph may sit in a cycle
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return full
 
 
 def _wanted(text: str) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -85,28 +85,6 @@ class NonFinite:
 METHOD = "method"  # the part, and the key of the state, of what a method of PEFT needs to go on
 
 
-class Kept(Protocol):
-    """What training changes of one model: its way into checkpoints, and back out of them."""
-
-    def parts(self) -> Parts:
-        """The live tensors; `writer` is for those of MODEL."""
-
-    def scalars(self) -> dict[str, Any]:
-        """What else must be remembered, for the state of a checkpoint."""
-
-    def writer(self) -> Write:
-        """For the model as it is now: training goes on while the result is called."""
-
-    def begin(self) -> None:
-        """Everything as it is before the first step."""
-
-    def read_frozen(self) -> None:
-        """What no checkpoint holds, before the first `read`."""
-
-    def read(self, folder: Path) -> None:
-        """Everything else as the checkpoint in `folder` has it."""
-
-
 @dataclass(frozen=True)
 class Start:
     """The weights that training starts from: those of a folder, with rows of `new_ids` made anew, or fresh ones."""
@@ -132,91 +110,65 @@ class Start:
 
 @final
 @dataclass(frozen=True)
-class Whole:
-    """Every parameter, as a model's folder."""
+class Kept:
+    """What training changes of one model: its way into checkpoints, and back out of them.
+
+    Every parameter, as a model's folder; with `settings` the low-rank pairs and what is trained in full beside them;
+    with `method` what a method of PEFT added to a base that was read before.
+    """
 
     model: Decoder
     start: Start
-
-    def parts(self) -> Parts:
-        return {MODEL: dict(self.model.named_parameters())}
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def writer(self) -> Write:
-        return lambda tensors, folder: write_model(tensors, self.model.config, folder)
-
-    def begin(self) -> None:
-        self.start.fill(self.model)
-
-    def read_frozen(self) -> None:
-        """Nothing is frozen."""
-
-    def read(self, folder: Path) -> None:
-        read_model(self.model, folder)
-
-
-@final
-@dataclass(frozen=True)
-class Pairs:
-    """The low-rank pairs of `adapters`, and modules that are trained in full beside them."""
-
-    model: Decoder
-    start: Start
-    settings: Adaptation
     base: Base | None
+    settings: Adaptation | None = None
+    method: PeftAdapter | None = None
 
     def parts(self) -> Parts:
-        return {MODEL: trained_state(self.model)}
+        """The live tensors; `writer` is for those of MODEL."""
+        if self.method is not None:
+            return {MODEL: self.method.file_tensors(), METHOD: self.method.resume_tensors()}
+        return {MODEL: dict(self.model.named_parameters()) if self.settings is None else trained_state(self.model)}
 
     def scalars(self) -> dict[str, Any]:
-        return {}
+        """What else must be remembered, for the state of a checkpoint."""
+        return {} if self.method is None else {METHOD: self.method.resume_scalars()}
 
     def writer(self) -> Write:
+        """For the model as it is now: training goes on while the result is called."""
+        config, settings = self.model.config, self.settings
+        if self.method is None and settings is None:
+            return lambda tensors, folder: write_model(tensors, config, folder)
         assert self.base is not None, "an adapter that is saved names the model that it adapts"
-        settings, config, name = self.settings, self.model.config, self.base.name
-        return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=name)
-
-    def begin(self) -> None:
-        self.start.fill(self.model)
-        init_adapters(self.model, self.start.seed)
-
-    def read_frozen(self) -> None:
-        self.start.fill(self.model)
-        note_base(self.model)
-
-    def read(self, folder: Path) -> None:
-        read_trained(self.model, self.settings, self.model.config, folder)
-
-
-@final
-@dataclass(frozen=True)
-class Injected:
-    """What a method of PEFT added; the base was read before it came in."""
-
-    method: PeftAdapter
-    base: Base | None
-
-    def parts(self) -> Parts:
-        return {MODEL: self.method.file_tensors(), METHOD: self.method.resume_tensors()}
-
-    def scalars(self) -> dict[str, Any]:
-        return {METHOD: self.method.resume_scalars()}
-
-    def writer(self) -> Write:
-        assert self.base is not None, "an adapter that is saved names the model that it adapts"
-        said = self.method.file_settings(self.base.name)  # AdaLoRA's ranks change with every step
+        name = self.base.name
+        if settings is not None:
+            return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=name)
+        assert self.method is not None
+        said = self.method.file_settings(name)  # AdaLoRA's ranks change with every step
         return lambda tensors, folder: write_named(tensors, said, folder)
 
     def begin(self) -> None:
-        self.method.begin_again()
+        """Everything as it is before the first step."""
+        if self.method is not None:
+            self.method.begin_again()
+            return
+        self.start.fill(self.model)
+        if self.settings is not None:
+            init_adapters(self.model, self.start.seed)
 
     def read_frozen(self) -> None:
-        """It is there already."""
+        """What no checkpoint holds, before the first `read`; the base of a method is there already."""
+        if self.settings is not None:
+            self.start.fill(self.model)
+            note_base(self.model)
 
     def read(self, folder: Path) -> None:
-        self.method.load(read_part(folder, METHOD), read_state(folder)[METHOD])
+        """Everything else as the checkpoint in `folder` has it."""
+        if self.method is not None:
+            self.method.load(read_part(folder, METHOD), read_state(folder)[METHOD])
+        elif self.settings is not None:
+            read_trained(self.model, self.settings, self.model.config, folder)
+        else:
+            read_model(self.model, folder)
 
 
 @dataclass
@@ -287,12 +239,17 @@ def build_state(plan: Plan, *, resume_from: Path | None = None, run_dir: Path | 
     model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
-    start = Start(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir)
-    method, base = _injected(model, plan, start), _base(plan)
+    start, adapter = Start(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
+    base = None if start.source is None or isinstance(adapter, NoAdapter) else base_of(start.source)
+    method, settings = None, adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None
+    if isinstance(adapter, Peft):
+        start.fill(model)  # PEFT adds to weights that are there
+        config = method_config(adapter, plan.model.config, steps=plan.train.steps)
+        method = PeftAdapter(model, config, seed=plan.train.seed)
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method)
-    kept = _kept(model, plan, method, base, start)
+    kept = Kept(model, start, base, settings, method)
     state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), kept, base)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
@@ -316,30 +273,6 @@ def empty_model(plan: Plan) -> Decoder:
     return model
 
 
-def _base(plan: Plan) -> Base | None:
-    """The model that the plan's adapter adapts."""
-    source = plan.model.source
-    return None if source is None or isinstance(plan.adapter, NoAdapter) else base_of(source)
-
-
-def _injected(model: Decoder, plan: Plan, start: Start) -> PeftAdapter | None:
-    """The method of PEFT that the plan names, in a model whose base has been read for it."""
-    if not isinstance(plan.adapter, Peft):
-        return None
-    start.fill(model)
-    config = method_config(plan.adapter, plan.model.config, steps=plan.train.steps)
-    return PeftAdapter(model, config, seed=plan.train.seed)
-
-
-def _kept(model: Decoder, plan: Plan, method: PeftAdapter | None, base: Base | None, start: Start) -> Kept:
-    """What checkpoints of this plan hold of the model."""
-    if method is not None:
-        return Injected(method, base)
-    if isinstance(plan.adapter, Lora):
-        return Pairs(model, start, adaptation(plan.model.config, plan.adapter), base)
-    return Whole(model, start)
-
-
 def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:
     """Replaces all in place: by what the checkpoint holds, or without one by how the run began.
 
@@ -348,16 +281,12 @@ def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool 
     state.trainee.updating = False
     if policy:
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
-    if folder is not None:
-        _restore(state, folder)
+    if folder is None:
+        torch.manual_seed(plan.train.seed)
+        state.kept.begin()
+        state.trainee.optimizer.load({}, {})
+        state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
         return
-    torch.manual_seed(plan.train.seed)
-    state.kept.begin()
-    state.trainee.optimizer.load({}, {})
-    state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
-
-
-def _restore(state: TrainState, folder: Path) -> None:
     stored = read_state(folder)
     if stored["cursor"]["seed"] != state.cursor.seed:
         problem = f"the checkpoint is of a run with the seed {stored['cursor']['seed']}, not {state.cursor.seed}"

@@ -98,7 +98,7 @@ def evaluate(
             count += round(float(parts.count))
             sums = added(sums, parts.metrics)
             tokens += int((batch.weights > 0).sum())
-            size += scored_bytes(batch, token_bytes)
+            size += int(token_bytes[batch.labels[batch.weights > 0].numpy()].sum())
     if count == 0:
         return None
     scored = size if objective.per == "token" else None
@@ -116,11 +116,6 @@ def completed(model: Decoder, batches: Iterable[Batch], objective: Objective) ->
     parts: Iterable[Sequence[Batch]] = [list(batches)] if objective.together else ([batch] for batch in batches)
     for part in parts:
         yield from objective.before(model, part)
-
-
-def scored_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
-    """Bytes of the labels whose weight is not 0."""
-    return int(token_bytes[batch.labels[batch.weights > 0].numpy()].sum())
 
 
 def look(job: Job) -> None:
