@@ -13,13 +13,12 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
-from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantise, quantised_weights
 from bloomery.model.quantization.sizes import PIECE_BYTES, Reader, backend, storage_bytes
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import in_precision, prepare_weights
-from bloomery.train.model_folder import Found, Trained
+from bloomery.train.model_folder import Found
 
 CONTEXT = 4096  # tokens whose keys and values are counted, where a model reads more
 WORKSPACE = 256 * 2**20  # bytes: what a forward needs beside weights, keys and values
@@ -76,8 +75,22 @@ def load_used(
     `tell` hears what is loaded where, in how much memory, and where figures will differ from the run's own. Raises
     UserError when memory is too small, before any is taken.
     """
-    trained, quantize = found.trained, _quantized_as(found, use)
-    precision = _precision(trained, use)
+    trained = found.trained
+    kept = trained.quantize if trained is not None else Quantize()
+    quantize = kept if use.quantize is None or use.quantize == kept.base else Quantize(base=use.quantize)
+    method = is_adapter_folder(found.weights) and read_settings(found.weights)["peft_type"] != "LORA"
+    if method and quantize.base != "none":
+        problem = "a method of PEFT's own needs the weights of its base as numbers, not quantized"
+        raise UserError(problem, where="--quantize", remedy="leave out --quantize", code=2)
+    # The run's own precision; None where there was no run, or where the device lacks it: a processor that trained in
+    # it can.
+    precision = None if trained is None else trained.precision
+    if trained is not None and precision != "float32" and not use.device == trained.device == "cpu":
+        able = use.device == "cuda" if precision == "float16" else use.bfloat16
+        precision = precision if able else None
+    reader: Reader = "torch"
+    if quantize.base != "none" and use.device != "cpu" and use.machine is not None:
+        reader = backend(use.machine, quantize.base, device=use.device, compiled=False).value
     if trained is not None and quantize.base != trained.quantize.base:
         bases = {"none": "weights that are not quantized"}
         then, now = (bases.get(base, f"{base} weights") for base in (trained.quantize.base, quantize.base))
@@ -88,7 +101,7 @@ def load_used(
     def arrange(decoder: Decoder) -> None:
         _freeze(decoder, whole=found.base is None)
         if quantize.base != "none":
-            quantise(decoder, quantize, reader=_reader(quantize, use))
+            quantise(decoder, quantize, reader=reader)
         if precision is not None:
             prepare_weights(decoder, precision)
         _refuse_full(decoder, quantize, use, str(found.weights), tell)
@@ -98,32 +111,6 @@ def load_used(
     )
     in_precision(decoder, precision or "float32")
     return decoder
-
-
-def _quantized_as(found: Found, use: Use) -> Quantize:
-    kept = found.trained.quantize if found.trained is not None else Quantize()
-    chosen = kept if use.quantize is None or use.quantize == kept.base else Quantize(base=use.quantize)
-    method = is_adapter_folder(found.weights) and read_settings(found.weights)["peft_type"] != "LORA"
-    if method and chosen.base != "none":
-        problem = "a method of PEFT's own needs the weights of its base as numbers, not quantized"
-        raise UserError(problem, where="--quantize", remedy="leave out --quantize", code=2)
-    return chosen
-
-
-def _precision(trained: Trained | None, use: Use) -> str | None:
-    """The run's own; None where there was no run, or where the device lacks it: a processor that trained in it can."""
-    if trained is None:
-        return None
-    if trained.precision == "float32" or use.device == trained.device == "cpu":
-        return trained.precision
-    able = use.device == "cuda" if trained.precision == "float16" else use.bfloat16
-    return trained.precision if able else None
-
-
-def _reader(quantize: Quantize, use: Use) -> Reader:
-    if use.device == "cpu" or use.machine is None:
-        return "torch"
-    return backend(use.machine, quantize.base, device=use.device, compiled=False).value
 
 
 def _freeze(decoder: Decoder, *, whole: bool) -> None:
@@ -139,7 +126,11 @@ def _freeze(decoder: Decoder, *, whole: bool) -> None:
 def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, tell: Tell) -> None:
     """Says what will be held. Raises UserError with a command where that is more than is free."""
     weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-    needed, free = weights + _room(decoder), use.free_bytes()
+    config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
+    # Keys and values, the largest matrix as floats, and a forward's other tensors.
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * min(config.max_positions, CONTEXT)
+    largest = max((each.outputs * each.inputs for _, each in quantised_weights(decoder)), default=0)
+    needed, free = weights + cache + largest * (item + PIECE_BYTES) + WORKSPACE, use.free_bytes()
     kind = f"{quantize.base} base" if quantize.base != "none" else "weights"
     said = f"{kind}: {format_bytes(weights)}, {format_bytes(needed)} with room to work; {use.name} has"
     if needed <= free:
@@ -149,17 +140,6 @@ def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, tel
         f"{use.name} has {format_bytes(free)} of memory free, and this model needs {format_bytes(needed)}",
         where=where, remedy=_smaller(decoder, quantize, use, needed, free),
     )  # fmt: skip
-
-
-def _room(decoder: Decoder) -> int:
-    """Bytes of keys and values, of the largest matrix as floats, and of a forward's other tensors."""
-    config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
-    largest = max((each.outputs * each.inputs for _, each in quantised_weights(decoder)), default=0)
-    return _cache_bytes(config, item) + largest * (item + PIECE_BYTES) + WORKSPACE
-
-
-def _cache_bytes(config: ModelConfig, item: int) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * min(config.max_positions, CONTEXT)
 
 
 def _smaller(decoder: Decoder, quantize: Quantize, use: Use, needed: int, free: int) -> str:

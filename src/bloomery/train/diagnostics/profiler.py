@@ -175,21 +175,16 @@ class Recorder:
     @contextmanager
     def around(self, plan: Plan, step: int) -> Iterator[None]:
         """Around the work of this step: recorded when the plan or somebody's request names it."""
-        self._begin(plan, step)
+        planned = plan.monitor.trace_steps
+        if self._open is None:
+            steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
+            if steps > 0:
+                self._request.unlink(missing_ok=True)
+                self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
+                self._open = _Recording(plan, step, step + steps - 1)
         yield
         if self._open is not None and step >= self._open.last:
             self.close()
-
-    def _begin(self, plan: Plan, step: int) -> None:
-        if self._open is not None:
-            return
-        planned = plan.monitor.trace_steps
-        steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
-        if steps <= 0:
-            return
-        self._request.unlink(missing_ok=True)
-        self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
-        self._open = _Recording(plan, step, step + steps - 1)
 
     def objective(self, objective: Objective) -> Objective:
         """Of this step; while steps are recorded, one that lists memory when the first forward is through."""

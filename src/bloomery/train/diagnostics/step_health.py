@@ -50,7 +50,12 @@ class Checkup:
     @contextmanager
     def watching(self, *, gradients: bool = True) -> Iterator[None]:
         """Around the update of the weights, while the gradients stand; without them they are not spoken of."""
-        self._without = self._share_without_gradient() if gradients else None
+        self._without = None
+        if gradients:  # counts tensors whose gradient is None or exactly zero
+            some = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            most = list(torch._foreach_norm(list(some.values()), math.inf)) if some else []
+            zero = dict(zip(some, (torch.stack(most) == 0).tolist(), strict=True)) if most else {}
+            self._without = sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
         before = [_sampled(p).clone() for p in self._parameters.values()]
         yield
         changes = torch._foreach_sub([_sampled(p) for p in self._parameters.values()], before)
@@ -67,6 +72,7 @@ class Checkup:
         still = [name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0]
         now, waited = time.monotonic(), core_wait_seconds()
         labels = label_facts(batches, objective)
+        utils = sys.modules.get("torch._dynamo.utils")  # counts what torch.compile has made so far in this process
         vitals = Vitals(
             step=step,
             update_ratio=median(ratios) if ratios and not self._beside_frozen else None,
@@ -79,17 +85,10 @@ class Checkup:
             pair_excess=labels.pair_excess,
             seconds=now - self._since,
             core_wait_seconds=None if waited is None or self._waited is None else waited - self._waited,
-            graphs=_graphs() if compiled else None,
+            graphs=int(utils.counters["stats"]["unique_graphs"]) if compiled and utils is not None else None,
         )
         self._moved, self._without, self._since, self._waited = [], None, now, waited
         return vitals
-
-    def _share_without_gradient(self) -> float:
-        """Counts tensors whose gradient is None or exactly zero."""
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        norms = list(torch._foreach_norm(list(gradients.values()), math.inf)) if gradients else []
-        zero = dict(zip(gradients, (torch.stack(norms) == 0).tolist(), strict=True)) if norms else {}
-        return sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
 
 
 def _sampled(parameter: nn.Parameter) -> Tensor:
@@ -110,35 +109,23 @@ class LabelFacts:
 
 def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     """Where the labels that the loss sees stand in the text, and whether the order of the text means anything."""
-    rows = _rows(batches, objective)
-    if rows is None:
-        return LabelFacts()
-    tokens, labels, _, learned = rows
-    own, following, after = (_share_at(ahead, *rows) for ahead in range(3))
-    return LabelFacts(own, following, after, pair_excess(tokens[learned], labels[learned]))
-
-
-def _share_at(ahead: int, tokens: Ints, labels: Ints, documents: Ints, learned: Bools) -> float | None:
-    """Of labels that are the token `ahead` positions on in their document."""
-    end = tokens.shape[1] - ahead
-    inside = learned[:, :end] & (documents[:, :end] == documents[:, ahead:])
-    same = labels[:, :end] == tokens[:, ahead:]
-    return float(same[inside].mean()) if inside.any() else None
-
-
-def _rows(batches: Sequence[Batch], objective: Objective) -> tuple[Ints, Ints, Ints, Bools] | None:
-    """tokens, labels, documents, learned [rows, T] of up to POSITIONS; None for an objective without labels."""
-    width = batches[0].tokens.shape[1]
     taken = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
     heads = [head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)]
-    if len(heads) < len(taken):
-        return None
-    rows = slice(max(1, POSITIONS // width))
-    tokens = torch.cat([batch.tokens for batch in taken]).numpy()[rows]
-    labels = torch.cat([head.labels_BT for head in heads]).numpy()[rows]
-    documents = torch.cat([batch.documents for batch in taken]).numpy()[rows]
-    learned = torch.cat([head.weights_BT != 0 for head in heads]).numpy()[rows]
-    return tokens, labels, documents, learned
+    if len(heads) < len(taken):  # an objective without labels
+        return LabelFacts()
+    rows = slice(max(1, POSITIONS // batches[0].tokens.shape[1]))
+    tokens: Ints = torch.cat([batch.tokens for batch in taken]).numpy()[rows]
+    labels: Ints = torch.cat([head.labels_BT for head in heads]).numpy()[rows]
+    documents: Ints = torch.cat([batch.documents for batch in taken]).numpy()[rows]
+    learned: Bools = torch.cat([head.weights_BT != 0 for head in heads]).numpy()[rows]
+    shares: list[float | None] = []
+    for ahead in range(3):  # of labels that are the token so many positions on in their document
+        end = tokens.shape[1] - ahead
+        inside = learned[:, :end] & (documents[:, :end] == documents[:, ahead:])
+        same = labels[:, :end] == tokens[:, ahead:]
+        shares.append(float(same[inside].mean()) if inside.any() else None)
+    own, following, after = shares
+    return LabelFacts(own, following, after, pair_excess(tokens[learned], labels[learned]))
 
 
 def pair_excess(first: Ints, second: Ints) -> float | None:
@@ -149,15 +136,11 @@ def pair_excess(first: Ints, second: Ints) -> float | None:
     """
     count = len(first)
     pairs = first.astype(np.int64) * 2**32 + second
-    both, left, right = (_coincidences(values) for values in (pairs, first, second))
+    # Ordered pairs of positions that hold the same value.
+    counts = [np.unique(values, return_counts=True)[1].astype(np.float64) for values in (pairs, first, second)]
+    both, left, right = (float((n * (n - 1)).sum()) for n in counts)
     expected = left * right / max(1.0, count * (count - 1.0))
     return both / expected if expected >= 1 else None
-
-
-def _coincidences(values: Ints) -> float:
-    """Ordered pairs of positions that hold the same value."""
-    counts = np.unique(values, return_counts=True)[1].astype(np.float64)
-    return float((counts * (counts - 1)).sum())
 
 
 def core_wait_seconds() -> float | None:
@@ -166,9 +149,3 @@ def core_wait_seconds() -> float | None:
         return int(SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _graphs() -> int | None:
-    """Graphs that torch.compile has made so far in this process."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return None if utils is None else int(utils.counters["stats"]["unique_graphs"])

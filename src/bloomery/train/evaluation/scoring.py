@@ -96,20 +96,15 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
         ids = torch.tensor(documents[piece.document][piece.start : piece.end], dtype=torch.int64)
         tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
         weights_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
-    scores_BT = _forward(decoder, tokens_BT.to(device), labels_BT.to(device), weights_BT.to(device)).cpu().numpy()
+    chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+    with looking(decoder):
+        scores: Tensor = decoder(
+            tokens_BT.to(device), head=LabelScores(labels_BT.to(device), weights_BT.to(device), chunk)
+        )
+    scores_BT = scores.float().cpu().numpy()
     return [
         -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start] for row, piece in enumerate(batch)
     ]
-
-
-@torch.no_grad()
-def _forward(decoder: Decoder, tokens_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
-    training = decoder.training
-    decoder.eval()
-    chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
-    scores: Tensor = decoder(tokens_BT, head=LabelScores(labels_BT, weights_BT, chunk))
-    decoder.train(training)
-    return scores.float()
 
 
 @dataclass(frozen=True)
@@ -136,27 +131,18 @@ def judge_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Judgement:
 
 def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     """float32 [texts], on the host: the value at the last token of each, which sees all the others."""
-    found = torch.zeros(len(texts))
+    found, device = torch.zeros(len(texts)), next(decoder.parameters()).device
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+    begin = 0
     with looking(decoder):
-        for numbers in _numbered_batches([len(text) for text in texts]):
-            found[numbers] = _values(decoder, [texts[number] for number in numbers])
+        while begin < len(order):  # longest first; padding stands behind a text, where causal attention never looks
+            length = len(texts[order[begin]])
+            numbers = order[begin : begin + max(_TOKENS_A_FORWARD // length, 1)]
+            tokens_BT = torch.zeros(len(numbers), length, dtype=torch.int64)
+            for row, number in enumerate(numbers):
+                tokens_BT[row, : len(texts[number])] = torch.tensor(texts[number], dtype=torch.int64)
+            values_BT: Tensor = decoder(tokens_BT.to(device), head=Values())
+            ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
+            found[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
+            begin += len(numbers)
     return found
-
-
-def _numbered_batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Numbers of texts, longest first, as many as are padded to some tokens."""
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    edges = [0]
-    while edges[-1] < len(order):
-        edges.append(edges[-1] + max(_TOKENS_A_FORWARD // lengths[order[edges[-1]]], 1))
-    return (order[begin:end] for begin, end in pairwise(edges))
-
-
-def _values(decoder: Decoder, texts: list[Sequence[int]]) -> Tensor:
-    """Padding stands behind a text, where causal attention never looks."""
-    tokens_BT = torch.zeros(len(texts), len(texts[0]), dtype=torch.int64)
-    for row, text in enumerate(texts):
-        tokens_BT[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
-    values_BT: Tensor = decoder(tokens_BT.to(next(decoder.parameters()).device), head=Values())
-    ends = torch.tensor([len(text) - 1 for text in texts])
-    return values_BT.float().cpu()[torch.arange(len(texts)), ends]

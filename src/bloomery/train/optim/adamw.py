@@ -145,73 +145,31 @@ def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) 
 
 
 # Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
-Kept = list[list[list[Tensor]]]
-
-
-class Home(Protocol):
-    def place(self, fresh: Tensor) -> Tensor:
-        """A new state, or one from a checkpoint, where it is at home."""
-        ...
-
-    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
-        """The states of one piece after the other, on the device, spans one behind the other."""
-        ...
-
-    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
-        """What became of one moment of the piece that was last brought, back home."""
-        ...
-
-    def settle(self) -> None:
-        """Returns when the host may read every state."""
-        ...
+Pieces = list[list[list[Tensor]]]
 
 
 @final
-class Beside:
-    """In the memory of the weights' own device."""
+class Home:
+    """Beside the weights, or with `away` in pinned memory of the host.
 
-    def place(self, fresh: Tensor) -> Tensor:
-        return fresh
-
-    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:  # noqa: ARG002 (a Home's)
-        for piece in pieces:
-            yield [[gathered(parts) for parts in moment] for moment in piece]
-
-    def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
-        for value, parts in zip(values, targets, strict=True):
-            put_back(value, parts)
-
-    def settle(self) -> None:
-        return
-
-
-def put_back(value: Tensor, parts: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Cut where its parts were joined; nothing to do where it is the part itself."""
-    if len(parts) == 1:
-        if not same_place(value, parts[0]):
-            parts[0].copy_(value, non_blocking=non_blocking)
-        return
-    cut = value.split_with_sizes([len(part) for part in parts])
-    torch._foreach_copy_(list(parts), list(cut), non_blocking=non_blocking)
-
-
-@final
-class Host:
-    """In pinned memory of the host. Pieces visit the device in turn: one is worked on, one comes, one or two go.
-
-    Copies run beside the work. Device memory: four pieces of states at most, whatever the model's size. For weights on
-    the host it is the same as `Beside`.
+    Then pieces visit the device in turn, and copies run beside the work: one is worked on, one comes, one or two go.
+    Device memory: four pieces of states at most, whatever the model's size. Of weights on the host both are the same.
     """
 
-    def __init__(self) -> None:
-        self._beside, self._lane = Beside(), copies.Lane()
+    def __init__(self, *, away: bool) -> None:
+        self._away, self._lane = away, copies.Lane()
+
+    def _apart(self, device: torch.device) -> bool:
+        return self._away and copies.apart(device)
 
     def place(self, fresh: Tensor) -> Tensor:
-        return copies.pinned_like(fresh).copy_(fresh) if copies.apart(fresh.device) else fresh
+        """A new state, or one from a checkpoint, where it is at home."""
+        return copies.pinned_like(fresh).copy_(fresh) if self._apart(fresh.device) else fresh
 
-    def visits(self, pieces: Sequence[Kept], device: torch.device) -> Iterator[list[list[Tensor]]]:
-        if not copies.apart(device):
-            yield from self._beside.visits(pieces, device)
+    def visits(self, pieces: Sequence[Pieces], device: torch.device) -> Iterator[list[list[Tensor]]]:
+        """The states of one piece after the other, on the device, spans one behind the other."""
+        if not self._apart(device):
+            yield from ([[gathered(parts) for parts in moment] for moment in piece] for piece in pieces)
             return
         ahead = self._bring(pieces[0], device)
         for number in range(len(pieces)):
@@ -221,36 +179,41 @@ class Host:
             copies.wait_for(here, device)
             yield brought
 
-    def _bring(self, piece: Kept, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:
-        rooms = [[_room(parts, device) for parts in moment] for moment in piece]
+    def _bring(self, piece: Pieces, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:
+        def room(parts: Sequence[Tensor]) -> Tensor:
+            sizes = (sum(len(part) for part in parts), *parts[0].shape[1:])
+            return torch.empty(sizes, dtype=parts[0].dtype, device=device)
+
+        rooms = [[room(parts) for parts in moment] for moment in piece]
 
         def copy() -> None:
             for moment, kinds in zip(piece, rooms, strict=True):
-                for parts, room in zip(moment, kinds, strict=True):
-                    places = room.split_with_sizes([len(part) for part in parts])
-                    for part, place in zip(parts, places, strict=True):
-                        place.copy_(part, non_blocking=True)
+                for parts, place in zip(moment, kinds, strict=True):
+                    for part, target in zip(parts, place.split_with_sizes([len(p) for p in parts]), strict=True):
+                        target.copy_(part, non_blocking=True)
 
         return rooms, self._lane.after_work(device, copy)
 
     def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
-        if not copies.apart(values[0].device):
-            self._beside.send(values, targets)
-            return
+        """What became of one moment of the piece that was last brought, back home."""
+        apart = self._apart(values[0].device)
 
         def copy() -> None:
             for value, parts in zip(values, targets, strict=True):
-                put_back(value, parts, non_blocking=True)
+                if len(parts) > 1:  # cut where they were joined
+                    cut = value.split_with_sizes([len(part) for part in parts])
+                    torch._foreach_copy_(list(parts), list(cut), non_blocking=apart)
+                elif not same_place(value, parts[0]):
+                    parts[0].copy_(value, non_blocking=apart)
 
-        self._lane.out(values, copy, under_way=4)  # two moments a piece
+        if apart:
+            self._lane.out(values, copy, under_way=4)  # two moments a piece
+        else:
+            copy()
 
     def settle(self) -> None:
+        """Returns when the host may read every state."""
         self._lane.settle()
-
-
-def _room(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    sizes = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    return torch.empty(sizes, dtype=parts[0].dtype, device=device)
 
 
 @final

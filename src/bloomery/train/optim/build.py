@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.limits import MUON_STACK
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
-from bloomery.train.optim.adamw import Beside, Home, Host, LeanAdamW
+from bloomery.train.optim.adamw import Home, LeanAdamW
 from bloomery.train.optim.common import Gate, Rounding, exact_norm
 
 Rule = Adafactor | LeanAdamW
@@ -302,7 +302,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {p: name for name, p in named.items()}
     rounding = Rounding(names, seed, plan.stochastic_rounding)
-    home: Home = Host() if plan.paged or plan.offload else Beside()
+    home = Home(away=plan.paged or plan.offload)
     lean = partial(_lean, plan=plan, rounding=rounding, home=home)
     if plan.in_backward:
         rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
