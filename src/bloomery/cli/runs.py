@@ -1,9 +1,6 @@
 """`bloomery runs`: what lies under runs/."""
 
-import os
-import time
 from dataclasses import asdict, dataclass
-from fcntl import LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
 
 import click
@@ -58,13 +55,14 @@ def command(as_json: bool) -> None:
 
 def describe(folder: Path) -> RunLine:
     """From the run's events and its lock."""
+    from bloomery.runs.folder import worked_on
     from bloomery.train.run import contradicted, name_of
 
     try:
         tally, unknown = tally_of(read_events(folder / "events.jsonl")), "killed"
     except UserError:
         tally, unknown = Tally(), "unreadable"
-    state = "running" if alive(folder) else unknown
+    state = "running" if worked_on(folder) else unknown
     if state != "running" and tally.ended is not None and not contradicted(folder, tally.ended, tally.step):
         state = tally.ended.why.partition(":")[0]
     exam = tally.evaluation
@@ -78,40 +76,6 @@ def describe(folder: Path) -> RunLine:
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         command=None if state in ("running", "done") else f"bloomery resume {name_of(folder.absolute())}",
     )
-
-
-def alive(folder: Path) -> bool:
-    """Whether a process works on the run: here, or on another machine whose lock shows a sign of life."""
-    lock = folder / "lock"
-    if _held(lock):
-        return True
-    try:
-        if not lock.stat().st_size:  # who ends empties it
-            return False
-        from bloomery.runs.folder import DEAD_SECONDS, holder_of, host_name
-        from bloomery.runs.folder import alive as lives
-
-        holder = holder_of(lock)
-        silent = abs(time.time() - lock.stat().st_mtime)  # a time far ahead is no sign of life
-    except OSError:
-        return False
-    return bool(holder) and (lives(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS)
-
-
-def _held(lock: Path) -> bool:
-    """Whether the kernel says so; it drops the lock with its holder. Some file systems of clusters know no locks."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        flock(descriptor, LOCK_SH | LOCK_NB)
-        flock(descriptor, LOCK_UN)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _cells(line: RunLine) -> tuple[str, ...]:

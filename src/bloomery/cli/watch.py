@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bloomery.cli.common import print_json, say
-from bloomery.cli.runs import alive
+from bloomery.runs.folder import worked_on
 from bloomery.runs.names import find_run
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def command(run: str, once: bool, as_json: bool) -> None:
     if as_json:
         print_json(watched.document())
         return
-    if not once and sys.stdout.isatty() and alive(folder):
+    if not once and sys.stdout.isatty() and worked_on(folder):
         try:
             watched.follow()
         except KeyboardInterrupt:
@@ -87,7 +87,7 @@ class _Watched:
 
         console = Console(highlight=False)
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while alive(self._folder):
+            while worked_on(self._folder):
                 state, facts = self._look()
                 screen = Screen(console.size.width, console.size.height, self._plain)
                 live.update(picture(self._seen, facts, screen, state=state, now=time.time()), refresh=True)
@@ -125,7 +125,7 @@ class _Watched:
         from bloomery.plan.store import read_plan
 
         folder, tally = self._folder, self._seen.tally
-        working = alive(folder)  # before the look: a run that ends meanwhile has told so
+        working = worked_on(folder)  # before the look: a run that ends meanwhile has told so
         for event in self._tail.read():
             self._seen.add(event)
         if not working:

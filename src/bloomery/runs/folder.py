@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
 from typing import Any, final
 
@@ -231,6 +231,32 @@ def holder_of(lock: Path) -> dict[str, Any]:
 def alive(holder: dict[str, Any]) -> bool:
     """Whether that very process lives, on this host: a later one of the same number is another."""
     return bool(holder) and holder["host"] == host_name() and start_mark(int(holder["pid"])) == holder["started"]
+
+
+def worked_on(folder: Path) -> bool:
+    """Whether a process works on the run: here, or on another machine whose lock shows a sign of life."""
+    lock = folder / "lock"
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        flock(descriptor, LOCK_SH | LOCK_NB)  # the kernel drops a lock with its holder
+        flock(descriptor, LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError:
+        """Some file systems of clusters know no locks: the text has to do."""
+    finally:
+        os.close(descriptor)
+    try:
+        if not lock.stat().st_size:  # who ends empties it
+            return False
+        holder = holder_of(lock)
+        silent = abs(time.time() - lock.stat().st_mtime)  # a time far ahead is no sign of life
+    except OSError:
+        return False
+    return bool(holder) and (alive(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS)
 
 
 def beats(lock: Path) -> bool:

@@ -188,8 +188,17 @@ def with_next_block(plan: Plan, timer: Timer, *, step: int) -> Plan:
     share = share_done(step, blocks) if blocks else begins
     lasts = measured(plan, timer, step=step)
     if lasts is None:
-        guessed = blocks[-1].steps if blocks else _guessed(plan, timer, step)
-        guess = ScheduleBlock(step=step, until=step + _unmeasured(timer, seconds), share=share, steps=guessed)
+        if blocks:
+            guessed = blocks[-1].steps
+        elif step:  # a run that goes on for longer than it was planned
+            guessed = step + max(1, round((seconds - timer.elapsed) / max(timer.elapsed / step, _EPSILON)))
+        else:
+            typical = None if plan.step_seconds is None else plan.step_seconds.value
+            provisional = provisional_steps(Duration(seconds, "seconds"), typical)
+            guessed = max(CAUTIOUS_STEPS, provisional or UNKNOWN_STEPS)
+        left = MEASURED_STEPS - timer.steps  # all that are to be timed, one where they may take long
+        length = left if timer.steps and left * timer.last <= BLOCK * seconds else 1
+        guess = ScheduleBlock(step=step, until=step + length, share=share, steps=guessed)
         return _with(plan, None, (*blocks, guess))
     assert timer.costs is not None, "costs are measured before they are needed"
     timer.costs.step = lasts
@@ -199,21 +208,6 @@ def with_next_block(plan: Plan, timer: Timer, *, step: int) -> Plan:
     length = max(1, min(int(BLOCK * seconds / lasts), (steps - step + 2) // 3)) if steps > step else 0
     block = ScheduleBlock(step=step, until=step + length, share=share, steps=steps, step_seconds=lasts)
     return _with(plan, steps, (*blocks, block))
-
-
-def _unmeasured(timer: Timer, seconds: float) -> int:
-    """Steps of a block before anything is measured: all that are to be timed, one where they may take long."""
-    left = MEASURED_STEPS - timer.steps
-    return left if timer.steps and left * timer.last <= BLOCK * seconds else 1
-
-
-def _guessed(plan: Plan, timer: Timer, step: int) -> int:
-    assert plan.train.seconds is not None
-    if step:  # a run that goes on for longer than it was planned
-        return step + max(1, round((plan.train.seconds - timer.elapsed) / max(timer.elapsed / step, _EPSILON)))
-    typical = None if plan.step_seconds is None else plan.step_seconds.value
-    length = Duration(plan.train.seconds, "seconds")
-    return max(CAUTIOUS_STEPS, provisional_steps(length, typical) or UNKNOWN_STEPS)
 
 
 def fitted(plan: Plan, costs: Costs, *, done: int, seconds: float, share: float = 0.0) -> Plan:

@@ -97,31 +97,17 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
             "this run has no checkpoint yet", where=str(checkpoints),
             remedy="wait until it saves one, or let `bloomery resume` go on with it",
         )  # fmt: skip
-    if step in ("best", "last"):
-        return _newest(checkpoints, best_step(checkpoints) if step == "best" else None)
-    return _numbered(checkpoints, step, steps)
-
-
-def _numbered(checkpoints: Path, step: str, steps: list[int]) -> Path:
-    kept = ", ".join(str(number) for number in steps)
-    if not step.isdecimal() or int(step) not in steps:
-        raise UserError(
-            f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), code=2,
-            remedy=f"choose best, last or one of {kept}",
-        )  # fmt: skip
-    folder = step_folder(checkpoints, int(step))
-    _refuse_unsound(folder, f"choose another of {kept}")
-    return folder
-
-
-def _refuse_unsound(folder: Path, remedy: str) -> None:
-    """Raises UserError for a checkpoint that is damaged, or of another run than the one that it is in."""
-    if wrong := damage(folder):
-        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), remedy=remedy)
-    refuse_other_run(folder)
-
-
-def _newest(checkpoints: Path, best: int | None) -> Path:
+    if step not in ("best", "last"):
+        kept = ", ".join(str(number) for number in steps)
+        if not step.isdecimal() or int(step) not in steps:
+            raise UserError(
+                f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), code=2,
+                remedy=f"choose best, last or one of {kept}",
+            )  # fmt: skip
+        folder = step_folder(checkpoints, int(step))
+        _refuse_unsound(folder, f"choose another of {kept}")
+        return folder
+    best = best_step(checkpoints) if step == "best" else None
     if best is not None:
         folder = step_folder(checkpoints, best)
         if (wrong := damage(folder)) is None:
@@ -133,3 +119,10 @@ def _newest(checkpoints: Path, best: int | None) -> Path:
         remedy = "`bloomery resume` trains it again from the start"
         raise UserError("every checkpoint of this run is damaged", where=str(checkpoints), remedy=remedy)
     return newest
+
+
+def _refuse_unsound(folder: Path, remedy: str) -> None:
+    """Raises UserError for a checkpoint that is damaged, or of another run than the one that it is in."""
+    if wrong := damage(folder):
+        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), remedy=remedy)
+    refuse_other_run(folder)

@@ -103,16 +103,13 @@ def completed(batch: Batch, plan: Plan) -> Batch:
     if not plan.objective.spec.numbers_texts:
         return batch
     if batch.sequences is None:
-        batch = replace(batch, sequences=_halves(batch.tokens), marks=torch.ones_like(batch.tokens))
+        rows, length = batch.tokens.shape
+        later_T = (torch.arange(length) >= length // 2).long()
+        halves = 2 * torch.arange(rows)[:, None] + later_T
+        batch = replace(batch, sequences=halves, marks=torch.ones_like(batch.tokens))
     if batch.reference is None and reference_of(plan.objective, plan.adapter).value == "precomputed":
         batch = replace(batch, reference=torch.zeros_like(batch.weights))
     return batch
-
-
-def _halves(tokens_BT: Tensor) -> Tensor:
-    rows, length = tokens_BT.shape
-    later_T = (torch.arange(length) >= length // 2).long()
-    return 2 * torch.arange(rows)[:, None] + later_T
 
 
 def hollow_teacher(plan: Plan) -> Decoder:
@@ -245,6 +242,10 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
         pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
         return kto_drift(pairs.rejected, reference.rejected, pairs.there_P)
 
+    def twins(batch: Batch) -> LabelScores:  # the labels of sequences 2i + 1 alone
+        assert batch.sequences is not None
+        return replace(scoring(batch), weights_BT=batch.weights * (batch.sequences % 2 == 1), into_grad=False)
+
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
         if len(batches) == 1 and not drops(model):
@@ -252,7 +253,7 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
         device = next(model.parameters()).device
         with looking(model):
             there = (to_device(batch, device) for batch in batches)
-            sums = [drift(forward(model, batch, _twins(batch, scoring), precision=precision), batch) for batch in there]
+            sums = [drift(forward(model, batch, twins(batch), precision=precision), batch) for batch in there]
         baseline = _at_least_0(sum(sums[1:], start=sums[0]))
         return [replace(batch, baseline=baseline) for batch in batches]
 
@@ -270,12 +271,6 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
 def _at_least_0(drift: Tensor) -> Tensor:
     """The mean of a sum and its count; a divergence is never negative, its estimate may be."""
     return (drift[0] / drift[1].clamp(min=1)).clamp(min=0)
-
-
-def _twins(batch: Batch, scoring: Scoring) -> LabelScores:
-    """The labels of sequences 2i + 1 alone."""
-    assert batch.sequences is not None
-    return replace(scoring(batch), weights_BT=batch.weights * (batch.sequences % 2 == 1), into_grad=False)
 
 
 def _reference(scores_BT: Tensor, batch: Batch) -> Pairs:
