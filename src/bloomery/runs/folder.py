@@ -82,7 +82,7 @@ class RunFolder:
 
     @property
     def safer(self) -> Path:
-        """After a death that a safer plan may prevent: that plan (`rungs`)."""
+        """After a death that a safer plan may prevent: that plan."""
         return self.path / "safer.json"
 
     @property

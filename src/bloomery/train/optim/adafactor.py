@@ -31,7 +31,7 @@ class Adafactor(torch.optim.Optimizer):
     """Equal to torch.optim.Adafactor in float32, and unlike it: matrices of a shape go in stacks, large ones in rows.
 
     State, whatever the weights' type: float32 `row_var` [..., R, 1] and `col_var` [..., 1, C] of a matrix, `variance`
-    of a vector; `step`. Scratch, however large a matrix is: three float32 pieces (`optim_pieces.piece_size`), four
+    of a vector; `step`. Scratch, however large a matrix is: three float32 pieces (`common.piece_size`), four
     of bfloat16 weights. All arithmetic is float32; bfloat16 weights are rounded as `rounding`
     says. (torch takes epsilon 1 from the weights' type: 8e-3 for bfloat16, far above the squares of usual gradients;
     and it reads two numbers a parameter back.)

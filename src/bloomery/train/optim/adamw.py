@@ -223,7 +223,7 @@ class LeanAdamW(torch.optim.Optimizer):
     State: `exp_avg` and `exp_avg_sq` in the parameter's shape, or as int8 and uint8 [blocks, 256] beside
     `exp_avg_scale` and `exp_avg_sq_scale`, float32 [blocks]; `step`. Bytes of both moments a parameter: 8, 4, or
     2 + 8/256; tensors under 4,096 numbers keep 8. Scratch, however large a matrix is: five float32 pieces
-    (`optim_pieces.piece_size`), on a CPU half a piece more where something is rounded at random.
+    (`common.piece_size`), on a CPU half a piece more where something is rounded at random.
     """
 
     def __init__(
