@@ -18,9 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.cli.runs import alive
 from bloomery.monitor.events import EventLog, Phase, RunEnded
-from bloomery.runs.folder import host_name, start_mark
+from bloomery.runs.folder import host_name, start_mark, worked_on
 
 PATIENCE_SECONDS = 120.0  # the machine may be busy
 WATCH = [sys.executable, "-m", "bloomery", "watch", "last"]
@@ -127,10 +126,10 @@ def test_where_the_lock_cannot_be_asked_its_text_tells(run, monkeypatch, problem
         raise problem
 
     monkeypatch.setattr("bloomery.cli.runs.flock", refuse)
-    assert not alive(run)
+    assert not worked_on(run)
     mine = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
     (run / "lock").write_text(json.dumps(mine))
-    assert alive(run)
+    assert worked_on(run)
 
 
 def test_a_run_that_has_told_nothing_yet(tmp_path):
