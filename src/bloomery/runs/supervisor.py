@@ -7,12 +7,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, final
+from typing import Any, Literal, final
 
 from bloomery.core.child import kill_group, last_words, signal_name
 from bloomery.core.errors import UserError
@@ -58,10 +58,35 @@ def run_stage(
     loses nothing). The child is gone when this returns or raises.
     """
     seen = folder.events.stat().st_size if folder.events.exists() else 0
-    with _child(stage, folder, words, environment, inherited) as (process, report_end):
-        tail: deque[str] = deque(maxlen=TAIL_LINES)
-        assert process.stdout is not None
-        pump = threading.Thread(target=_pump, args=(process.stdout, tail, on_line), name=f"{stage} output")
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    report_end, child_end = os.pipe()
+    command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage, str(folder.path)]
+    with ExitStack() as stack:
+        stack.callback(os.close, report_end)
+        with held_back(SAVE_SIGNAL):
+            process = subprocess.Popen(
+                [*command, "--parent", str(os.getpid()), "--report", str(child_end), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                env=dict(environment),
+                pass_fds=(child_end, *inherited),
+                start_new_session=True,  # Ctrl+C reaches it through us alone, and its group can be killed as a whole
+            )
+        stack.enter_context(process)
+        stack.callback(kill_group, process.pid)
+        os.close(child_end)
+
+        def keep_lines() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                tail.append(line.rstrip("\n"))
+                on_line(line.rstrip("\n"))
+
+        pump = threading.Thread(target=keep_lines, name=f"{stage} output")
         pump.start()
         stop = process.terminate if stage == "train" else lambda: kill_group(process.pid)
         save = partial(process.send_signal, SAVE_SIGNAL) if stage == "train" else None
@@ -77,44 +102,6 @@ def run_stage(
         return Ending(stage, code, dict(json.loads(told)) if told else None, tuple(tail))
 
 
-@contextmanager
-def _child(
-    stage: Stage, folder: RunFolder, words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
-) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    """A session of its own: Ctrl+C reaches it through us alone, and its group can be killed as a whole."""
-    report_end, child_end = os.pipe()
-    parent = os.getpid()
-    command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage]
-    try:
-        with held_back(SAVE_SIGNAL):
-            child = subprocess.Popen(
-                [*command, str(folder.path), "--parent", str(parent), "--report", str(child_end), *words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                env=dict(environment),
-                pass_fds=(child_end, *inherited),
-                start_new_session=True,
-            )
-        with child as process:
-            os.close(child_end)
-            try:
-                yield process, report_end
-            finally:
-                kill_group(process.pid)
-    finally:
-        os.close(report_end)
-
-
-def _pump(pipe: IO[str], tail: deque[str], on_line: Callable[[str], None]) -> None:
-    for line in pipe:
-        tail.append(line.rstrip("\n"))
-        on_line(line.rstrip("\n"))
-
-
 def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
     """One sentence for a child that did not end well. `step`: the last one it finished."""
     if ending.report is not None:
@@ -125,7 +112,11 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
     known = _recognised(ending, folder)
     if known is not None:
         how = f"died{after} of {signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
-        steps = [_step(step, folder) for step in known.remedy if step.partition("  # ")[0] != "bloomery resume last"]
+        steps = [  # as they are typed here: with this run's recipe
+            step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
+            for step in known.remedy
+            if step.partition("  # ")[0] != "bloomery resume last"
+        ]
         return UserError(
             f"{name} {how}: {known.what}\nwhy:   {known.cause}",
             where=f"{known.line[:LONGEST_LINE]}\n       (the rest is in {folder.log})",
@@ -161,11 +152,6 @@ def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
         if known:
             return known[0]
     return None
-
-
-def _step(step: str, folder: RunFolder) -> str:
-    """A line of a remedy as it is typed here: with this run's recipe."""
-    return step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
 
 
 def existing(folder: Path) -> RunFolder:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.machine import Machine, read_machine
+from bloomery.hardware.machine import read_machine
 from bloomery.hardware.telemetry import PROCESSOR, Device, Reader, Reading
 from bloomery.monitor.events import Emit, Event, EventLog, GpuSampled, Phase, StepDone, Warned
 from bloomery.plan.types import Plan
@@ -113,21 +113,6 @@ TOLD_EVERY = 3  # looks to an event, once a run is older than
 YOUNG_SECONDS = 600.0
 LONGEST_SECONDS = 30.0  # that one look stands for: a machine that slept used no power meanwhile
 ENDING_SECONDS = 1.0
-
-
-def devices_of(machine: Machine) -> list[Device]:
-    """What the readers of sensors must know of a machine's accelerators."""
-    return [
-        Device(
-            index=gpu.index,
-            vendor=gpu.vendor,
-            name=gpu.name,
-            node=gpu.node,
-            pci_address=gpu.pci_address,
-            device_id=gpu.device_id,
-        )
-        for gpu in machine.accelerators
-    ]
 
 
 @final
@@ -253,8 +238,15 @@ def sensing(folder: RunFolder, plan: Plan, *, root: Path = Path("/")) -> Iterato
     machine = read_machine(folder.machine)
     on_processor = plan.train.device == "cpu"
     with EventLog(folder.events) as emit:
+        devices = [
+            Device(
+                index=gpu.index, vendor=gpu.vendor, name=gpu.name, node=gpu.node, pci_address=gpu.pci_address,
+                device_id=gpu.device_id,
+            )
+            for gpu in machine.accelerators
+        ]  # fmt: skip
         reader = Reader(
-            [] if on_processor else devices_of(machine),
+            [] if on_processor else devices,
             said=lambda because: emit(Warned(because=because)),
             processor=machine.host.cpu_name,
             root=root,
