@@ -6,6 +6,7 @@ import torch
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
+from bloomery.train.evaluation import scoring
 from bloomery.train.evaluation.scoring import Window, score_documents, windows
 
 CONFIG = ModelConfig(
@@ -60,8 +61,8 @@ def test_documents_of_many_lengths_keep_their_order_and_do_not_touch(decoder):
 def test_groups_do_not_matter(decoder, monkeypatch):
     documents = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]] * 5
     whole = list(score_documents(decoder, documents))
-    monkeypatch.setattr("bloomery.train.evaluation.scoring._TOKENS_A_GROUP", 12)
-    monkeypatch.setattr("bloomery.train.evaluation.scoring._TOKENS_A_FORWARD", 9)
+    monkeypatch.setattr(scoring, "_TOKENS_A_GROUP", 12)
+    monkeypatch.setattr(scoring, "_TOKENS_A_FORWARD", 9)
     np.testing.assert_allclose(list(score_documents(decoder, documents)), whole, atol=1e-5)
 
 
