@@ -2,15 +2,15 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.export import layouts as hf
 from bloomery.export.card import model_card, training_of
@@ -129,13 +129,12 @@ def test_remote_code_does_not_travel(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "evil.py").exists()
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "runs" / "tiny", 10)
-    words = ["export", "tiny", "--to", "hf", "--out", "taken/here"]
-    command = [sys.executable, "-m", "bloomery", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    words = ["export", "tiny", "--to", "hf", "--out", "taken/here", "--devices", "cpu"]
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.stdout.startswith("export     taken/here (")
     assert done.stderr.count("verified") == 2
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (again.returncode, again.stderr.splitlines()[0]) == (1, "error: this place is taken; nothing is overwritten")
+    again = CliRunner().invoke(cli, words).exception
+    assert isinstance(again, UserError) and again.code == 1

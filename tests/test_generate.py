@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import load_decoder
@@ -139,14 +141,14 @@ class TestCommandLine:
         expected = "".join(generate(decoder, tokenizer, "def", Sampling(max_tokens=20, temperature=0.0)))
         assert (done.returncode, done.stdout) == (0, "def" + expected + "\n")
 
-    def test_a_run_by_its_name_and_json(self, tmp_path: Path) -> None:
+    def test_a_run_by_its_name_and_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
         make_run(tmp_path / "runs" / "tiny", 10)
         (tmp_path / "prompts.txt").write_text("def\n\nclass\n")
         words = ("generate", "tiny", "--prompts", "prompts.txt", "--json", "--max-tokens", "8", "--top-k", "5",
                  "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--stop", "zzz", "--seed", "4",
                  "--step", "last")  # fmt: skip
-        done = self.bloomery(*words, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(cli, words, catch_exceptions=False)
         assert [result["prompt"] for result in json.loads(done.stdout)["results"]] == ["def", "class"]
 
     @pytest.mark.parametrize(

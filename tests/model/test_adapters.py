@@ -45,7 +45,9 @@ def step(model):
 
 
 @pytest.mark.parametrize(("kind", "precision"), [
-    ("rslora", torch.bfloat16), ("dora", None), ("dora", torch.float16), ("pissa", torch.bfloat16),
+    ("dora", None),
+    *(pytest.param(kind, precision, marks=pytest.mark.soak)
+      for kind, precision in (("rslora", torch.bfloat16), ("dora", torch.float16), ("pissa", torch.bfloat16))),
 ])  # fmt: skip
 def test_compiled_and_recomputed_blocks_compute_the_same(kind, precision):
     torch._dynamo.reset()

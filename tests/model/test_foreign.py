@@ -16,7 +16,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
 from bloomery.model.heads import LabelScores
-from bloomery.model.io.weights import load_decoder, materialize, model_state, read_model, write_model
+from bloomery.model.io.weights import give_memory, load_decoder, model_state, read_model, write_model
 from bloomery.model.transformers_backend import backbone as foreign
 from bloomery.model.transformers_backend import config as foreign_config
 from bloomery.model.transformers_backend.backbone import check_rows
@@ -107,7 +107,7 @@ def test_a_known_family_computes_the_same_through_transformers(tmp_path: Path) -
     assert ours.config.foreign is None and config.foreign is not None
     with torch.device("meta"):
         through = Decoder(config)
-    materialize(through, dtype=torch.float32, device="cpu")
+    give_memory(through.to(torch.float32), "cpu")
     read_model(through, tmp_path)
     torch.testing.assert_close(through.eval()(TOKENS), ours(TOKENS), atol=1e-4, rtol=0)
     assert parameter_shapes(config) == parameter_shapes(ours.config)

@@ -16,7 +16,9 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_laye
          "num_kv_heads": 2, "head_dim": 16}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [
+    "go-coder-tiny", *(pytest.param(name, marks=pytest.mark.soak) for name in PRESETS if name != "go-coder-tiny")
+])  # fmt: skip
 @torch.no_grad()
 def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
     config = preset(name)

@@ -125,7 +125,11 @@ def _some_home() -> None:
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
-        _refuse_vanished_folder()
+        try:
+            Path.cwd()
+        except FileNotFoundError as error:
+            problem = "the working folder was deleted"
+            raise UserError(problem, where="this shell", remedy="cd to one that exists") from error
         result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
     except UserError as error:
         if debug:
@@ -149,13 +153,6 @@ def _tell(error: UserError) -> None:
     from bloomery.core.text import harmless, scrub
 
     click.echo(harmless(scrub(str(error))), err=True)
-
-
-def _refuse_vanished_folder() -> None:
-    try:
-        Path.cwd()
-    except FileNotFoundError as error:
-        raise UserError("the working folder was deleted", where="this shell", remedy="cd to one that exists") from error
 
 
 def _wrong_words(error: click.ClickException, arguments: Sequence[str]) -> UserError:

@@ -39,7 +39,7 @@ from bloomery.model.families.presets import read_config
 from bloomery.model.families.registry import config_to_hf
 from bloomery.model.io.safetensors import Reader
 from bloomery.model.io.stored import find_tensors
-from bloomery.model.io.weights import StoredModel, load_decoder, write_model, write_model_piecewise
+from bloomery.model.io.weights import StoredModel, load_decoder, write_json, write_model, write_model_piecewise
 from bloomery.train.model_folder import Found
 from bloomery.train.use import Use
 
@@ -179,10 +179,6 @@ def draft_of(out: Path) -> Iterator[Path]:
 
 def _exported(out: Path, proofs: list[str]) -> Exported:
     return Exported(out, sum(path.stat().st_size for path in out.iterdir()), tuple(proofs))
-
-
-def write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:

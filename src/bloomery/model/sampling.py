@@ -58,21 +58,20 @@ class Past:
         pairs = zip(self.ids, ids[:-1], strict=False)
         common = next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(self.ids), len(ids) - 1))
         if capacity > self.cache.capacity or not self.cache.cut(common):
-            common, self.cache = 0, Cache(self.decoder.config, max(capacity, min(2 * capacity, self._most)))
+            room = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
+            common, self.cache = 0, Cache(self.decoder.config, room)
         self.ids = list(ids[:common])
         return list(ids[common:])
-
-    @property
-    def _most(self) -> int:
-        return self.decoder.config.max_positions
 
     def read(self, ids: list[int]) -> Tensor:
         """The logits after `ids`, float32 [V] on the CPU. What interrupts it leaves nothing of the past."""
         past, cache = self.ids, self.cache
         self.ids, self.cache = [], Cache(self.decoder.config, 0)
-        logits = _last_logits(self.decoder, ids, cache)
+        device = self.decoder.model.embed_tokens.weight.device
+        with torch.no_grad():
+            logits: Tensor = self.decoder(torch.tensor([ids], device=device), head=LastLogits(), cache=cache)
         self.ids, self.cache = past + ids, cache
-        return logits
+        return logits[0].float().cpu()
 
 
 class NotFinite(UserError):
@@ -108,26 +107,14 @@ def sample_tokens(
         fed = [token]
 
 
-@torch.no_grad()
-def _last_logits(decoder: Decoder, ids: list[int], cache: Cache) -> Tensor:
-    """Float32 [V], on the CPU."""
-    device = decoder.model.embed_tokens.weight.device
-    logits: Tensor = decoder(torch.tensor([ids], device=device), head=LastLogits(), cache=cache)
-    return logits[0].float().cpu()
-
-
 def _draw(logits: Tensor, seen: Sequence[int], sampling: Sampling, random: torch.Generator) -> int:
     if sampling.repetition_penalty != 1.0:
-        logits = _penalised(logits, seen, sampling.repetition_penalty)
+        ids = torch.tensor(sorted(set(seen)))
+        old, penalty = logits[ids], sampling.repetition_penalty
+        logits = logits.index_copy(0, ids, torch.where(old > 0, old / penalty, old * penalty))
     if sampling.temperature < COLDEST:
         return int(logits.argmax())
     return int(torch.multinomial(next_distribution(logits, sampling), 1, generator=random))
-
-
-def _penalised(logits: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
-    ids = torch.tensor(sorted(set(seen)))
-    old = logits[ids]
-    return logits.index_copy(0, ids, torch.where(old > 0, old / penalty, old * penalty))
 
 
 def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -131,18 +131,13 @@ def fresh_decoder(
     """A decoder with initialised parameters, in training mode."""
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
-    materialize(decoder, dtype=dtype, device=device)
+    give_memory(decoder.to(dtype), device)
     init_weights(decoder, seed)
     return decoder
 
 
-def materialize(decoder: Decoder, *, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Gives a decoder on the meta device memory; its content is undefined until it is initialised or read."""
-    give_memory(decoder.to(dtype), device)
-
-
 def give_memory(decoder: Decoder, device: str | torch.device) -> None:
-    """`materialize` in the dtypes that the parameters have."""
+    """To a decoder on the meta device; its content is undefined until it is initialised or read."""
     # As `to_empty`, which on a meta tensor imports all of sympy; torch has not annotated it.
     decoder._apply(lambda old: torch.empty(old.shape, dtype=old.dtype, device=device))  # type: ignore[no-untyped-call]
     decoder.tie()
@@ -194,7 +189,7 @@ def write_model(
     assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
     stored = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
     dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+    write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in stored.items()}
 
     def write(file: Path, group: list[str]) -> None:
@@ -209,7 +204,7 @@ def write_model_piecewise(
 ) -> None:  # fmt: skip
     """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
     kind, where, shapes = str(dtype).removeprefix("torch."), places(config), parameter_shapes(config)
-    _write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
+    write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
     parts: dict[str, list[str]] = {}
     for name, place in where.items():
         parts.setdefault(place.name, []).append(name)
@@ -237,10 +232,10 @@ def _write_shards(
     if len(shards) > 1:
         weight_map = {name: file for file, group in zip(names, shards, strict=True) for name in group}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

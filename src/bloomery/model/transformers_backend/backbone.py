@@ -150,26 +150,19 @@ class ForeignBackbone(nn.Module):
             places = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
             said["position_ids"] = places.expand(tokens_BT.shape) if positions_BT is None else positions_BT
         if documents_BT is not None and (self.foreign.attention == "sdpa" or bool(documents_BT.amax() > 0)):
-            said["attention_mask"] = self._mask(documents_BT, embedded_BTD)
+            # [B, 1, T, T]: earlier positions of the same document; added to scores where softmax is written out.
+            seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()[:, None]
+            if self.foreign.attention != "sdpa":
+                blank = torch.zeros_like(seen_BTT, dtype=embedded_BTD.dtype)
+                seen_BTT = blank.masked_fill(~seen_BTT, torch.finfo(blank.dtype).min)
+            said["attention_mask"] = seen_BTT
         if cache is not None:
-            said["past_key_values"] = cache.past = cache.past or _empty_past()
+            from transformers import DynamicCache
+
+            said["past_key_values"] = cache.past = cache.past or DynamicCache()
             cache.length += tokens_BT.shape[1]
         hidden_BTD: Tensor = self.whole.base_model(**said).last_hidden_state
         return hidden_BTD if self.foreign.factor == 1.0 else hidden_BTD * self.foreign.factor
-
-    def _mask(self, documents_BT: Tensor, like: Tensor) -> Tensor:
-        """[B, 1, T, T]: earlier positions of the same document; added to scores where softmax is written out."""
-        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        seen_BTT = same_BTT.tril()[:, None]
-        if self.foreign.attention == "sdpa":
-            return seen_BTT
-        return torch.zeros_like(seen_BTT, dtype=like.dtype).masked_fill(~seen_BTT, torch.finfo(like.dtype).min)
-
-
-def _empty_past() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
 
 
 @torch.no_grad()
@@ -207,18 +200,19 @@ def foreign_facts(whole: Any, num_layers: int) -> dict[str, Any]:
             if id(parameter) not in saved:
                 raise Unlike(f"files keep {part}.{name} in another shape than transformers computes with")
             parameters.append((f"{part}.{name}", saved[id(parameter)], tuple(parameter.shape)))
-    kinds = {tuple(_linear_maps(block)) for block in found["layers"].children()}
+    kinds = {
+        tuple(
+            (name, module.out_features, module.in_features, module.bias is not None)
+            for name, module in block.named_modules()
+            if isinstance(module, nn.Linear)
+        )
+        for block in found["layers"].children()
+    }
     if len(kinds) > 1:
         raise Unlike("its layers differ from each other")
     if deep := next((name for name, _, shape in parameters if ".layers." in name and len(shape) > 2), None):
         raise Unlike(f"{deep} has three dimensions: experts and convolutions are not counted here")
     return {"parameters": tuple(parameters), "matrices": kinds.pop()}
-
-
-def _linear_maps(block: nn.Module) -> Iterator[tuple[str, int, int, bool]]:
-    for name, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            yield name, module.out_features, module.in_features, module.bias is not None
 
 
 def output_of(whole: Any) -> nn.Linear:

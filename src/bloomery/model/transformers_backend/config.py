@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -51,19 +50,12 @@ def foreign_config(said: Mapping[str, Any], *, where: str) -> ModelConfig:
 
 @lru_cache(maxsize=4)
 def _asked(stated: str, where: str) -> ModelConfig:
-    with _hushed():
-        return _probed(stated, where)
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Transformers prints a whole config before the error that is told in a sentence here."""
     from transformers.utils.logging import get_verbosity, set_verbosity
 
     level = get_verbosity()
-    set_verbosity(logging.CRITICAL)
+    set_verbosity(logging.CRITICAL)  # it prints a whole config before the error that is told in a sentence here
     try:
-        yield
+        return _probed(stated, where)
     finally:
         set_verbosity(level)
 
