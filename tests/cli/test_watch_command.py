@@ -10,14 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import chdir
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 from runs_for_tests import made_up_run, step_done
 
+from bloomery.cli.runs import command as runs_command
+from bloomery.cli.watch import command as watch_command
+from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 from bloomery.runs.folder import host_name, start_mark, worked_on
 
@@ -44,22 +49,17 @@ def held(run):
         yield run
 
 
-def watched(run: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*WATCH, *words],
-        cwd=run.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        env=os.environ | environment,
-    )
+def watched(run: Path, *words: str, columns: int = 100, name: str = "last") -> Result:
+    """`bloomery watch` without a terminal, in this process."""
+    with chdir(run.parents[1]):
+        return CliRunner().invoke(watch_command, [name, *words], env={"COLUMNS": str(columns)})
 
 
 def test_in_a_pipe_it_prints_one_picture_and_leaves(held):
     done = watched(held)
-    assert done.returncode == 0 and done.stdout.startswith("one · running · step 40 of 40")
+    assert done.exit_code == 0 and done.stdout.startswith("one · running · step 40 of 40")
     assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
-    assert max(map(len, watched(held, "--once", COLUMNS="80").stdout.splitlines())) <= 80
+    assert max(map(len, watched(held, "--once", columns=80).stdout.splitlines())) <= 80
 
 
 def test_what_it_says_to_type_works_for_a_run_elsewhere_and_for_a_name_with_blanks(run):
@@ -67,10 +67,7 @@ def test_what_it_says_to_type_works_for_a_run_elsewhere_and_for_a_name_with_blan
         folder = run.parents[1] / place
         folder.parent.mkdir(exist_ok=True)
         run.rename(folder)
-        words = [sys.executable, "-m", "bloomery", "watch", place]
-        told = subprocess.run(
-            words, cwd=run.parents[1], capture_output=True, text=True, timeout=PATIENCE_SECONDS
-        ).stdout
+        told = watched(run, name=place).stdout
         typed = shlex.split(told.rstrip().rpartition("bloomery resume ")[2])
         assert typed == [str(folder) if place.startswith("elsewhere") else "my run"]
         folder.rename(run)
@@ -86,7 +83,10 @@ def test_a_run_that_nobody_works_on_was_killed_and_goes_on_with_resume(run):
 
 
 def test_another_encoding_gets_ascii(held):
-    watched(held, PYTHONIOENCODING="ascii").stdout.encode("ascii")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(WATCH, cwd=held.parents[1], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("one - running")
+    done.stdout.encode("ascii")
 
 
 def test_it_needs_no_torch():
@@ -112,8 +112,8 @@ def test_what_state_a_run_is_in(held):
 def test_a_run_on_another_machine_runs_while_its_lock_shows_a_sign_of_life(run):
     (run / "lock").write_text(json.dumps({"pid": 1, "started": "x", "host": "another-machine"}))
     assert watched(run).stdout.startswith("one · running")
-    runs = [sys.executable, "-m", "bloomery", "runs"]
-    assert "running" in subprocess.run(runs, cwd=run.parents[1], capture_output=True, text=True).stdout
+    with chdir(run.parents[1]):
+        assert "running" in CliRunner().invoke(runs_command).stdout
     os.utime(run / "lock", (time.time() - 600, time.time() - 600))
     assert watched(run).stdout.startswith("one · killed")
     (run / "lock").write_text(json.dumps({"pid": 2**22 + 1, "started": "x", "host": socket.gethostname()}))
@@ -137,18 +137,19 @@ def test_a_run_that_has_told_nothing_yet(tmp_path):
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text("{}")
     told = watched(folder)
-    assert told.returncode == 0 and told.stdout.startswith("new · killed · step 0")
+    assert told.exit_code == 0 and told.stdout.startswith("new · killed · step 0")
     (folder / "events.jsonl").write_text('{"event": "Tomorrow"}\n' * 3 + '{"torn": ')
     (folder / "plan.json").write_text('{"format": 99}')
     told = watched(folder)
-    assert told.returncode == 0 and "3 of 3 lines of events.jsonl are of another version" in told.stdout
+    assert told.exit_code == 0 and "3 of 3 lines of events.jsonl are of another version" in told.stdout
     assert json.loads(watched(folder, "--json").stdout)["unreadable_lines"] == 3
 
 
 def test_a_folder_that_is_no_run(tmp_path):
     (tmp_path / "runs/other").mkdir(parents=True)
     done = watched(tmp_path / "runs/other")
-    assert done.returncode == 2 and "there is no run" in done.stderr and not done.stdout
+    assert isinstance(done.exception, UserError) and done.exception.code == 2 and not done.stdout
+    assert "there is no run" in done.exception.problem
 
 
 class Terminal:
