@@ -3,12 +3,15 @@
 import gzip
 import lzma
 import math
+import os
 import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo.story import Story, activation, bar
+from bloomery.cli.demo.story import Story
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.hardware.machine import Machine
 
@@ -123,7 +126,9 @@ def _exam(story: Story, decoder: "Decoder", tokenizer: "Tokenizer", prepared: Pa
     story.say("exam", f"bits per byte on the {len(held_out)} files it never saw (lower is better; "
               f"{repeated:.0%} of their lines occur elsewhere)")  # fmt: skip
     for name, value in bits.items():
-        story.say("", f"  {name:<10}{value:>6.2f}  {bar(value, longest=max(bits.values()), width=BAR)}")
+        eighths = round(value / max(bits.values()) * BAR * 8)  # of a character
+        bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+        story.say("", f"  {name:<10}{value:>6.2f}  {bar}")
     return bits
 
 
@@ -160,8 +165,11 @@ def _compare(story: Story, folder: Path, plan: "Plan") -> None:
 
 def _next_steps(story: Story, folder: Path) -> None:
     name = shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
+    script = Path(sys.prefix) / "bin" / "activate"
+    near = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    found = shutil.which("bloomery") is not None or not script.is_file()  # after `make demo` the shell does not find it
     advice = {
-        **dict.fromkeys(activation(), "so that your shell finds bloomery"),
+        **({} if found else {f"source {near}": "so that your shell finds bloomery"}),
         f'bloomery generate {name} --prompt "def read_json(path):"': "",
         "bloomery demo chat": "it learns to answer, two minutes more",
         'bloomery train demo data.path=~/my-code data.glob="*.py"': "your own code, minutes",

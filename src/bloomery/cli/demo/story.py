@@ -1,11 +1,7 @@
 """What `bloomery demo` prints while its run goes on: 100 columns, a title in the first eleven."""
 
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import final
 
 import click
@@ -83,17 +79,3 @@ class Story:
         self.still()
         self._view.close()
         click.echo(err=self._console.stderr)
-
-
-def activation() -> list[str]:
-    """The command after which `bloomery` is found, where the shell does not find it yet: after `make demo`."""
-    script = Path(sys.prefix) / "bin" / "activate"
-    if shutil.which("bloomery") is not None or not script.is_file():
-        return []
-    return [f"source {os.path.relpath(script) if script.is_relative_to(Path.cwd()) else script}"]
-
-
-def bar(value: float, *, longest: float, width: int) -> str:
-    """A bar in eighths of a character."""
-    eighths = round(value / longest * width * 8)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
