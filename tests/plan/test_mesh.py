@@ -8,11 +8,11 @@ from plan_help import gpu_machine, machine, planned
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
-from bloomery.model.counting import parameter_count
+from bloomery.model.counting import layers, parameter_count
 from bloomery.model.families.presets import preset
 from bloomery.plan import mesh as communication
 from bloomery.plan.advice.advise import energy_kwh
-from bloomery.plan.estimate.memory import INPUT_BYTES, _matrix_numbers, activation_bytes, end_bytes, estimate_memory
+from bloomery.plan.estimate.memory import INPUT_BYTES, activation_bytes, end_bytes, estimate_memory
 from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, unsharded
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
@@ -65,6 +65,11 @@ def test_each_communicator_takes_its_context():
     assert taken == pytest.approx([0.0, 0.95 * GIB, (0.95 + 0.65) * GIB])
 
 
+def matrix_numbers(config):
+    """Of a layer's matrices and their biases."""
+    return sum(matrix.size + matrix.outputs * matrix.bias for matrix in layers(config)[0].matrices)
+
+
 def load():
     return StepShape(
         config=preset("go-coder-small"), sequence_length=1024, micro_batch=4, precision="bfloat16", optimizer="adamw",
@@ -103,9 +108,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     assert parts["activations"] == pytest.approx(
         4 * activation_bytes(stage) + end_bytes(stage) - last_norm + 3 * inputs
     )
-    assert parts["half-precision copies"] == 4 * 3 * 2 * _matrix_numbers(
-        config
-    )  # each forward's autocast makes its own
+    assert parts["half-precision copies"] == 4 * 3 * 2 * matrix_numbers(config)  # each forward's autocast makes its own
     assert parts["scores"] == 0
     assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + embeddings)
 

@@ -99,15 +99,38 @@ def cut_step(train: Train, step: StepShape, *, rows_per_step: int, measure: Meas
     When nothing fits the smallest is planned and the plan says that it does not fit. Raises UserError for a micro-batch
     that does not divide the step.
     """
-    sizes = _sizes(train, step, rows_per_step)
-    several = not step.mode.in_backward
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
-    candidates = [(mode, rows) for mode in modes for rows in sizes]
-    for mode, rows in candidates:
-        tried = _with(replace(step, accumulating=several and rows < rows_per_step), rows, mode, SMALL_CHUNK)
+    several = not step.mode.in_backward
+    for mode, rows in ((mode, rows) for mode in modes for rows in _sizes(train, step, rows_per_step)):
+        tokens = rows * step.sequence_length
+        tried = replace(
+            step,
+            accumulating=several and rows < rows_per_step,
+            micro_batch=rows,
+            checkpointing=mode,
+            score_chunk=min(SMALL_CHUNK, tokens),
+        )
         if measure(tried).fits:
-            return _finish(train, tried, measure)
-    return _finish(train, tried, measure)
+            break
+    whole = replace(tried, score_chunk=tokens)
+    memory = measure(whole)
+    if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
+        chunk = Choice(tokens, "all logits of a micro-batch fit at once, and are kept for backward")
+        tried = whole
+    else:
+        because = "all logits at once would take too much memory, and larger chunks are no faster"
+        chunk = Choice(tried.score_chunk, because)
+    largest = (
+        "the largest power of two that divides the step and fits" if step.on_gpu else "more would leave the caches"
+    )
+    fit = "activations fit as they are" if mode == "none" else "activations do not fit otherwise"
+    return MicroBatching(
+        micro_batch=Choice(rows, largest if train.micro_batch == "auto" else ASKED),
+        checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
+        score_chunk=chunk,
+        step=tried,
+        memory=measure(tried),
+    )
 
 
 def _sizes(train: Train, step: StepShape, rows_per_step: int) -> list[int]:
@@ -127,45 +150,3 @@ def _sizes(train: Train, step: StepShape, rows_per_step: int) -> list[int]:
     most = rows_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
     sizes = [2**n for n in range(rows_per_step.bit_length()) if rows_per_step % 2**n == 0]
     return [size for size in reversed(sizes) if size <= most]
-
-
-def _with(step: StepShape, rows: int, mode: str, chunk: int) -> StepShape:
-    return replace(step, micro_batch=rows, checkpointing=mode, score_chunk=min(chunk, rows * step.sequence_length))
-
-
-def _finish(train: Train, step: StepShape, measure: Measure) -> MicroBatching:
-    tokens = step.tokens_per_micro_batch
-    whole = _with(step, step.micro_batch, step.checkpointing, tokens)
-    memory = measure(whole)
-    if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
-        chunk = Choice(
-            step.tokens_per_micro_batch, "all logits of a micro-batch fit at once, and are kept for backward"
-        )
-        step = whole
-    else:
-        chunk = Choice(
-            step.score_chunk, "all logits at once would take too much memory, and larger chunks are no faster"
-        )
-    return MicroBatching(
-        micro_batch=_micro_batch(train, step),
-        checkpointing=_checkpointing(train, step),
-        score_chunk=chunk,
-        step=step,
-        memory=measure(step),
-    )
-
-
-def _micro_batch(train: Train, step: StepShape) -> Choice[int]:
-    if train.micro_batch != "auto":
-        return Choice(step.micro_batch, ASKED)
-    because = (
-        "the largest power of two that divides the step and fits" if step.on_gpu else "more would leave the caches"
-    )
-    return Choice(step.micro_batch, because)
-
-
-def _checkpointing(train: Train, step: StepShape) -> Choice[str]:
-    if train.activation_checkpointing != "auto":
-        return Choice(step.checkpointing, ASKED)
-    because = "activations fit as they are" if step.checkpointing == "none" else "activations do not fit otherwise"
-    return Choice(step.checkpointing, because)

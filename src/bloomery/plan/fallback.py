@@ -61,15 +61,6 @@ def smaller_evaluation(plan: Plan, because: str) -> Rung | None:
     return Rung(decided(smaller, "eval.micro_batch", rows // 2, because), action, only_time=True)
 
 
-def recomputed(plan: Plan, because: str) -> Rung | None:
-    """Activations computed twice instead of kept; None where they are."""
-    key = "train.activation_checkpointing"
-    if plan.train.activation_checkpointing == "full":
-        return None
-    action = "activations are recomputed: less memory, a third more compute"
-    return Rung(_trained(plan, key, "full", because), action, only_time=True)
-
-
 def plainer(plan: Plan, because: str) -> Rung | None:
     """The next of: no compilation, blockwise attention, float32, a smaller micro-batch; None when all are taken."""
     if plan.train.compile:
@@ -101,33 +92,20 @@ def roomier(plan: Plan, because: str) -> Rung | None:
         rows = min(plan.eval.micro_batch, rung.plan.train.micro_batch)
         looked = rung.plan.model_copy(update={"eval": rung.plan.eval.model_copy(update={"micro_batch": rows})})
         return Rung(looked, rung.action, only_time=True)
-    away = offloaded_activations(plan, because) or offloaded_states(plan, because)
-    return recomputed(plan, because) or away or smaller_states(plan, because)
-
-
-def offloaded_activations(plan: Plan, because: str) -> Rung | None:
-    """None where they wait on the host, or where that is the device."""
-    if plan.train.device == "cpu" or plan.train.offload_activations:
-        return None
-    action = "activations wait in the host's memory: they travel twice a step"
-    return Rung(_trained(plan, "train.offload_activations", True, because), action, only_time=True)
-
-
-def offloaded_states(plan: Plan, because: str) -> Rung | None:
-    """None where they wait on the host, where that is the device, and of optimizers that keep little."""
-    optimizer = plan.optimizer
-    if plan.train.device == "cpu" or optimizer.kind != "adamw" or optimizer.offload or optimizer.paged:
-        return None
-    action = "optimizer states wait in the host's memory: they travel twice a step"
-    return Rung(_optimized(plan, {"offload": True}, "optimizer.offload", "true", because), action, only_time=True)
-
-
-def smaller_states(plan: Plan, because: str) -> Rung | None:
-    """AdamW's moments in 8 bits; None where they are, and of other optimizers."""
-    if plan.optimizer.kind != "adamw" or plan.optimizer.states == "int8":
+    optimizer, gpu = plan.optimizer, plan.train.device != "cpu"
+    if plan.train.activation_checkpointing != "full":
+        action = "activations are recomputed: less memory, a third more compute"
+        return Rung(_trained(plan, "train.activation_checkpointing", "full", because), action, only_time=True)
+    if gpu and not plan.train.offload_activations:
+        action = "activations wait in the host's memory: they travel twice a step"
+        return Rung(_trained(plan, "train.offload_activations", True, because), action, only_time=True)
+    if gpu and optimizer.kind == "adamw" and not (optimizer.offload or optimizer.paged):
+        action = "optimizer states wait in the host's memory: they travel twice a step"
+        return Rung(_optimized(plan, {"offload": True}, "optimizer.offload", "true", because), action, only_time=True)
+    if optimizer.kind != "adamw" or optimizer.states == "int8":
         return None
     changed = _optimized(plan, {"states": "int8"}, "optimizer.states", "int8", because)
-    action = f"optimizer states in int8 instead of {plan.optimizer.states}: nearly the same training"
+    action = f"optimizer states in int8 instead of {optimizer.states}: nearly the same training"
     return Rung(_noted(changed, "optimizer.states"), action)
 
 
@@ -140,16 +118,13 @@ def steadier(plan: Plan, because: str, *, bfloat16: bool) -> Rung | None:
     if plan.train.precision == "float16":
         return _precise(plan, "bfloat16" if bfloat16 else "float32", because)
     if plan.recovered.count("optimizer.learning_rate") < MOST_HALVINGS:
-        return _slower(plan, because)
+        old = plan.optimizer
+        halves = {"learning_rate": old.learning_rate / 2, "matrix_learning_rate": old.matrix_learning_rate / 2}
+        changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", because)
+        rate = f"{old.learning_rate / 2:g} instead of {old.learning_rate:g}"
+        action = f"learning rate {rate}: another training from here on"
+        return Rung(_noted(changed, "optimizer.learning_rate"), action)
     return _precise(plan, "float32", because) if plan.train.precision != "float32" else None
-
-
-def _slower(plan: Plan, because: str) -> Rung:
-    old = plan.optimizer
-    halves = {"learning_rate": old.learning_rate / 2, "matrix_learning_rate": old.matrix_learning_rate / 2}
-    changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", because)
-    action = f"learning rate {old.learning_rate / 2:g} instead of {old.learning_rate:g}: another training from here on"
-    return Rung(_noted(changed, "optimizer.learning_rate"), action)
 
 
 def _precise(plan: Plan, precision: str, because: str) -> Rung:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_count
-from bloomery.plan.types import CorpusFacts, Lengths, Plan
+from bloomery.plan.types import CorpusFacts, Plan
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
@@ -87,25 +87,20 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
             code=2,
         )
     if length.unit == "epochs":
-        return _epochs(length.amount, scale)
+        if scale.rows_per_epoch is None:
+            return None
+        rows = int(scale.rows_per_epoch * length.amount)
+        steps = rows // scale.rows_per_step
+        if steps == 0 and not scale.guessed:
+            told = f"the text fills {format_count(rows)} rows in {length.amount:g} epochs"
+            raise UserError(
+                f"{told}, less than the {scale.rows_per_step} rows of one step",
+                where="train.length",
+                remedy="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
+            )
+        return max(1, steps)
     per_unit = scale.tokens_per_step if length.unit == "tokens" else 1
     return max(1, math.ceil(length.amount / per_unit))
-
-
-def _epochs(amount: float, scale: Scale) -> int | None:
-    if scale.rows_per_epoch is None:
-        return None
-    steps = int(scale.rows_per_epoch * amount) // scale.rows_per_step
-    if steps == 0 and scale.guessed:
-        return 1
-    if steps == 0:
-        rows = format_count(int(scale.rows_per_epoch * amount))
-        raise UserError(
-            f"the text fills {rows} rows in {amount:g} epochs, less than the {scale.rows_per_step} rows of one step",
-            where="train.length",
-            remedy="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
-        )
-    return steps
 
 
 def left_out(length: Duration, scale: Scale) -> int:
@@ -173,10 +168,6 @@ def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
         steps=steps,
         step_seconds=step_seconds,
     )
-    return plan.model_copy(update=_completed(plan, wanted, scale, steps))
-
-
-def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[str, object]:
     warmup = steps_of(wanted.warmup, scale, key="optimizer.warmup")
     decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
     checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
@@ -184,7 +175,7 @@ def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[st
     rows = evaluation_rows(evaluation, scale, tokens=wanted.evaluation_tokens)
     monitor = steps_of(wanted.monitor, scale, key="monitor.every")
     shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")
-    return {
+    update = {
         "lengths": wanted.model_copy(update={"decay": shared}),
         "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
         "train": plan.train.model_copy(update={"steps": steps}),
@@ -193,3 +184,4 @@ def _completed(plan: Plan, wanted: Lengths, scale: Scale, steps: int) -> dict[st
         "monitor": plan.monitor.model_copy(update={"every_steps": monitor}),
         "total_tokens": steps * plan.train.tokens_per_step,
     }
+    return plan.model_copy(update=update)

@@ -6,11 +6,10 @@ weights would read is kept where a matrix learns or an adapter stands beside it.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from bloomery.core.units import MIB
-from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers, parameter_count
 from bloomery.model.limits import ATTENTION_BLOCK, CPU_SCORES, CPU_TILE, GPU_SCORES
 from bloomery.model.quantization.sizes import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
@@ -371,40 +370,11 @@ def copied_numbers(step: StepShape) -> int:
     """Of one layer what autocast copies in half precision: whatever products read that is wider."""
     mode = step.mode
     if not mode.frozen:
-        return _matrix_numbers(step.config) if step.mixed else 0
+        matrices = layers(step.config)[0].matrices if step.mixed else ()
+        return sum(matrix.size + matrix.outputs * matrix.bias for matrix in matrices)
     learning = parameters(step.config, mode).learning
     wide = {n for n in learning if ".layers.0." in n and each(n, mode, step.precision) > step.element}
     return sum(math.prod(learning[name]) for name in wide if len(learning[name]) == 2)
-
-
-def _matrix_numbers(config: ModelConfig) -> int:
-    """Of one layer what products read: its matrices and their biases."""
-    return sum(matrix.size + matrix.outputs * matrix.bias for matrix in layers(config)[0].matrices)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Logits that exist at once."""
-
-    step: StepShape
-    entries: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        whole = self.step.outputs
-        object.__setattr__(self, "entries", whole if self.step.on_gpu else min(whole, CPU_TILE))
-
-    @property
-    def numbers(self) -> int:
-        return min(self.step.score_chunk, self.step.tokens_per_micro_batch) * self.entries
-
-    @property
-    def several(self) -> bool:
-        """Whether this is not all there is: the logits before are let go of once the next ones are there."""
-        return self.entries < self.step.outputs or self.step.score_chunk < self.step.tokens_per_micro_batch
-
-    @property
-    def weights(self) -> int:
-        return self.entries * self.step.config.hidden_size
 
 
 def score_bytes(step: StepShape) -> tuple[float, float]:
@@ -415,29 +385,27 @@ def score_bytes(step: StepShape) -> tuple[float, float]:
     to the gradient itself; where that is wider the product lies beside it.
     """
     tokens = step.tokens_per_micro_batch
-    tile, h = _Tile(step), step.config.hidden_size
+    h, entries = step.config.hidden_size, step.outputs if step.on_gpu else min(step.outputs, CPU_TILE)
+    logits_at_once, weights = min(step.score_chunk, tokens) * entries, entries * h
+    # Whether this is not all there is: the logits before are let go of once the next ones are there.
+    several = entries < step.outputs or step.score_chunk < tokens
     if step.config.head == "values":  # computed in float32, and never in pieces
         widened = 4.0 * tokens * h if step.element < 4 else 0.0
         return widened, 2 * widened
     if step.teacher is not None:
-        return _divergence_bytes(step)
-    wide = 4 * tile.numbers if step.element < 4 else 0
+        # Of distillation: both models' logits of a chunk and their float32 forms, computed again in backward.
+        both = min(step.score_chunk, tokens) * step.config.vocab_size
+        hidden = tokens * (h + 2 * step.teacher.hidden_size) * step.element
+        return float(FORWARD_DIVERGENCE * both + hidden), float(BACKWARD_DIVERGENCE * both + hidden)
+    wide = 4 * logits_at_once if step.element < 4 else 0
     eager = not step.compiled
     learning = head_learns(step.config, step.mode)
     wider = step.weight if learning else frozen_element(head_name(step.config), step.precision)
-    copy = 2 * tile.weights if step.element < wider else 0
-    capped = 4 * tile.numbers if eager and step.config.final_softcap is not None else 0
-    logits = step.element * tile.numbers + copy + capped
-    before = step.element * tile.numbers if tile.several else 0
-    forward = logits + max(before, wide + 4 * tile.numbers if eager else 0) + tokens * h * step.element
-    product = step.element * tile.weights if step.mixed and learning else 0
+    copy = 2 * weights if step.element < wider else 0
+    capped = 4 * logits_at_once if eager and step.config.final_softcap is not None else 0
+    logits = step.element * logits_at_once + copy + capped
+    before = step.element * logits_at_once if several else 0
+    forward = logits + max(before, wide + 4 * logits_at_once if eager else 0) + tokens * h * step.element
+    product = step.element * weights if step.mixed and learning else 0
     backward = logits + max(before, wide if eager else 0, product) + 4 * tokens * h
     return float(forward), float(backward)
-
-
-def _divergence_bytes(step: StepShape) -> tuple[float, float]:
-    """Of distillation: both models' logits of a chunk and their float32 forms, computed again in backward."""
-    assert step.teacher is not None
-    entries = min(step.score_chunk, step.tokens_per_micro_batch) * step.config.vocab_size
-    hidden = step.tokens_per_micro_batch * (step.config.hidden_size + 2 * step.teacher.hidden_size) * step.element
-    return float(FORWARD_DIVERGENCE * entries + hidden), float(BACKWARD_DIVERGENCE * entries + hidden)

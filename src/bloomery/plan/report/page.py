@@ -90,12 +90,10 @@ def time_lines(report: PlanReport, profile: Profile) -> Iterator[str]:
         )
     if report.energy_kwh is not None and profile.gpu is not None:
         each = f"{plan.parallel.devices:,} x " if plan.parallel else ""
-        facts.append(f"{_energy(report.energy_kwh)} at {each}{profile.gpu.board_watts:.0f} W")
+        kwh = report.energy_kwh
+        energy = f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
+        facts.append(f"{energy} at {each}{profile.gpu.board_watts:.0f} W")
     yield from joined(facts)
-
-
-def _energy(kwh: float) -> str:
-    return f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
 
 
 def joined(facts: list[str]) -> list[str]:
@@ -139,11 +137,6 @@ def part_lines(report: PlanReport, profile: Profile) -> Iterator[str]:
     yield from joined(utilisation(plan, profile))
 
 
-def _formula(plan: Plan) -> str:
-    weights = "6 a weight" if plan.adapter.kind == "none" else "4 a frozen weight, 6 another"
-    return f"{weights} + 12 L d T a token"
-
-
 def utilisation(plan: Plan, profile: Profile) -> list[str]:
     """MFU against both denominators, with its formula."""
     assert profile.gpu is not None
@@ -151,7 +144,8 @@ def utilisation(plan: Plan, profile: Profile) -> list[str]:
     peak, best = profile.gpu.peak_flops(dtype), profile.gpu.achievable_flops(dtype)
     against = f"MFU {reached / peak:.0%} of {peak / 1e12:,.1f} TFLOP/s" if peak else "MFU unknown: no peak is known"
     of_best = f"{reached / best:.0%} of {best / 1e12:,.0f}, the best product published" if best else ""
-    return [against, *([of_best] if of_best else []), _formula(plan)]
+    weights = "6 a weight" if plan.adapter.kind == "none" else "4 a frozen weight, 6 another"
+    return [against, *([of_best] if of_best else []), f"{weights} + 12 L d T a token"]
 
 
 def _per_token(plan: Plan) -> float:
@@ -253,7 +247,11 @@ def page(
     that may be suggested; `simulated`: lines below memory's.
     """
     plan, profile = report.plan, build_profile(machine)
-    lines = _first_lines(headline(report))
+    sentence, remark = headline(report), "nothing was run"
+    lines = [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
+    if len(sentence) + len(remark) >= WIDTH:  # its second sentence stands on a line of its own
+        first, _, second = sentence.partition(". ")
+        lines = [f"{first + '.':<{WIDTH - len(remark)}}{remark}", second]
     lines += ["Planned only: this version trains on one device.", ""] if plan.parallel else [""]
     lines += _block("gpu" if profile.accelerator else "cpu", device_lines(plan, profile, machine))
     lines += _block("model", [model_line(plan)])
@@ -268,23 +266,17 @@ def page(
         lines += [*_block("layouts", list(mesh_lines(plan.parallel, plan))), ""]
     if report.claims:
         lines += [*_claims(report), ""]
-    if report.contradictions:
-        lines += [*_block("beware", _all_wrapped(report.contradictions)), ""]
+    told = [
+        line for text in report.contradictions for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")
+    ]
+    if told:
+        lines += [*_block("beware", told), ""]
     if report.remedies:
         lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(report))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
     commands = [part for line in next_lines(report, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
-    lines += [*_wrapped(confidence(plan, profile)), *_block("next", commands)]
+    lines += [*textwrap.wrap(confidence(plan, profile), WIDTH), *_block("next", commands)]
     return [line.rstrip() for line in lines]
-
-
-def _first_lines(sentence: str) -> list[str]:
-    """The headline with what it is about; its second sentence on a line of its own where both are too long for one."""
-    remark = "nothing was run"
-    if len(sentence) + len(remark) >= WIDTH:
-        first, _, second = sentence.partition(". ")
-        return [f"{first + '.':<{WIDTH - len(remark)}}{remark}", second]
-    return [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
 
 
 def headline(report: PlanReport) -> str:
@@ -446,7 +438,9 @@ def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str
     rows += [(decided[key].value, decided[key].because) for key in LEAN if key in decided]
     if profile.accelerator is not None:
         build = fitting_builds(machine, profile.accelerator)[0]
-        rows.append((build.requirement.split("==")[0], "; ".join((build.because, *_unset(build.never)))))
+        overridden = any("HSA_OVERRIDE_GFX_VERSION" in text for text in build.never)
+        unset = ["leave HSA_OVERRIDE_GFX_VERSION unset"] if overridden else []
+        rows.append((build.requirement.split("==")[0], "; ".join((build.because, *unset))))
         rows += _quiet(decided)
     for value, because in rows:
         first, *rest = textwrap.wrap(because, WIDTH - LABEL - REASON) or [""]
@@ -472,10 +466,6 @@ def _quiet(decided: Mapping[str, Decision]) -> list[tuple[str, str]]:
         return rows
     names = ", ".join(word.partition("=")[0] for word in environment.value.split())
     return [*rows, ("set for the run", f"{names}: {environment.because}")]
-
-
-def _unset(never: tuple[str, ...]) -> list[str]:
-    return ["leave HSA_OVERRIDE_GFX_VERSION unset"] if any("HSA_OVERRIDE_GFX_VERSION" in text for text in never) else []
 
 
 def remedy_lines(report: PlanReport) -> Iterator[str]:
@@ -533,11 +523,3 @@ def _remarked(command: str, remark: str) -> str:
 
 def _block(label: str, lines: list[str]) -> list[str]:
     return [f"{label if i == 0 else '':<{LABEL}}{line}" for i, line in enumerate(lines)]
-
-
-def _all_wrapped(texts: tuple[str, ...]) -> list[str]:
-    return [line for text in texts for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH)
