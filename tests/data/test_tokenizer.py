@@ -371,7 +371,7 @@ def test_long_text_is_encoded_in_little_memory_or_refused(trained, later, monkey
             tokenizer.encode(text)
     unknown = later[r"\p{L}+|\s|[^\p{L}\s]+"]
     assert unknown._ends is None and unknown.too_long("é b " * 20_000) is not None
-    remembers = unknown._fast_encoder() is not None  # BPE, word by word
+    remembers = unknown._fast is not None  # BPE, word by word
     assert (unknown.too_long("a b " * 20_000) is None) is remembers
     monkeypatch.setattr(words, "LONGEST_PLACED", 40_000)
     with pytest.raises(UserError, match="in one piece"):
