@@ -19,7 +19,7 @@ from bloomery.model.io.weights import (
 )
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.simulate.tracker import Tracker
+from bloomery.simulate.tensors import Tracker
 
 NF4, INT8 = Quantize(base="nf4"), Quantize(base="int8")
 CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap

@@ -12,8 +12,8 @@ from steps_for_tests import both_of_stage, counted, laid, measured, simulated, s
 from bloomery.core.units import MIB  # noqa: E402
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
-from bloomery.simulate.shards import Cut  # noqa: E402
-from bloomery.simulate.stages import places  # noqa: E402
+from bloomery.simulate.run import Cut  # noqa: E402
+from bloomery.simulate.step import places  # noqa: E402
 
 STEPS = {
     "Llama's shape, float32": {},

@@ -16,9 +16,8 @@ from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
 from bloomery.recipe.schema import Distil
-from bloomery.simulate.shards import ONE, Cut
-from bloomery.simulate.stages import Place, simulated_stage
-from bloomery.simulate.step import simulated_step
+from bloomery.simulate.run import ONE, Cut
+from bloomery.simulate.step import Place, simulated_stage, simulated_step
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step

@@ -9,7 +9,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.recipe.load import load_recipe
-from bloomery.simulate.shards import Cut
+from bloomery.simulate.run import Cut
 from bloomery.simulate.step import simulated_step
 
 WIDE = {"hidden_size": 512}

@@ -14,11 +14,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.simulate import parent, simulate
-from bloomery.simulate.notes import notes_of
-from bloomery.simulate.shards import ONE, Cut
+from bloomery.simulate import run
+from bloomery.simulate.run import ONE, Cut, notes_of, simulate
 from bloomery.simulate.step import simulated_step
-from bloomery.simulate.tracker import Tracker
+from bloomery.simulate.tensors import Tracker
 
 
 @pytest.mark.soak
@@ -48,12 +47,12 @@ def test_several_devices_say_how_they_were_cut():
 
 
 def test_whoever_simulates_needs_no_torch_of_its_own():
-    code = "import sys, bloomery.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, bloomery.simulate.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_without_torch_the_remedy_is_to_install_it(monkeypatch):
-    monkeypatch.setattr(parent, "find_spec", lambda _name: None)
+    monkeypatch.setattr(run, "find_spec", lambda _name: None)
     with pytest.raises(UserError) as caught:
         simulate(small_plan(), machine())
     assert "bloomery doctor" in caught.value.remedy
@@ -66,7 +65,7 @@ def test_it_ends_when_its_time_is_over():
 
 
 def test_a_failure_names_the_last_line(monkeypatch):
-    monkeypatch.setattr(parent, "MODULE", "bloomery.simulate.nothing")
+    monkeypatch.setattr(run, "MODULE", "bloomery.simulate.nothing")
     with pytest.raises(UserError, match=r"No module named bloomery\.simulate\.nothing"):
         simulate(small_plan(), machine())
 

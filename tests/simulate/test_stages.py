@@ -6,11 +6,8 @@ from steps_for_tests import both_of_stage, laid, simulated, small_plan, some
 
 from bloomery.hardware.profile import build_profile
 from bloomery.recipe.load import load_recipe
-from bloomery.simulate import simulate
-from bloomery.simulate.notes import notes_of
-from bloomery.simulate.page import Beside
-from bloomery.simulate.shards import Cut
-from bloomery.simulate.stages import Place, places, simulated_stage
+from bloomery.simulate.run import Beside, Cut, notes_of, simulate
+from bloomery.simulate.step import Place, places, simulated_stage
 
 GPU = {"attention": "varlen", "device": "cuda", "rows": 2, "micro_batches": 8, "sizes": {"num_layers": 4}}
 SMALL = {

@@ -13,13 +13,12 @@ from bloomery.core.errors import UserError
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
     from bloomery.plan.types import Plan
-    from bloomery.simulate.page import Beside
+    from bloomery.simulate.run import Beside
 
 
 def simulated(plan: "Plan", machine: "Machine") -> "Beside":
     """What the plan's step would hold, run on fake tensors. Raises UserError."""
-    from bloomery.simulate import simulate
-    from bloomery.simulate.page import Beside
+    from bloomery.simulate.run import Beside, simulate
 
     if plan.model.config.foreign is not None:
         problem = "transformers' layers are not simulated: they do not run on tensors without memory here"

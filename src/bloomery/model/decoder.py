@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.attention.attend import Layout, attend, layout_of
+from bloomery.model.attention.attend import Backend, Layout, attend, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.config import ModelConfig
 from bloomery.model.heads import Head, Logits
@@ -38,7 +38,8 @@ def plain_backend(config: ModelConfig) -> str:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
-        self.config, self.backend, self.window = config, backend, config.window(layer)
+        self.config, self.window = config, config.window(layer)
+        self.backend: str | Backend = backend
         self.scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         width, queries, keys = config.hidden_size, config.query_width, config.key_width
         self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)

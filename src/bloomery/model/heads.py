@@ -4,7 +4,6 @@ Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label t
 U entries of one tile of the vocabulary.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from bloomery.model.acting import fused, kind_of
 from bloomery.model.limits import CPU_TILE
 from bloomery.model.norms import widened
 
@@ -144,13 +144,8 @@ def _label_gradient(scores_C: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: f
     return gradient_C if softcap is None else gradient_C * (1 - ((scores_C + sums_C) / softcap).square())
 
 
-@functools.cache
-def _compiled(function: Callable[..., R]) -> Callable[..., R]:
-    return torch.compile(function, dynamic=False)
-
-
 def _chosen(function: Callable[..., R], settings: Settings) -> Callable[..., R]:
-    return _compiled(function) if settings.compiled else function
+    return fused(function) if settings.compiled else function
 
 
 class _Context(Protocol):
@@ -214,7 +209,7 @@ class _LabelScores(torch.autograd.Function):
 
 
 def _tile(weight_VD: Tensor) -> int:
-    return CPU_TILE if weight_VD.device.type == "cpu" else len(weight_VD)
+    return CPU_TILE if kind_of(weight_VD.device) == "cpu" else len(weight_VD)
 
 
 def _slices(size: int, step: int) -> list[slice]:

@@ -1,65 +1,212 @@
-"""Two steps of a plan's real training code on fake tensors, and what was alive at the peak of the second."""
+"""Two steps of a plan's real training code on fake tensors, and what was alive at the peak of the second.
 
+Of a pipeline each stage stands alone: it runs its part of the step's micro-batches forward until as many are under way
+as stages follow, and from then on backward and forward in turn (1F1B; Narayanan et al., arXiv:2104.04473). What a
+neighbour sends is a tensor of the residual stream; what was sent is let go of.
+"""
+
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bloomery.data.loading.loader import Batch
-from bloomery.model.decoder import Block, Decoder
-from bloomery.parallel.apply import checkpoint_block
+from bloomery.model.acting import acting_as
+from bloomery.model.decoder import Backbone, Block, Decoder
+from bloomery.parallel.apply import apply
+from bloomery.plan.estimate.mesh_memory import kinds_of_stages, stage_config
 from bloomery.plan.types import Plan
-from bloomery.simulate.answers import Answers
-from bloomery.simulate.compiled import compile_blocks, fused_head
-from bloomery.simulate.gpu_kernels import gpu_kernels
-from bloomery.simulate.shards import ONE, Cut, fake_mesh, norms_over_shards, shard
-from bloomery.simulate.tracker import Tracker
+from bloomery.simulate.run import FLASH_LIKE, ONE, Cut
+from bloomery.simulate.tensors import Answers, GpuFunctions, Tracker, compile_blocks, flash
+from bloomery.train.forward import forward
 from bloomery.train.objectives.build import build_objective, completed, hollow_teacher
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
-from bloomery.train.step import LossScale, Trainee, train_step
+from bloomery.train.step import LossScale, Trainee, clip_factor, global_norm, scale_gradients, train_step
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Say = Callable[[str], None]
 
 
-def simulated_step(
-    plan: Plan, *, fused: bool, cut: Cut = ONE, say: Callable[[str], None] = lambda _text: None
-) -> dict[str, float]:
+def simulated_step(plan: Plan, *, fused: bool, cut: Cut = ONE, say: Say = lambda _text: None) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 
     Two micro-batches stand for any number of them: from the second one on gradients are added to gradients. The first
     step makes the optimizer's states, for which one is enough.
     """
-    gpu = plan.train.device != "cpu"
-    mesh = fake_mesh(cut) if cut.shard > 1 else None
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        gpu_kernels(fused=fused) if gpu else nullcontext(),
-        fused_head() if plan.train.compile else nullcontext(),
-        norms_over_shards() if cut.shard > 1 else nullcontext(),
-    ):
-        tracker = Tracker()
-        trainee = prepared(decoder_of(plan), plan, tracker, mesh)
-        tracker.ask(lambda: gradients(trainee))
-        batches = [batch_of(plan) for _ in range(min(2, plan.train.accumulation))]
+    mesh = _fake_mesh(cut) if cut.shard > 1 else None
+    with _fake_tensors(plan) as tracker:
+        trainee = _trainee(plan, tracker, mesh=mesh, fused=fused)
+        batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
         teacher = hollow_teacher(plan) if plan.objective.spec.extra_forwards else None
-        tracker.call("weights", (tensor for model in (trainee.model, teacher) if model for tensor in weights(model)))
+        tracker.call("weights", [] if teacher is None else weights(teacher))
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
         objective = build_objective(plan, lambda _: teacher or hollow_teacher(plan))
-        for number, some in (("first", batches[:1]), ("second", batches)):
-            say(f"the {number} of two steps")
-            tracker.forget_peak()
-            with tracker, Answers(gpu=gpu):
-                train_step(trainee, some, objective, plan=plan.train, share=1.0)
-            tracker.call("optimizer", states(trainee))
-    return on_device(tracker.peak, plan)
+
+        def step(count: int) -> None:
+            train_step(trainee, batches[:count], objective, plan=plan.train, share=1.0)
+
+        return _peak(plan, trainee, tracker, step, len(batches), say)
 
 
-def on_device(peak: dict[str, float], plan: Plan) -> dict[str, float]:
-    """Without the states that a GPU's optimizer keeps in the processor's memory."""
-    away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)
-    return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in peak.items()}
+@dataclass(frozen=True)
+class Place:
+    """Which of so many stages."""
+
+    index: int
+    stages: int
+
+    @property
+    def ahead(self) -> int:
+        """Micro-batches that wait for their backward while one more goes forward."""
+        return self.stages - self.index - 1
+
+    def under_way(self, plan: Plan) -> int:
+        """Micro-batches that the stage holds at most."""
+        return min(self.ahead + 1, plan.train.accumulation)
+
+
+def places(stages: int) -> list[Place]:
+    """One of each kind."""
+    return [Place(index, stages) for index in kinds_of_stages(stages)]
+
+
+def simulated_stage(plan: Plan, place: Place, *, fused: bool, say: Say = lambda _text: None) -> dict[str, float]:
+    """Bytes by part at the peak of the stage's second step; `fused` as in `simulated_step`.
+
+    One micro-batch after the first backward stands for all that follow: from then on gradients are added to gradients.
+    """
+    config = stage_config(plan.model.config, place.stages)
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
+    last = place.ahead == 0
+
+    def sent() -> Tensor:
+        shape = plan.train.micro_batch, plan.data.sequence_length, config.hidden_size
+        return torch.empty(shape, dtype=next(trainee.model.parameters()).dtype)
+
+    with _fake_tensors(plan) as tracker:
+        trainee = _trainee(plan, tracker, place=place, fused=fused)
+        if place.index:
+            trainee.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]
+        objective, scale = build_objective(plan, hollow_teacher), trainee.scale
+        factor = 1.0 if scale is None else scale.value
+
+        def ahead() -> Tensor | GradientEdge:
+            batch = _batch(plan)
+            output = forward(trainee.model, batch, objective.head(batch), precision=plan.train.precision)
+            return objective.loss(output, batch).total * factor if last else get_gradient_edge(output)
+
+        def step(count: int) -> None:
+            under_way = deque[Tensor | GradientEdge]()
+            for number in range(count + place.ahead):
+                if number < count:
+                    under_way.append(ahead())
+                if number >= place.ahead and under_way:
+                    torch.autograd.backward(under_way.popleft(), None if last else sent())
+            gradients = list(tracker.gradients())
+            norm = float(global_norm(gradients) / factor)
+            scale_gradients(gradients, clip_factor(norm, plan.train.clip) / factor)
+            trainee.optimizer.step(1.0)
+            trainee.optimizer.zero_grad()
+
+        named = f"stage {place.index + 1} of {place.stages}, "
+        return _peak(plan, trainee, tracker, step, min(place.ahead + 2, plan.train.accumulation), say, named)
+
+
+@contextmanager
+def _fake_tensors(plan: Plan) -> Iterator[Tracker]:
+    tracker, kind = Tracker(), "cpu" if plan.train.device == "cpu" else "cuda"
+    functions = nullcontext() if kind == "cpu" else GpuFunctions()
+    with FakeTensorMode(allow_non_fake_inputs=True), functions, acting_as(kind, fuse=tracker.fuse):
+        yield tracker
+
+
+def _peak(
+    plan: Plan, trainee: Trainee, tracker: Tracker, step: Callable[[int], None], most: int, say: Say, named: str = ""
+) -> dict[str, float]:
+    """Of a second step of so many micro-batches, after a first of one."""
+    for number, count in (("first", 1), ("second", most)):
+        say(f"{named}the {number} of two steps")
+        tracker.forget_peak()
+        with tracker, Answers(tracker):
+            step(count)
+        tracker.call("optimizer", _states(trainee))
+    away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)  # in the processor's memory
+    return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in tracker.peak.items()}
+
+
+def _trainee(
+    plan: Plan, tracker: Tracker, *, fused: bool, mesh: DeviceMesh | None = None, place: Place | None = None
+) -> Trainee:
+    """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
+    model, train, attention = empty_model(plan), plan.train, plan.model.attention
+    for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
+        for name, parameter in module.named_parameters(recurse=False):
+            like = torch.empty_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(like, requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+    model.tie()
+    if place is not None:
+        _keep_stage(model, place)
+    blocks = [block for block in model.model.layers if isinstance(block, Block)]
+    for block in blocks if train.device != "cpu" else ():
+        if attention in FLASH_LIKE and fused:
+            block.self_attn.backend = flash
+        elif attention in FLASH_LIKE | {"mask"}:
+            block.self_attn.backend = "math"
+        block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]
+    if train.compile:
+        compile_blocks(blocks, tracker)
+    apply(model, train.model_copy(update={"compile": False, "offload_activations": False}))
+    if mesh is not None:  # layers are gathered in the type of products, gradients summed in float32
+        policy = MixedPrecisionPolicy(param_dtype=HALVES.get(train.precision), reduce_dtype=torch.float32)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = build_optimizer(model, plan.optimizer)
+    tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
+    tracker.call("weights", weights(model))
+    return Trainee(model, optimizer, LossScale() if train.precision == "float16" else None)
+
+
+def _keep_stage(model: Decoder, place: Place) -> None:
+    """In place: the first stage alone embeds, the last alone scores."""
+    assert isinstance(model.model, Backbone), "transformers' layers are planned on one device"
+    if place.index:
+        del model.model.embed_tokens
+        if model.config.positions == "learned":
+            del model.model.embed_positions
+    if place.ahead:
+        model.model.norm = nn.Identity()
+        delattr(model, "score" if model.config.head == "values" else "lm_head")
+        model.judged = lambda hidden_BTD, head: hidden_BTD  # type: ignore[method-assign]  # noqa: ARG005
+
+
+def _fake_mesh(cut: Cut) -> DeviceMesh:
+    """So many devices that are not there, this one the first; made outside fake tensors, for it asks its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cut.replicate * cut.shard)
+    if cut.replicate == 1:
+        return init_device_mesh("cpu", (cut.shard,))
+    return init_device_mesh("cpu", (cut.replicate, cut.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _batch(plan: Plan) -> Batch:
+    """A micro-batch."""
+    shape = plan.train.micro_batch, plan.data.sequence_length
+    numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
+    return completed(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:
@@ -68,45 +215,8 @@ def weights(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def gradients(trainee: Trainee) -> list[Tensor]:
-    """Those that are there."""
-    return [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
-
-
-def states(trainee: Trainee) -> Iterator[Tensor]:
+def _states(trainee: Trainee) -> Iterator[Tensor]:
     """Everything that the optimizer keeps from step to step."""
     for member in trainee.optimizer.members:
         for state in member.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def decoder_of(plan: Plan) -> Decoder:
-    """The model that is trained, adapter and quantised weights included, on fake tensors."""
-    model = empty_model(plan)
-    for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
-        for name, parameter in module.named_parameters(recurse=False):
-            like = torch.empty_like(parameter, device="cpu")
-            setattr(module, name, nn.Parameter(like, requires_grad=parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
-    model.tie()
-    return model
-
-
-def prepared(model: Decoder, plan: Plan, tracker: Tracker, mesh: DeviceMesh | None = None) -> Trainee:
-    """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
-    if plan.train.compile:
-        compile_blocks((block for block in model.model.layers if isinstance(block, Block)), tracker.unseen)
-    for index, block in enumerate(model.model.layers):
-        checkpoint_block(block, plan.train.activation_checkpointing, index=index)
-    if mesh is not None:
-        shard(model, plan.train.precision, mesh)
-    scale = LossScale() if plan.train.precision == "float16" else None
-    return Trainee(model, build_optimizer(model, plan.optimizer), scale)
-
-
-def batch_of(plan: Plan) -> Batch:
-    """A micro-batch."""
-    shape = plan.train.micro_batch, plan.data.sequence_length
-    numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
-    return completed(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)

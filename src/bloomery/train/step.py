@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bloomery.data.loading.loader import Batch
 from bloomery.model.adapters.peft_methods import PeftAdapter
@@ -152,7 +153,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     exact = {} if all(gradient.dtype == torch.float32 for gradient in gradients) else {"dtype": torch.float32}
     norms = torch._foreach_norm(gradients, 2, **exact)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip_factor(norm: float, clip: float | None) -> float:

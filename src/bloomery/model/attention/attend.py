@@ -151,7 +151,7 @@ def attend(
     v_BKSE: Tensor,
     layout: Layout,
     *,
-    backend: str,
+    backend: "str | Backend",
     window: int | None,
     softcap: float | None,
     scale: float,
@@ -160,12 +160,14 @@ def attend(
     """[B, H, T, E]. `window`: keys a query sees, itself included; `softcap`: c tanh(score / c) on the scaled scores.
 
     `sdpa`, `mask` and `math` take more keys than queries (a cache): the queries are then the last positions of a row.
+    `backend`: a name, or what stands in for one.
     Randomness of dropout comes from torch's default generator. Raises AssertionError where `supports` names a reason.
     """
     dtype = working_dtype(q_BHTE)
     q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
     options = Options(None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout)
-    return _BACKENDS[backend](q_BHTE, k_BKSE, v_BKSE, layout, options)
+    run = _BACKENDS[backend] if isinstance(backend, str) else backend
+    return run(q_BHTE, k_BKSE, v_BKSE, layout, options)
 
 
 def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: Layout, window: int | None) -> Tensor:
@@ -230,7 +232,8 @@ def _seed(dropout: float) -> Tensor | None:
     return torch.randint(2**62, ()) if dropout else None
 
 
-_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]] = {
+Backend = Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]
+_BACKENDS: dict[str, Backend] = {
     "sdpa": _sdpa,
     "mask": _sdpa,
     "per_document": _per_document,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from bloomery.model.acting import kind_of
 from bloomery.model.limits import ATTENTION_BLOCK as BLOCK
 from bloomery.model.limits import CPU_SCORES, GPU_SCORES
 
@@ -153,7 +154,7 @@ class Task:
     def groups(self, q_BHTE: Tensor) -> Iterator[tuple[slice, "Task"]]:
         """Rows of the batch that go together, each group with its own task."""
         batch, heads, length, _ = q_BHTE.shape
-        together = CPU_SCORES if q_BHTE.device.type == "cpu" else GPU_SCORES
+        together = CPU_SCORES if kind_of(q_BHTE.device) == "cpu" else GPU_SCORES
         size = max(1, together // (heads * min(length, BLOCK) ** 2))
         for number, start in enumerate(range(0, batch, size)):
             rows = slice(start, start + size)

@@ -19,8 +19,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _lengths(first_BT: Tensor) -> list[int]:
+def _lengths(rows: Rows) -> list[int]:
     """The length of each document, row after row."""
+    first_BT = rows.first_BT
+    assert first_BT is not None
     starts = np.flatnonzero(first_BT.numpy() == np.arange(first_BT.shape[1]))
     lengths: list[int] = np.diff(starts, append=first_BT.numel()).tolist()
     return lengths
@@ -57,21 +59,29 @@ def _shortened(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
     return tuple(x[:, :, :length] for x in parts)
 
 
-def _task(length: int, number: int, seed: Tensor | None, options: Options) -> Task | None:
+def _task(kind: type[Task], length: int, number: int, seed: Tensor | None, options: Options) -> Task | None:
     """What blockwise attention has to do for a document; None where the flash kernel does."""
     window, softcap, scale, dropout = options
     window = None if window is None or window >= length else window
     if window is None and softcap is None and dropout == 0:
         return None
-    return Task(None, None, None if seed is None else seed + (number << 32), window, softcap, scale, dropout)
+    return kind(None, None, None if seed is None else seed + (number << 32), window, softcap, scale, dropout)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
-    assert rows.first_BT is not None
-    lengths, outs, totals = _lengths(rows.first_BT), [], []
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    seed: Tensor | None,
+    options: Options,
+    kind: type[Task] = Task,
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of documents of these lengths, row after row; `kind` is blockwise attention's."""
+    outs, totals = [], []
     documents = zip(*(_documents(x, lengths) for x in (q, k, v)), strict=True)
     for number, (q_one, k_one, v_one) in enumerate(documents):
-        task = _task(lengths[number], number, rows.seed, options)
+        task = _task(kind, lengths[number], number, seed, options)
         if task is None:
             longer = _lengthened((q_one, k_one, v_one), _spare(q_one))
             out, total = _shortened(_flash(*longer, 0.0, True, scale=options.scale), lengths[number])
@@ -82,14 +92,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> t
     return _joined(outs, len(q)), _joined(totals, len(q))
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert rows.first_BT is not None
-    lengths, grads = _lengths(rows.first_BT), []
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, lengths: list[int],
+    seed: Tensor | None, options: Options, kind: type[Task] = Task,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    grads = []
     parts = (_documents(x, lengths) for x in (grad, q, k, v, out, sums))
     for number, one in enumerate(zip(*parts, strict=True)):
-        task = _task(lengths[number], number, rows.seed, options)
+        task = _task(kind, lengths[number], number, seed, options)
         if task is None:
             longer = _lengthened(one, _spare(one[1]))
             grads.append(_shortened(_flash_backward(*longer, 0.0, True, scale=options.scale), lengths[number]))
@@ -103,6 +114,16 @@ def _backward(
 def _sums_by_token(q_BHTE: Tensor) -> Tensor:
     """[B, H, T] as `_joined` lays it out: [B, T, H] in memory."""
     return sums_like(q_BHTE.transpose(1, 2)).transpose(1, 2)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, _lengths(rows), rows.seed, options)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(grad, q, k, v, out, sums, _lengths(rows), rows.seed, options)
 
 
 # On the CPU alone; `first_BT` must be there.

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.model.acting import kind_of
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE
 
 _HALF = 1 << 15
@@ -48,7 +49,7 @@ State = dict[str, Tensor]
 
 def piece_size(device: torch.device) -> int:
     """Numbers whose float32 intermediates exist at once."""
-    return CPU_PIECE if device.type == "cpu" else GPU_PIECE
+    return CPU_PIECE if kind_of(device) == "cpu" else GPU_PIECE
 
 
 @final

@@ -1,0 +1,240 @@
+"""Runs a simulation in a child, so that whoever plans never imports torch, and sets what it found beside the plan.
+
+`python -m bloomery.simulate.run` is the child. Torch is imported once it can be ended.
+"""
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from bloomery.core.child import Child, accept, loading, tell
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import build_profile
+from bloomery.plan.report.page import joined, unit_of
+from bloomery.plan.types import Plan
+
+SECONDS = 300.0  # that a simulation may take; the packaged recipes take under 20
+MODULE = "bloomery.simulate.run"
+FLASH_LIKE = {"sdpa", "varlen", "flex"}  # attention that a GPU's fused kernels compute
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Over how many devices: copies, and shards or stages of each."""
+
+    replicate: int = 1
+    shard: int = 1
+    pipeline: int = 1
+
+
+ONE = Cut()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline; `number` counts from 1."""
+
+    number: int
+    under_way: int  # micro-batches that it holds at most
+    parts: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Bytes of live tensors on one device at the peak of a step, by what holds them; no parts: not simulated.
+
+    `stages`: of a pipeline the first, the second and the last; `parts` are then those of the fullest.
+    """
+
+    parts: dict[str, float]
+    notes: tuple[str, ...]  # what stands in for a kernel, and what is not in the figure
+    seconds: float = 0.0  # that it took
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def peak(self) -> float:
+        """What torch.cuda.max_memory_allocated counts and `MemoryEstimate.allocated` foretells."""
+        return sum(self.parts.values())
+
+
+def simulate(
+    plan: Plan,
+    machine: Machine,
+    *,
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> Simulated:
+    """Runs two steps of the plan's own code on fake tensors for its device, which need not be here; the second's peak.
+
+    Of several devices the first is simulated, in a process group of the layout's size that is not there: where the
+    layout shards, FSDP2 cuts weights, gradients and states block by block. Of a pipeline one stage of each kind is
+    simulated, with as many micro-batches as are under way on it. `progress` gets a line when a step begins.
+    Raises UserError without torch, after `seconds`, and when the simulation fails.
+    """
+    if find_spec("torch") is None:
+        raise UserError(
+            "the simulation runs the training code itself, and PyTorch is not installed here",
+            remedy="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
+        )
+    cut = ONE
+    if plan.parallel is not None:
+        layout = plan.parallel.layout
+        cut = Cut(layout.replicate, layout.shard, layout.pipeline)
+    if cut.shard > 1 and plan.optimizer.kind != "adamw":  # this version has no code for it that could run
+        missing = f"{plan.optimizer.kind} over shards"
+        return Simulated({}, (f"not yet for {missing}: this layout is counted from shapes alone",))
+    started = time.monotonic()
+    fused = build_profile(machine).attention.value == "fused"
+    job = {"plan": plan.model_dump(mode="json"), "fused": fused, "cut": (cut.replicate, cut.shard, cut.pipeline)}
+    with Child(MODULE, job, environment=os.environ) as child:
+        while True:
+            told = child.next(max(0.0, started + seconds - time.monotonic()))
+            if told == "silent":
+                raise UserError(
+                    f"the simulation took longer than {seconds:.0f} s and was ended",
+                    remedy="plan without --simulate, or simulate fewer layers: model.num_layers=4",
+                )
+            if told == "ended":
+                raise UserError(
+                    f"the simulation failed: {child.ending()}",
+                    remedy="plan without --simulate: the analytic figure stands without it",
+                )
+            assert isinstance(told, dict)
+            if "stages" in told:
+                break
+            progress(f"simulating on fake tensors: {told['doing']}")
+    stages = tuple(Stage(*stage) for stage in told["stages"])
+    parts = max(stages, key=lambda stage: stage.peak).parts
+    notes = tuple(notes_of(plan, fused=fused, cut=cut))
+    return Simulated(parts, notes, time.monotonic() - started, stages if cut.pipeline > 1 else ())
+
+
+def notes_of(plan: Plan, *, fused: bool, cut: Cut) -> list[str]:
+    """What stands in for something else; nothing where the code ran as it is."""
+    notes, gpu, attention = [], plan.train.device != "cpu", plan.model.attention
+    if gpu and attention in FLASH_LIKE and fused:
+        notes.append(f"{attention} attention is counted as FlashAttention-2 keeps it: its kernel needs the GPU")
+    elif gpu and attention in FLASH_LIKE | {"mask"}:
+        notes.append(f"{attention} attention is counted with every score kept: this GPU has no fused kernel")
+    if plan.train.compile:
+        notes.append("compiled blocks are counted as torch.compile cuts their graphs, without its kernels")
+    if cut.shard > 1:
+        whole = "on a process group of that size that is not there"
+        copies = f"in {cut.replicate} copies, on a process group that is not there"
+        shared = whole if cut.replicate == 1 else copies
+        notes.append(f"FSDP2 cuts weights, gradients and states over {cut.shard} devices, {shared}")
+    elif cut.pipeline > 1:
+        beside = f"; of {cut.replicate} copies one, without the buckets of gradients" if cut.replicate > 1 else ""
+        notes.append(f"stages are simulated one by one, with what 1F1B has under way on each{beside}")
+    elif cut.replicate > 1:
+        notes.append(f"one of {cut.replicate} whole copies; the buckets in which gradients are summed are not in it")
+    return notes
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What was simulated of a plan, beside what the plan counts from shapes."""
+
+    plan: Plan
+    found: Simulated
+
+    @property
+    def total(self) -> float:
+        """With what a device holds beside tensors, as the plan counts it: fragmentation's share, and contexts."""
+        told = self.plan.memory
+        loose = told.parts.get("fragmentation", 0.0)
+        return self.found.peak * (1 + loose / told.allocated) + told.total - told.allocated - loose
+
+    @property
+    def fits(self) -> bool:
+        """The plan's own answer where nothing was simulated."""
+        return self.total <= self.plan.memory.limit if self.found.parts else self.plan.fits
+
+    def lines(self) -> list[str]:
+        """The peak by part, how far the plan's figure is from it, and what is not in it."""
+        figures = list(self._figures()) if self.found.parts else []
+        return [*figures, *(line for note in self.found.notes for line in joined([note]))]
+
+    def _figures(self) -> Iterator[str]:
+        memory, peak, stages = self.plan.memory, self.found.peak, self.found.stages
+        unit, size = unit_of(peak)
+        digits = 1 if size == GIB else 0
+        apart = round(memory.allocated / peak - 1, 2)
+        beside = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'}" if apart else "the same"
+        counted = f"from shapes {memory.allocated / size:.{digits}f}, {beside}"
+        where = f"the peak of the fullest of {stages[-1].number} stages" if stages else "the peak of the second step"
+        yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at {where}", counted])
+        yield from joined([
+            f"stage {stage.number}: {stage.peak / size:.{digits}f} {unit} with {stage.under_way} "
+            f"micro-batch{'es' if stage.under_way > 1 else ''}"
+            for stage in stages
+        ])  # fmt: skip
+        parts = sorted(self.found.parts.items(), key=lambda part: -part[1])
+        least = 0.5 * size / 10**digits  # what rounds to nothing is not named
+        yield from joined([f"{name} {value / size:.{digits}f}" for name, value in parts if value >= least])
+        unit, size = unit_of(memory.limit)
+        added = "what Python and PyTorch hold" if self.plan.train.device == "cpu" else "fragmentation and contexts"
+        verdict = "fits" if self.fits else "too much"
+        yield f"with {added} {self.total / size:.1f} of {memory.limit / size:,.1f} {unit}: {verdict}"
+
+    def document(self) -> dict[str, Any]:
+        """In GiB; figures are null where nothing was simulated, `stages` is empty where there are none."""
+        some = bool(self.found.parts)
+        return {
+            "parts": _in_gib(self.found.parts),
+            "peak": self.found.peak / GIB if some else None,
+            "counted": self.plan.memory.allocated / GIB,
+            "total": self.total / GIB if some else None,
+            "fits": self.fits if some else None,
+            "seconds": self.found.seconds,
+            "notes": self.found.notes,
+            "stages": [
+                {"stage": stage.number, "micro_batches": stage.under_way, "parts": _in_gib(stage.parts),
+                 "peak": stage.peak / GIB}
+                for stage in self.found.stages
+            ],
+        }  # fmt: skip
+
+
+def _in_gib(parts: dict[str, float]) -> dict[str, float]:
+    return {name: value / GIB for name, value in parts.items()}
+
+
+def main() -> None:
+    """The child: tells what it is doing, and at the end the parts of each stage; a step that has none is one."""
+    job = accept()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    tell(job, {"doing": "PyTorch is starting"})
+
+    with loading():
+        from bloomery.simulate.step import places, simulated_stage, simulated_step
+
+    plan, cut, fused = Plan.model_validate(job["plan"]), Cut(*job["cut"]), job["fused"]
+
+    def say(doing: str) -> None:
+        tell(job, {"doing": doing})
+
+    if cut.pipeline > 1:
+        stages = [
+            (place.index + 1, place.under_way(plan), simulated_stage(plan, place, fused=fused, say=say))
+            for place in places(cut.pipeline)
+        ]
+    else:
+        stages = [(1, 1, simulated_step(plan, fused=fused, cut=cut, say=say))]
+    tell(job, {"stages": stages})
+
+
+if __name__ == "__main__":
+    main()
