@@ -152,13 +152,15 @@ def test_int8_states_and_states_on_the_host_go_on_from_float32_ones(plan, tmp_pa
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"config": wide})})
     first = Run(plan, tmp_path / "run", stop_after=6)
     exact = Run(plan, tmp_path / "exact", resume_from=first.checkpoint(6))
-    gpu = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
-    home = {"train": plan.train}
-    hosted = safer.offloaded_states(gpu, "full").plan.model_copy(update=home)
+    taken = {"micro_batch": 1, "activation_checkpointing": "full", "offload_activations": True}  # what comes before
+    last, home = plan.train.model_copy(update=taken), {"train": plan.train}
+    gpu = plan.model_copy(update={"train": last.model_copy(update={"device": "cuda"})})
+    hosted = safer.roomier(gpu, "full").plan.model_copy(update=home)
+    assert hosted.optimizer.offload
     assert Run(hosted, tmp_path / "hosted", resume_from=first.checkpoint(6)).losses() == pytest.approx(
         exact.losses(), abs=1e-5
     )
-    small = safer.smaller_states(plan, "full").plan
+    small = safer.roomier(plan.model_copy(update={"train": last}), "full").plan.model_copy(update=home)
     run = Run(small, tmp_path / "small", resume_from=first.checkpoint(6))
     assert run.losses() == pytest.approx(exact.losses(), abs=0.02)
     assert any(tensor.dtype == torch.int8 for tensor in run.tensors(10).values())
