@@ -113,10 +113,9 @@ def bloomery(*words: str, folder: Path, **changes: str | None) -> subprocess.Com
     ids=lambda changes: " ".join(changes),
 )
 def test_a_strange_environment_is_no_crash(tmp_path, changes):
-    for words in (["doctor"], ["doctor", "--json"], ["doctor", "--bundle", "b.json"]):
-        done = bloomery(*words, folder=tmp_path, **changes)
-        assert done.returncode in (0, 1), done.stderr.decode(errors="replace")
-        assert b"Traceback" not in done.stderr
+    done = bloomery("doctor", "--bundle", "b.json", folder=tmp_path, **changes)
+    assert done.returncode in (0, 1), done.stderr.decode(errors="replace")
+    assert b"Traceback" not in done.stderr
 
 
 def test_a_user_without_a_name_or_a_home(tmp_path):

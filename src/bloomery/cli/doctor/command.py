@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -46,11 +45,22 @@ def command(
 
     Exit code 1 when something stops training. Example: bloomery doctor --explain "HIP error: invalid device function"
     """
+    from bloomery.hardware.doctor.access import run_lines
     from bloomery.hardware.doctor.diagnose import diagnose, ready
 
     began = time.monotonic()
-    _only_here(machine, probe=probe, fix=fix is not None)
-    _one_at_a_time(explain=explain is not None, fix=fix is not None, bundle=bundle is not None, docker=docker)
+    for name in ("probe",) * probe + ("fix",) * (fix is not None):
+        if machine is not None:
+            problem, remedy = (
+                f"--{name} works on this machine alone",
+                f"leave out --machine, or run --{name} on that machine",
+            )
+            raise UserError(problem, where=f"--machine {machine}", remedy=remedy, code=2)
+    asked = {"--explain": explain is not None, "--fix": fix is not None, "--bundle": bundle is not None}
+    given = [name for name, there in (asked | {"--docker": docker}).items() if there]
+    if len(given) > 1:
+        remedy = f"leave out {given[1]}, and call `bloomery doctor {given[1]} ...` afterwards"
+        raise UserError(f"{given[0]} and {given[1]} are two things", where="doctor", remedy=remedy, code=2)
     if as_json and (fix is not None or bundle is not None or docker):
         remedy = "leave out --json; it goes with --explain, --probe and --machine"
         raise UserError("--json is for findings", where="doctor", remedy=remedy, code=2)
@@ -58,43 +68,35 @@ def command(
     if explain is not None:
         return _explain(explain, examined, as_json=as_json)
     if docker:
-        return _docker(examined)
+        click.echo("\n".join(run_lines(examined)))
+        return 0
     findings = diagnose(examined)
     if fix is not None:
-        return _fix(fix, findings, examined)
+        from bloomery.cli.doctor.fix import mend
+
+        mend(fix, findings, examined, ask=_confirm)
+        return 0
     if bundle is not None:
-        return _bundle(bundle, findings, examined)
-    _show(findings, examined, began=began, as_json=as_json)
-    return 0 if ready(findings) else 1
+        from bloomery.cli.doctor.bundle import write_bundle
 
-
-def _show(findings: "tuple[Finding, ...]", machine: "Machine", *, began: float, as_json: bool) -> None:
-    from bloomery.cli.doctor.bundle import nameless_document
+        size = write_bundle(bundle, examined, [document(finding) for finding in findings])
+        told = "this machine, what was found, the end of the last run's log"
+        click.echo(f"bundle     {bundle} ({size / 1000:.0f} kB): {told}")
+        click.echo(
+            "           names of users, hosts and groups are taken out; read it before you attach it to a report"
+        )
+        return 0
     from bloomery.cli.doctor.page import page, prospect, then_document, then_lines
-    from bloomery.hardware.doctor.diagnose import ready
 
-    seen = prospect(machine, findings)
+    seen = prospect(examined, findings)
     if as_json:
-        told = {"ready": ready(findings), "findings": [document(finding) for finding in findings]}
-        print_json(told | {"machine": nameless_document(machine), "then": then_document(seen)})
+        from bloomery.cli.doctor.bundle import nameless_document
+
+        answer = {"ready": ready(findings), "findings": [document(finding) for finding in findings]}
+        print_json(answer | {"machine": nameless_document(examined), "then": then_document(seen)})
     else:
-        click.echo("\n".join(page(machine, findings, seconds=time.monotonic() - began, then=then_lines(seen))))
-
-
-def _only_here(machine: Path | None, **flags: bool) -> None:
-    for name, given in flags.items():
-        if given and machine is not None:
-            remedy = f"leave out --machine, or run --{name} on that machine"
-            raise UserError(
-                f"--{name} works on this machine alone", where=f"--machine {machine}", remedy=remedy, code=2
-            )
-
-
-def _one_at_a_time(**flags: bool) -> None:
-    given = [f"--{name}" for name, there in flags.items() if there]
-    if len(given) > 1:
-        remedy = f"leave out {given[1]}, and call `bloomery doctor {given[1]} ...` afterwards"
-        raise UserError(f"{given[0]} and {given[1]} are two things", where="doctor", remedy=remedy, code=2)
+        click.echo("\n".join(page(examined, findings, seconds=time.monotonic() - began, then=then_lines(seen))))
+    return 0 if ready(findings) else 1
 
 
 def examine(file: Path | None, *, probe: bool) -> "Machine":
@@ -118,25 +120,21 @@ def read_record(file: Path) -> "Machine":
     """A machine.json of a run, or the machine in a bundle. Raises UserError (code 2)."""
     import json
 
+    from pydantic import ValidationError
+
     from bloomery.hardware.machine import Machine
 
     try:
         content = json.loads(read_input(expanded(file), pipes=True, code=2))
         return Machine.model_validate(content.get("machine", content) if isinstance(content, dict) else content)
     except (UserError, ValueError, RecursionError) as error:
+        why = error.problem.lower() if isinstance(error, UserError) else "it is no JSON"
+        if isinstance(error, ValidationError):  # the first thing that is wrong, with the key it is at
+            first = error.errors(include_url=False, include_input=False)[0]
+            why = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}"
         remedy = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
-        problem = "this file is no record of a machine: " + _why(error)
+        problem = f"this file is no record of a machine: {why}"
         raise UserError(problem, where=str(file), remedy=remedy, code=2) from error
-
-
-def _why(error: Exception) -> str:
-    """The first thing that is wrong with a record, with the key it is at."""
-    from pydantic import ValidationError
-
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}"
-    return error.problem.lower() if isinstance(error, UserError) else "it is no JSON"
 
 
 def _progress(name: str, done: int, total: int) -> None:
@@ -219,28 +217,5 @@ def end_of(file: Path) -> str:
         return _last_bytes(stream).decode(errors="replace")
 
 
-def _docker(machine: "Machine") -> int:
-    from bloomery.hardware.doctor.access import run_lines
-
-    click.echo("\n".join(run_lines(machine)))
-    return 0
-
-
-def _fix(number: int, findings: "Sequence[Finding]", machine: "Machine") -> int:
-    from bloomery.cli.doctor.fix import mend
-
-    mend(number, findings, machine, ask=_confirm)
-    return 0
-
-
 def _confirm(question: str) -> bool:
     return click.confirm(question, default=False)
-
-
-def _bundle(file: Path, findings: "Sequence[Finding]", machine: "Machine") -> int:
-    from bloomery.cli.doctor.bundle import write_bundle
-
-    size = write_bundle(file, machine, [document(finding) for finding in findings])
-    click.echo(f"bundle     {file} ({size / 1000:.0f} kB): this machine, what was found, the end of the last run's log")
-    click.echo("           names of users, hosts and groups are taken out; read it before you attach it to a report")
-    return 0

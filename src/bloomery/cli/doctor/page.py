@@ -53,7 +53,14 @@ def then_lines(seen: Prospect) -> list[str]:
     if seen.plan is None:
         return [f"{seen.recipe} cannot be planned: {seen.problem}"]
     waits = ["what the GPU will do is said once it can be reached; the CPU could do this:"] if seen.waits else []
-    choices, size = _choices(seen.plan), _size(seen.plan, seen.recipe, seen.alike)
+    plan, decided = seen.plan, {decision.key: str(decision.value) for decision in seen.plan.decisions}
+    attention = decided["train.attention"].replace("_", " ")
+    choices = f"{decided['train.precision']} · {attention} attention · {decided['train.compile']}"
+    one = f" on one of {seen.alike} GPUs" if seen.alike > 1 else ""
+    total, limit = plan.memory.total / GIB, plan.memory.limit / GIB
+    size = f"{seen.recipe} {'fits' if plan.fits else 'does not fit'}{one} ({total:.1f} of {limit:.1f} GiB)"
+    if plan.seconds is not None and plan.fits:
+        size += f" · about {format_seconds(plan.seconds.value)}"
     together = f"{choices} · {size}"
     return [*waits, *([together] if len(together) <= ROOM else [choices, size])]
 
@@ -79,19 +86,6 @@ def mended(machine: Machine) -> Machine:
     return planned.model_copy(update={"software": planned.software.model_copy(update={"environment": kept})})
 
 
-def _choices(plan: Plan) -> str:
-    decided = {decision.key: str(decision.value) for decision in plan.decisions}
-    attention = decided["train.attention"].replace("_", " ")
-    return f"{decided['train.precision']} · {attention} attention · {decided['train.compile']}"
-
-
-def _size(plan: Plan, recipe: str, gpus: int) -> str:
-    total, limit = plan.memory.total / GIB, plan.memory.limit / GIB
-    one = f" on one of {gpus} GPUs" if gpus > 1 else ""
-    said = f"{recipe} {'fits' if plan.fits else 'does not fit'}{one} ({total:.1f} of {limit:.1f} GiB)"
-    return f"{said} · about {format_seconds(plan.seconds.value)}" if plan.seconds is not None and plan.fits else said
-
-
 WIDTH, LABEL, BODY = 100, 10, 7
 REMARKS, GAP = 39, 3  # the column of remarks behind commands, and what divides them at least
 PROBING = "  # products, attention, compiling: about a minute"
@@ -99,22 +93,20 @@ BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
 def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then: Sequence[str]) -> list[str]:
-    """The lines of the whole answer."""
-    lines = [_ends(headline(findings), f"{seconds:.1f} s"), "", *machine_lines(machine), ""]
+    """The lines of the whole answer, with the time at the right edge of the first."""
+    time = f"{seconds:.1f} s"
+    first, *rest = textwrap.wrap(headline(findings), WIDTH - len(time) - 2)
+    lines = [f"{first:<{WIDTH - len(time)}}{time}", *rest, "", *machine_lines(machine), ""]
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)
-    if findings:
-        lines += [*_labelled("fix", _fixable(findings)), ""]
-    rows = [*then, _last_line(machine, findings)]
-    return [*lines, *_labelled("then", rows)]
-
-
-def _fixable(findings: Sequence[Finding]) -> list[str]:
-    """Which of them need not be typed, as long as their own lines do not say it."""
-    numbers = [str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.mend[0]]
-    if not numbers:
-        return []
-    return [f"{' and '.join(numbers)} can be done for you, after asking: bloomery doctor --fix {numbers[0]}"]
+    # Those that need not be typed, as long as their own lines do not say it.
+    own = [str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.mend[0]]
+    if own:
+        said = f"{' and '.join(own)} can be done for you, after asking: bloomery doctor --fix {own[0]}"
+        lines += _labelled("fix", [said])
+    code = 0 if ready(tuple(findings)) else 1
+    last = f"{probed(machine.probes)}  Stuck? bloomery doctor --bundle report.json  exit {code}"
+    return [*lines, *([""] if findings else []), *_labelled("then", [*then, last])]
 
 
 def headline(findings: Sequence[Finding]) -> str:
@@ -154,9 +146,20 @@ def machine_lines(machine: Machine) -> Iterator[str]:
     if software.torch and "+" not in software.torch and software.build:
         installed += f" ({BUILDS[software.build]} build)"
     yield from _labelled("torch", [f"{installed} · Python {software.python} · {software.prefix}".rstrip(" ·")])
-    access = _access(machine)
-    if access:
-        yield from _labelled("access", [access])
+    if not any(device.vendor == "amd" for device in machine.accelerators):
+        return
+    nodes = {device.node: device.access for device in machine.accelerators if device.node}
+    places = {"/dev/kfd": host.access.kfd, **nodes}
+    told = {"open": "open for you", "denied": "closed to you", "absent": "not there", "hung": "without an answer"}
+    rows = []
+    for state, words in told.items():
+        names = [name for name, one in places.items() if one == state]
+        if len(names) > 3:
+            rows.append(f"{names[0]}, {names[1]} and {len(names) - 2} more {words}")
+        elif names:
+            rows.append(" and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names) + f" {words}")
+    if rows:
+        yield from _labelled("access", [" · ".join(rows)])
 
 
 def _gpu(machine: Machine, index: int) -> str:
@@ -171,22 +174,6 @@ def _gpu(machine: Machine, index: int) -> str:
     nvidia = machine.host.driver.nvidia
     driver = linux if device.vendor == "amd" else nvidia and f"driver {nvidia}"
     return " · ".join(filter(None, (device.name, device.arch, size, driver)))
-
-
-def _access(machine: Machine) -> str:
-    if not any(device.vendor == "amd" for device in machine.accelerators):
-        return ""
-    nodes = {device.node: device.access for device in machine.accelerators if device.node}
-    places = {"/dev/kfd": machine.host.access.kfd, **nodes}
-    told = {"open": "open for you", "denied": "closed to you", "absent": "not there", "hung": "without an answer"}
-    by_state = {state: [name for name, one in places.items() if one == state] for state in told}
-    return " · ".join(f"{_few(names)} {told[state]}" for state, names in by_state.items() if names)
-
-
-def _few(names: Sequence[str]) -> str:
-    if len(names) <= 3:
-        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 def finding_lines(number: int, finding: Finding) -> Iterator[str]:
@@ -250,11 +237,6 @@ def _in_parts(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width)
 
 
-def _last_line(machine: Machine, findings: Sequence[Finding]) -> str:
-    code = 0 if ready(tuple(findings)) else 1
-    return f"{probed(machine.probes)}  Stuck? bloomery doctor --bundle report.json  exit {code}"
-
-
 def probed(probes: Sequence[Probe]) -> str:
     """How much of this was tried: what is not installed was not."""
     tried = [probe for probe in probes if probe.outcome != "absent"]
@@ -262,12 +244,6 @@ def probed(probes: Sequence[Probe]) -> str:
     if not tried:
         return "From the table, not yet probed here."
     return f"Probed here: all {well} work." if well == len(tried) else f"Probed here: {well} of {len(tried)} work."
-
-
-def _ends(left: str, right: str) -> str:
-    """A headline with the time at the right edge; a long one is wrapped and keeps it on its first line."""
-    first, *rest = textwrap.wrap(left, WIDTH - len(right) - 2)
-    return "\n".join([f"{first:<{WIDTH - len(right)}}{right}", *rest])
 
 
 def explained_lines(findings: Sequence[Finding], cites: Sequence[str]) -> Iterator[str]:
