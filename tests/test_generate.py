@@ -192,7 +192,7 @@ def test_a_past_that_was_interrupted_is_forgotten(folder: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("bloomery.model.sampling._last_logits", interrupt)
+        broken.setattr(decoder, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(sample_tokens(decoder, [1, 5, 9, *said, 6], cold, past))
     assert past.ids == []
