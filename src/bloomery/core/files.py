@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +36,17 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         raise irregular(path)
     return descriptor
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Whether this process has the kernel's lock of an open file now, or nobody can have it: some file systems of
+    clusters know no locks (Lustre without -o flock, folders on NFS). The kernel drops it with its holder.
+    """
+    try:
+        flock(descriptor, (LOCK_SH if shared else LOCK_EX) | LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def irregular(path: Path) -> UserError:

@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
 from typing import Any, final
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import abandoned, irregular, open_regular, read_whole, remove, write_durably
+from bloomery.core.files import abandoned, irregular, open_regular, read_whole, remove, try_lock, write_durably
 from bloomery.core.text import expanded
 from bloomery.plan.store import HEAD, begin
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
@@ -190,7 +189,7 @@ def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
 def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
     """The text that the lock holds from here on."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (_try_kernel_lock(place) and _try_kernel_lock(descriptor)):
+    while not (try_lock(place) and try_lock(descriptor)):
         holder = holder_of(folder.lock)
         if alive(holder) or time.monotonic() > deadline:
             raise _in_use(folder, holder)
@@ -206,16 +205,6 @@ def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
         os.pwrite(descriptor, text.encode(), 0)
         os.fsync(descriptor)
     return text
-
-
-def _try_kernel_lock(descriptor: int) -> bool:
-    try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks (Lustre without -o flock; folders on NFS): the text has to do
-    return True
 
 
 def holder_of(lock: Path) -> dict[str, Any]:
@@ -241,12 +230,8 @@ def worked_on(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        flock(descriptor, LOCK_SH | LOCK_NB)  # the kernel drops a lock with its holder
-        flock(descriptor, LOCK_UN)
-    except BlockingIOError:
-        return True
-    except OSError:
-        """Some file systems of clusters know no locks: the text has to do."""
+        if not try_lock(descriptor, shared=True):
+            return True
     finally:
         os.close(descriptor)
     try:

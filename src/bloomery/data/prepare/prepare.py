@@ -1,7 +1,6 @@
 """Text to shards: resumable after a kill at any moment, and equal to the undisturbed result byte for byte."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import open_regular
+from bloomery.core.files import open_regular, try_lock
 from bloomery.data.chat.formats import wants_of
 from bloomery.data.loading.packing import count_rows, pairs_cut
 from bloomery.data.prepare.kinds import learns_examples, template_identity, train_on, verbatim
@@ -162,9 +161,7 @@ def writing(folder: Path) -> Iterator[None]:
 def locked(folder: Path) -> Iterator[None]:
     """One `prepare` a folder; the lock ends with its process, however that ends."""
     with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(file.fileno()):
             problem, remedy = "another process is preparing it right now", "wait for that one, then run again"
-            raise UserError(problem, where=str(folder), remedy=remedy) from error
+            raise UserError(problem, where=str(folder), remedy=remedy)
         yield
