@@ -2,7 +2,7 @@
 
 import pytest
 
-from bloomery.bench.sweep import MOST_POINTS, other_attention, points, split, usual_points
+from bloomery.bench.measuring import MOST_POINTS, other_attention, points, split, usual_points
 from bloomery.core.errors import UserError
 
 

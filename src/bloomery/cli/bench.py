@@ -43,10 +43,8 @@ def command(
 
     Example: bloomery bench go-coder-tiny --sweep train.compile=true,false
     """
-    from bloomery.bench.cards import giver_name, make_card
-    from bloomery.bench.measuring import Bench
-    from bloomery.bench.page import closing, noise_line, verdict_lines
-    from bloomery.bench.sweep import points
+    from bloomery.bench.measuring import Bench, points
+    from bloomery.bench.page import closing, giver_name, make_card, noise_line, verdict_lines
     from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.specs.calibration import remember, write_card
 
@@ -89,9 +87,8 @@ class Table:
         self, bench: "Bench", plan: "Plan", asked: list[tuple[str, ...]] | None
     ) -> tuple["Largest | None", list["Row"], list["Row"]]:
         """The largest micro-batch and its trials (none when micro-batches are swept), then the rows of the sweep."""
-        from bloomery.bench.measuring import rows_per_step, search
+        from bloomery.bench.measuring import rows_per_step, search, usual_points
         from bloomery.bench.page import heading, largest_lines, line, opening
-        from bloomery.bench.sweep import usual_points
         from bloomery.hardware.specs.calibration import device_of
 
         device = device_of(bench.machine)

@@ -77,8 +77,8 @@ def command(
 
 def time_compiling(plan: "Plan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile pays for this model."""
-    from bloomery.bench.cards import make_card
     from bloomery.bench.measuring import compile_trial
+    from bloomery.bench.page import make_card
     from bloomery.hardware.specs.calibration import remember
 
     told = False
