@@ -4,13 +4,16 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
 from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
 
@@ -35,8 +38,9 @@ def mend(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Cal
         remedy = "\n       ".join(unfit.mend)
         raise UserError("this PyTorch is not the one to pin", where=unfit.what, remedy=remedy)
     local = machine.software.torch if machine.software.torch and "+" in machine.software.torch else None
-    if _agreed(pins := _pins(local), ask):
-        _run(pins)
+    pin = _pin(local)
+    if _agreed(pin.shown, ask):
+        pin.set()
         click.echo("done       pip now refuses to replace it")
 
 
@@ -47,9 +51,10 @@ def _install(command: str, ask: Callable[[str], bool]) -> None:
         raise UserError("this Python is the system's: pip is not called in it", where=sys.prefix, remedy=remedy)
     settings, _, words = command.partition("pip install ")
     if _agreed([command], ask, f"in {sys.prefix}; some gigabytes are downloaded"):
-        _run([f"{settings}{shlex.quote(sys.executable)} -m pip install {words}"], shown=command)
+        said = dict(setting.split("=", 1) for setting in shlex.split(settings))
+        _run([sys.executable, "-m", "pip", "install", *shlex.split(words)], shown=command, settings=said)
         if settings:  # the pin stood in the way
-            _run(_pins(None))
+            _pin(None).set()
         click.echo("done       bloomery doctor --probe proves it")
 
 
@@ -63,29 +68,50 @@ def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "
     return agreed
 
 
-def _run(commands: Sequence[str], *, shown: str = "") -> None:
-    for command in commands:
-        if code := subprocess.run(command, shell=True, check=False).returncode:
-            raise UserError(f"pip ended with {code}", where="the lines above say why", remedy=shown or command)
+def _run(command: Sequence[str], *, shown: str, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+    """`settings`: variables that the command sees besides this process's. Raises UserError when it fails."""
+    if code := subprocess.run(command, env={**os.environ, **settings}, check=False).returncode:
+        raise UserError(f"pip ended with {code}", where="the lines above say why", remedy=shown)
 
 
-def _pins(torch: str | None) -> list[str]:
-    """The commands that pin what is installed, as `make setup` pins: constraints in the environment's own folder, named
-    by the environment's own settings of pip. `torch`: as torch itself says it, with the build.
+@dataclass(frozen=True)
+class Pin:
+    """Constraints of pip in the environment's own folder, named by the environment's own settings of pip."""
+
+    file: Path
+    lines: list[str]
+
+    @property
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "pip", "config", "--site", "set", "install.constraint", self.file.as_uri()]
+
+    @property
+    def shown(self) -> list[str]:
+        """What `set` does, as commands for a shell."""
+        write = f"printf '%s\\n' {shlex.join(self.lines)} > {shlex.quote(str(self.file))}"
+        return [write, shlex.join(self._command)]
+
+    def set(self) -> None:
+        """Raises UserError when pip refuses, OSError when the file cannot be written."""
+        write_durably(self.file, "".join(f"{line}\n" for line in self.lines).encode())
+        _run(self._command, shown=self.shown[-1])
+
+
+def _pin(torch: str | None) -> Pin:
+    """What is installed, as `make setup` pins it. `torch`: as torch itself says it, with the build.
 
     Raises UserError where pip already reads constraints of somebody else's.
     """
     versions = {name: version for name in PINNED if (version := _version(name))} | ({"torch": torch} if torch else {})
     pins = [f"{name}=={version}" for name, version in versions.items()]
-    file, pip = Path(sys.prefix) / "torch-pin.txt", f"{shlex.quote(sys.executable)} -m pip"
+    file = Path(sys.prefix) / "torch-pin.txt"
     words = [sys.executable, "-m", "pip", "config", "get", "install.constraint"]
     said = os.environ.get("PIP_CONSTRAINT") or subprocess.run(words, capture_output=True, text=True, check=False).stdout
     others = [one for one in said.split() if one not in (os.devnull, str(file), file.as_uri())]
     if others:
         remedy = "\n       ".join(["write into it:", *pins])
         raise UserError("pip's constraints of this environment are yours to change", where=others[0], remedy=remedy)
-    write = f"printf '%s\\n' {shlex.join(pins)} > {shlex.quote(str(file))}"
-    return [write, f"{pip} config --site set install.constraint {shlex.quote(file.as_uri())}"]
+    return Pin(file, pins)
 
 
 def _version(distribution: str) -> str:
