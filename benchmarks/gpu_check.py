@@ -27,8 +27,9 @@ SECONDS = {  # the most that each part may take; together less than nine minutes
     "attention": 60, "use": 180,
 }  # fmt: skip
 MODULES = {  # as they are imported: what pip calls them
-    "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "numpy": "numpy", "pyarrow": "pyarrow", "pynvml": "nvidia-ml-py",
-    "pydantic": "pydantic", "rich": "rich", "ruamel.yaml": "ruamel.yaml", "safetensors": "safetensors",
+    "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "numpy": "numpy", "pyarrow": "pyarrow",
+    "pynvml": "nvidia-ml-py", "pydantic": "pydantic", "rich": "rich", "ruamel.yaml": "ruamel.yaml",
+    "safetensors": "safetensors",
     "tokenizers": "tokenizers", "zstandard": "zstandard",
 }  # fmt: skip
 TARGETS = {"full": 22.0, "lora": 17.0, "qlora": 7.5}  # GiB

@@ -167,7 +167,7 @@ def test_a_process_with_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None
 
 def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatch) -> None:
     folder = RunFolder(tmp_path)
-    monkeypatch.setattr(run_folder, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    monkeypatch.setattr("bloomery.core.files.flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
     parent = os.getppid()
     text = {"pid": parent, "started": start_mark(parent), "host": run_folder.host_name()}
     folder.lock.write_text(json.dumps(text))
