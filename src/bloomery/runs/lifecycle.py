@@ -56,6 +56,8 @@ from bloomery.runs.worker import DIVERGED, DONE, FAILED, MEMORY_FULL, STOPPED, U
 from bloomery.train.run import Run, is_done, read_history
 from bloomery.train.sealed import damage, saved_steps, step_folder
 
+INTERRUPTED = 130
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 MOST_RESTARTS = 3
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # What a GPU's runtime, its libraries or the compiler say when a kernel fails, as opposed to a mistake of ours.
@@ -118,10 +120,6 @@ def take_kept(folder: RunFolder) -> Descent | None:
         found = None
     folder.safer.unlink(missing_ok=True)
     return found
-
-
-INTERRUPTED = 130
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 class _Stopped(Exception):

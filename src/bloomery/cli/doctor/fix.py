@@ -93,7 +93,7 @@ class Pin:
 
     def set(self) -> None:
         """Raises UserError when pip refuses, OSError when the file cannot be written."""
-        write_durably(self.file, "".join(f"{line}\n" for line in self.lines).encode())
+        write_durably(self.file, "".join(f"{line}\n" for line in self.lines))
         _run(self._command, shown=self.shown[-1])
 
 

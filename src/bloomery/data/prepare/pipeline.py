@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import open_input
+from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.chat.examples import texts_of
 from bloomery.data.chat.formats import wants_of
@@ -42,7 +42,7 @@ from bloomery.data.shards.writer import Lost, Progress, SplitWriter, Structure
 from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents, unpadded
 from bloomery.data.sources.files import SourceFile
 from bloomery.data.sources.readers import Flaw
-from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, write_file
+from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
 
@@ -105,7 +105,7 @@ def record_sources(
             "the text changed while it was read", where=changed[0] if changed else "data",
             remedy="run the same command again once nothing writes there",
         )  # fmt: skip
-    write_file(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums).encode())
+    write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
     records = []
     for index, corpus in enumerate(corpora):
         own = [state for state in sums if state.source == index]
@@ -174,7 +174,7 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
             f"holds files that no `prepare` wrote, such as {foreign[0]}", where=str(folder),
             remedy="set data.prepared to an empty or a new folder",
         )  # fmt: skip
-    write_file(path, fresh.model_dump_json().encode())
+    write_durably(path, fresh.model_dump_json())
     return fresh
 
 
@@ -410,7 +410,7 @@ class Preparation:
         counters |= {"source": task.source, "read": task.read, "empty": task.empty, "held_back": task.held_back}
         counters |= {"failed": self._failed, "first_failed": self._first_failed}
         self._journal = self._journal.model_copy(update=counters)
-        write_file(self._folder / JOURNAL, self._journal.model_dump_json().encode())
+        write_durably(self._folder / JOURNAL, self._journal.model_dump_json())
 
     def _finish(self, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> Manifest:
         """Checksums, sources.jsonl, the manifest; then the journal is not needed."""

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
 from bloomery.core.seals import (
     Blocks,
     added_to,
@@ -20,7 +21,6 @@ from bloomery.core.seals import (
     stamped,
     unstamped,
 )
-from bloomery.data.tokenizer.tokenizer import write_file
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -148,7 +148,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         listed.add(path.name)
     manifest = manifest.model_copy(update={"files": tuple(found)})
     body = manifest.model_dump(mode="json", exclude={"sha256"})
-    write_file(folder / MANIFEST, stamped(body).encode())
+    write_durably(folder / MANIFEST, stamped(body))
     return manifest.model_copy(update={"sha256": stamp_of(body)})
 
 

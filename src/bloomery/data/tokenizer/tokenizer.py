@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any, Protocol, TypeVar, final
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_input
+from bloomery.core.files import read_input, write_durably
 from bloomery.data.chat import templates
 from bloomery.data.tokenizer import fast_bpe as words
 from bloomery.data.tokenizer.sentencepiece import MADE_BY, MAX_FILE, MODEL_FILE, SentencePiece
@@ -458,20 +457,7 @@ class Tokenizer:
         files = {CONFIG: (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(), **self._backend.files()}
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_file(folder / name, content)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """The whole file or none of it, also after a crash."""
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+            write_durably(folder / name, content)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -167,12 +167,3 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         stored[target] = (whole.t() if where[names[0]].transposed else whole).contiguous()
     return stored
-
-
-def from_hf_names(stored: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Undoes `to_hf_names`: views where the storage allows it."""
-    state = {}
-    for name, place in places(config).items():
-        whole = stored[place.name].t() if place.transposed else stored[place.name]
-        state[name] = whole[place.first : place.first + place.rows]
-    return state

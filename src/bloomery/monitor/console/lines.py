@@ -65,9 +65,6 @@ def header(per: str = "token", *, memory: bool = False) -> str:
     return "".join(f"{titles.get(title, title):>{width}}" for title, width in _columns(memory).items())
 
 
-HEADER = header()
-
-
 class View(Sink, Protocol):
     """A sink that people watch."""
 

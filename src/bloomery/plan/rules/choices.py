@@ -28,11 +28,6 @@ COMPILE_SECONDS = 20.0  # for the blocks of a model on a CPU: 18 to 20
 CPU_GAIN = 1.2  # of steps on a CPU, until this machine is measured: 1.1 to 1.35 in float32
 
 
-def choose_precision(recipe: Recipe, profile: Profile) -> Choice[str]:
-    asked = recipe.train.precision
-    return profile.dtype if asked == "auto" else Choice(asked, ASKED)
-
-
 def choose_attention(
     recipe: Recipe, config: ModelConfig, profile: Profile, *, precision: str, torch: str | None
 ) -> Choice[str]:
