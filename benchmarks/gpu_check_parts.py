@@ -21,7 +21,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.plan.gather import facts_of
 from bloomery.plan.local import child_environment
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 RECIPES = {"full": "samantha-llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
@@ -36,7 +36,7 @@ TINY_BACKENDS = ("backend-sdpa", "backend-math")
 Found = dict[str, Any]
 
 
-def plan_of(method: str, *, tiny: bool) -> Plan:
+def plan_of(method: str, *, tiny: bool) -> RunPlan:
     """The recipe on this machine as if its card had the target's memory, with random weights and the cap as limit."""
     machine = detect()
     recipe = RECIPES[method] + ("-tiny" if tiny else "")
@@ -159,7 +159,7 @@ def described(method: str) -> str:
     return f"{trainer}, transformers {version('transformers')}, bf16, sdpa, layers computed again, {optimizer}, no cap"
 
 
-def their_model(plan: Plan, method: str) -> Any:
+def their_model(plan: RunPlan, method: str) -> Any:
     """bfloat16 weights, drawn on the device by transformers itself; LoRA as the plan's."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -207,7 +207,7 @@ def to_four_bits(model: Any) -> None:
     model.is_loaded_in_4bit = True
 
 
-def their_steps(model: Any, plan: Plan, method: str) -> list[float]:
+def their_steps(model: Any, plan: RunPlan, method: str) -> list[float]:
     """Seconds of each optimizer step, between the trainer's own hooks."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -21,7 +21,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.monitor.events import EventLog
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 RESULTS = Path(__file__).parent / "results" / "loop_overhead.json"
@@ -33,14 +33,14 @@ class Ended(Exception):
     """Enough steps were timed."""
 
 
-def planned(folder: Path) -> Plan:
+def planned(folder: Path) -> RunPlan:
     """The demo's plan, with steps in place of its wall time."""
     loaded = load_recipe("demo", ["train.length=100000 steps", f"data.prepared={folder / 'prepared'}"])
     prepare(loaded, folder / "prepared")
     return resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"))
 
 
-def timed(plan: Plan, folder: Path, steps: int) -> tuple[list[float], list[float]]:
+def timed(plan: RunPlan, folder: Path, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of each step from end to end, and of `train_step` alone."""
     from bloomery.train import loop
 

@@ -108,13 +108,13 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     taken = [event for event in events if isinstance(event, StepDone)]
     exams = [event for event in events if isinstance(event, EvalDone)]
     quick = sorted(step.step_seconds for step in taken)[len(taken) // 10]  # other programs disturb a run at times
-    learned = sum(step.learned_tokens or 0 for step in taken)
+    learned = sum(step.loss_tokens or 0 for step in taken)
     return {
         "name": name, "folder": folder.name, "trained": trained_parameters(plan),
         "learning_rate": plan.optimizer.learning_rate, "held_out": exams[-1].loss,
         "curve": [[exam.step, exam.loss] for exam in exams],
         "losses": [[step.step, step.loss] for step in taken],
-        "step_seconds": quick, "learned_per_second": learned / len(taken) / quick, "learned_tokens": learned,
+        "step_seconds": quick, "learned_per_second": learned / len(taken) / quick, "loss_tokens": learned,
         "tokens": taken[-1].tokens,
         "peak_mib": max(step.memory_gib for step in taken) * 1024, "planned_mib": plan.memory.total / MIB,
         "planned_tensors_mib": plan.memory.allocated / MIB,

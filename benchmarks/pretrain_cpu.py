@@ -144,7 +144,7 @@ def main() -> None:
     report = {
         "machine": machine(), "preset": asked.preset, "documents": text,
         "model": {key: value for key, value in asdict(plan.model.config).items() if isinstance(value, int | str)},
-        "decisions": {decision.key: decision.value for decision in plan.decisions},
+        "choices": {decision.key: decision.value for decision in plan.choices},
         "tokens_per_step": ROWS * LENGTH, "comparisons": found, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     asked.out.parent.mkdir(exist_ok=True)

@@ -10,13 +10,13 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.monitor.events import Event, StepDone
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 RECIPE = "bench.yaml"
 
 
-def planned(folder: Path, overrides: list[str]) -> Plan:
+def planned(folder: Path, overrides: list[str]) -> RunPlan:
     """The plan of the folder's recipe for this machine, as `bloomery train` would make it."""
     loaded = load_recipe(folder / RECIPE, overrides)
     prepared = folder / "prepared"
@@ -31,7 +31,7 @@ def main() -> None:
     def emit(event: Event) -> None:
         if isinstance(event, StepDone):
             pace.stop()
-            pace.tell(event.loss, event.learned_tokens)
+            pace.tell(event.loss, event.loss_tokens)
 
     def stop() -> bool:
         pace.begin()

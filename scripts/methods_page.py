@@ -25,7 +25,7 @@ from bloomery.plan.estimate.states import mode_of, trained_count
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.rules.choices import state_parts
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,12 +99,12 @@ def setting() -> str:
         f"{machine['cpu']}, {machine['cores']} cores, PyTorch {machine['torch']}, {machine['day']}. "
         f"The base: {before['parameters'] / 1e6:.1f} million parameters, "
         f"trained by the demo's recipe for {found['base_steps']} steps. Each method: {found['steps']} steps, "
-        f"{first['tokens']:,} tokens, of which {first['learned_tokens']:,} are learned; {before['tokens']:,} held-out "
+        f"{first['tokens']:,} tokens, of which {first['loss_tokens']:,} are learned; {before['tokens']:,} held-out "
         f"ones. One seed."
     )
 
 
-def planned_for(card: str, name: str, *words: str) -> Plan:
+def planned_for(card: str, name: str, *words: str) -> RunPlan:
     recipe, own = SEVEN[name]
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
         machine = with_gpu(computer(), find_gpu(card))
@@ -127,7 +127,7 @@ def planned() -> str:
     return "\n".join(lines)
 
 
-def _rate(plan: Plan) -> str:
+def _rate(plan: RunPlan) -> str:
     if not plan.fits:
         return f"no: {plan.memory.total / GIB:.1f} GiB"
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds else None

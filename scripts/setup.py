@@ -192,7 +192,7 @@ def _torch() -> Torch:
         site=site_here(),
     )[0]
     plain = arch is None and not build.before
-    notes = [] if plain else [build.because, *(f"never {rule}" for rule in build.never)]
+    notes = [] if plain else [build.reason, *(f"never {rule}" for rule in build.never)]
     notes += [f"first, in this shell and in every job: {command}" for command in build.before]
     notes += [f"put {name}={value} into the environment of every run" for name, value in build.environment]
     words = build.arguments
@@ -337,8 +337,8 @@ def _pip(words: list[str]) -> None:
         log.write("$ " + shlex.join(command) + "\n" + done.stdout + done.stderr)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-        mend = "read the lines above; the same command goes on where it stopped"
-        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nmend:  {mend}")
+        fix = "read the lines above; the same command goes on where it stopped"
+        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nmend:  {fix}")
 
 
 if __name__ == "__main__":

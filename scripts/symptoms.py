@@ -55,9 +55,9 @@ def _symptom(symptom: Symptom) -> Iterator[str]:
     yield f"### {symptom.title[0].upper()}{symptom.title[1:]}"
     yield from ("```", symptom.log, "```")
     yield f"{LEVELS[symptom.level].capitalize()}: {symptom.cause}."
-    yield from ("```", *(filled(step, None).removeprefix("# ") for step in symptom.remedy), "```")
+    yield from ("```", *(filled(step, None).removeprefix("# ") for step in symptom.fix), "```")
     cites = ", ".join(dict.fromkeys(_linked(cite) for cite in (*symptom.cites, symptom.log_from)))
-    yield f"Proved by `{symptom.prove}`. Read in {cites}. (`{symptom.id}`)"
+    yield f"Proved by `{symptom.verify}`. Read in {cites}. (`{symptom.id}`)"
 
 
 def _linked(cite: str) -> str:

@@ -48,7 +48,8 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
         for step in steps:
             log(StepDone(
                 step=step, loss=5.0 - step / 100, learning_rate=1e-3, grad_norm=1.0, tokens=step * 64,
-                tokens_per_second=64.0, samples_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.1,
+                tokens_per_second=64.0, sequences_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0,
+                memory_gib=0.1,
             ))  # fmt: skip
             log(EvalDone(step=step, loss=4.0, perplexity=54.6, bits_per_byte=2.5, tokens=100, seconds=1.0))
     for step in steps:

@@ -203,5 +203,5 @@ def test_the_validation_split_of_conversations_is_scored_as_it_was_prepared(deco
     loaded = load_recipe("go-coder-tiny", [*words, f"data.chat.template={json.dumps(TEMPLATE)}"])
     manifest = prepare(loaded, tmp_path / "prepared")
     result, notes = evaluate(decoder, tokenizer, tmp_path / "prepared")
-    assert result.tokens == manifest.validation.learned_tokens and manifest.validation.documents > 3
+    assert result.tokens == manifest.validation.loss_tokens and manifest.validation.documents > 3
     assert f"{manifest.validation.documents} conversations" in notes[0]

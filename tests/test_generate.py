@@ -204,7 +204,7 @@ def test_from_python(folder: Path, tmp_path: Path) -> None:
     """Functions of `bloomery` that share a name with a package stay functions when that package is imported."""
     import bloomery
     from bloomery.export.layouts import Exported
-    from bloomery.plan.types import Plan
+    from bloomery.plan.types import RunPlan
 
     assert all(callable(getattr(bloomery, name)) for name in set(bloomery.__all__) - {"__version__"})
     cold = Sampling(max_tokens=5, temperature=0.0)
@@ -213,4 +213,4 @@ def test_from_python(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n")
     assert bloomery.evaluate(folder, tmp_path / "a.txt", device="cpu").loss > 0
     done = bloomery.export(folder, tmp_path / "out", verify=False, device="cpu")
-    assert isinstance(done, Exported) and done.folder == tmp_path / "out" and Plan is not None
+    assert isinstance(done, Exported) and done.folder == tmp_path / "out" and RunPlan is not None

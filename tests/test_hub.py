@@ -193,8 +193,8 @@ def told(server, tmp_path_factory):
 
 @pytest.mark.parametrize("index", range(len(REFUSED)), ids=[words[1] for words, _, _ in REFUSED])
 def test_what_cannot_be_fetched_is_one_sentence_with_its_remedy(told, index):
-    _, problem, remedy = REFUSED[index]
-    assert problem in told[index][0] and remedy in told[index][1]
+    _, problem, fix = REFUSED[index]
+    assert problem in told[index][0] and fix in told[index][1]
 
 
 def test_a_gated_model_says_where_to_agree(tmp_path):

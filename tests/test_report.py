@@ -38,7 +38,7 @@ def step_done(step, loss=2.0, time=None, **changes):
     figures = {
         "step": step, "time": float(step) if time is None else time, "loss": loss, "learning_rate": 1e-3,
         "grad_norm": None if loss is None else 1.0, "tokens": step * 1000, "tokens_per_second": 500.0,
-        "samples_per_second": 1.0, "step_seconds": 2.0, "data_wait_seconds": 0.1, "memory_gib": 3.5,
+        "sequences_per_second": 1.0, "step_seconds": 2.0, "data_wait_seconds": 0.1, "memory_gib": 3.5,
     }  # fmt: skip
     return StepDone(**{**figures, **changes})
 
@@ -165,8 +165,8 @@ def test_texts_of_a_run_are_never_markup_and_nothing_is_fetched(tmp_path):
             STARTED,
             step_done(1),
             Sampled(step=1, prompt=evil, text=evil),
-            Warned(because=evil),
-            Recovered(step=1, because=evil, action=evil),
+            Warned(reason=evil),
+            Recovered(step=1, reason=evil, action=evil),
             RunEnded(why=f"failed: {evil}"),
         ],
         recipe=RECIPE + f"# {evil}\n",
@@ -192,7 +192,7 @@ def test_no_secret_and_no_home_folder_reaches_the_page(tmp_path, monkeypatch):
 
 def test_taking_out_a_secret_leaves_the_markup_whole(tmp_path):
     """A scrubber that ran over the finished page would eat the tag behind `password=`."""
-    events = [STARTED, step_done(1), Sampled(step=1, prompt="password=", text="x"), Warned(because="secret: ")]
+    events = [STARTED, step_done(1), Sampled(step=1, prompt="password=", text="x"), Warned(reason="secret: ")]
     assert "password=" in read(write_report(run_folder(tmp_path, events))).text
 
 
@@ -209,7 +209,7 @@ def test_claims_are_judged_by_what_happened(tmp_path):
         "perplexity 1 to 2 at 90%": "open",
         "perplexity 30 at 80,000 tokens": "wrong",
     }
-    assert verdicts["5 tokens/s"].because == "500 tokens/s"
+    assert verdicts["5 tokens/s"].reason == "500 tokens/s"
 
 
 def test_claims_about_the_end_stay_open_before_it(tmp_path):
@@ -223,7 +223,7 @@ def killed_run(again=2.0):
         STARTED, step_done(1), step_done(2), step_done(3),
         RunStarted(**{**vars(STARTED), "time": 9.0}), Resumed(step=1, path="c/step-1", seconds=1.5, time=10.0),
         step_done(2, again, time=11.0), step_done(3, time=12.0), step_done(4, None, time=13.0),
-        Recovered(step=4, because="not finite", action="back to step 1, and on with row 9", time=14.0),
+        Recovered(step=4, reason="not finite", action="back to step 1, and on with row 9", time=14.0),
         step_done(2, 7.0, time=15.0), RunEnded(step=2, why="stopped", time=16.0),
     ]  # fmt: skip
 
@@ -283,8 +283,8 @@ def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
         step_seconds=SimpleNamespace(value=2.0), seconds=SimpleNamespace(value=104.0),
         train=SimpleNamespace(tokens_per_step=10), memory=SimpleNamespace(total=2**30),
     )  # fmt: skip
-    tally = SimpleNamespace(seconds=149.0, peak_gib=1.0)
-    record = SimpleNamespace(plan=plan, tally=tally, steps=[step_done(1)], state="done", tokens_per_second=5.0)
+    summary = SimpleNamespace(seconds=149.0, peak_gib=1.0)
+    record = SimpleNamespace(plan=plan, summary=summary, steps=[step_done(1)], state="done", tokens_per_second=5.0)
     assert ("seconds in all", 104.0, 149.0) in page.compared(record)
 
 

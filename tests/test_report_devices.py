@@ -4,18 +4,18 @@ import re
 from pathlib import Path
 
 from bloomery.monitor.console.words import format_joules
-from bloomery.monitor.events import PROCESSOR, Event, EventLog, GpuSampled, RunEnded, StepDone
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Event, EventLog, RunEnded, StepDone
 from bloomery.report import write_report
 
 
 def step(number: int) -> StepDone:
     return StepDone(
         step=number, time=10.0 * number, loss=2.0, learning_rate=1e-3, grad_norm=1.0, tokens=1000 * number,
-        tokens_per_second=100.0, samples_per_second=1.0, step_seconds=10.0, data_wait_seconds=0.0, memory_gib=3.0,
+        tokens_per_second=100.0, sequences_per_second=1.0, step_seconds=10.0, data_wait_seconds=0.0, memory_gib=3.0,
     )  # fmt: skip
 
 
-def page(folder: Path, samples: list[GpuSampled]) -> str:
+def page(folder: Path, samples: list[DeviceStats]) -> str:
     folder.mkdir()
     (folder / "recipe.yaml").write_text("model: {preset: go-coder-tiny}\ndata: {path: corpus}\n")
     told: list[Event] = [
@@ -29,9 +29,9 @@ def page(folder: Path, samples: list[GpuSampled]) -> str:
     return re.sub(r"<[^>]+>", "|", write_report(folder).read_text(encoding="utf-8"))
 
 
-def sample(device: int, at: float, **figures: float | str | None) -> GpuSampled:
-    facts = {"device": device, "name": "a card", "time": at, "seconds": 10.0, "utilisation": 90.0, "temperature": 60.0}
-    return GpuSampled(**{**facts, **figures})
+def sample(device: int, at: float, **figures: float | str | None) -> DeviceStats:
+    facts = {"device": device, "name": "a card", "time": at, "seconds": 10.0, "utilization": 90.0, "temperature": 60.0}
+    return DeviceStats(**{**facts, **figures})
 
 
 def test_two_dies_of_a_card_and_the_processor(tmp_path):
@@ -46,7 +46,7 @@ def test_two_dies_of_a_card_and_the_processor(tmp_path):
                     0, at, power=360.0, clock_mhz=1600.0, memory_gib=40.0, throttled="temperature" if at > 90 else ""
                 ),
                 sample(1, at, shared_with=0, throttled=""),
-                sample(PROCESSOR, at, power=90.0),
+                sample(CPU_DEVICE, at, power=90.0),
             )
         ],
     )
@@ -67,7 +67,7 @@ def test_two_dies_of_a_card_and_the_processor(tmp_path):
 
 
 def test_without_a_power_there_is_no_energy_and_the_reason_is_said(tmp_path):
-    told = page(tmp_path / "run", [sample(PROCESSOR, 10.0), sample(PROCESSOR, 20.0)])
+    told = page(tmp_path / "run", [sample(CPU_DEVICE, 10.0), sample(CPU_DEVICE, 20.0)])
     assert "Nothing here tells its power" in told and " Wh" not in told and "J a token" not in told
     assert "|load|" in told and "|energy|" not in told  # a column without a figure is none
 

@@ -107,7 +107,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     again = OPERATORS if operators else recompute(load)
     loss = {"fused": "kept", "plain": "plain", "chunked": "chunked"}[program["loss"]]
     job = MeshWorkload(
-        step=load, rows_per_step=rows * devices, fabric=fabric, rate=rate,
+        step=load, sequences_per_step=rows * devices, fabric=fabric, rate=rate,
         vendor=profile.arch.vendor, limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
     )  # fmt: skip
     work = work_of(load, tokens=rows * length, again=again, loss=loss, clips=recipe.train.clip is not None)

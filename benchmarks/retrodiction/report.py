@@ -165,7 +165,7 @@ def _left_out() -> Iterator[str]:
     yield "## Left out, and why"
     yield ""
     for entry in table()["left_out"]:
-        yield f"- {entry['what']}: {entry['because']}."
+        yield f"- {entry['what']}: {entry['reason']}."
     yield ""
     yield "## Sources, and how each row was read"
     yield ""

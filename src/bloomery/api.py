@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
-    from bloomery.plan.types import Plan
+    from bloomery.plan.types import RunPlan
     from bloomery.runs.evaluate import Evaluation
     from bloomery.train.evaluation.scoring import Judgement
     from bloomery.train.run import Run
@@ -39,7 +39,7 @@ def train(recipe: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     return start(load_recipe(recipe, overrides), run_dir=run_dir, quiet=True)
 
 
-def plan(recipe: str | Path, overrides: Sequence[str] = (), *, gpu: str | None = None) -> "Plan":
+def plan(recipe: str | Path, overrides: Sequence[str] = (), *, gpu: str | None = None) -> "RunPlan":
     """The plan of a recipe (a file or a packaged name) for this machine, or for `gpu`."""
     from bloomery.plan.local import plan_here
     from bloomery.recipe.load import load_recipe
@@ -99,7 +99,7 @@ def export(
     """
     if dtype is not None and layout != "merged":
         problem = f"--to {layout} copies the weights as they are"
-        raise UserError(problem, where="--type", remedy="leave out --type", code=2)
+        raise UserError(problem, where="--type", fix="leave out --type", code=2)
     from bloomery.runs.names import chosen_use, model_path
 
     folder = model_path(str(model))

@@ -53,17 +53,17 @@ def is_hub_id(name: str) -> bool:
 def parse(name: str, kind: Kind) -> Named:
     """Raises UserError for what is neither a path that exists nor an id."""
     if name.startswith("runs/"):
-        remedy = "train it first (runs/demo: `bloomery demo`), or name another model"
-        raise UserError("that run is not here, or has no model in this place", where=name, remedy=remedy)
+        fix = "train it first (runs/demo: `bloomery demo`), or name another model"
+        raise UserError("that run is not here, or has no model in this place", where=name, fix=fix)
     if not _ID.fullmatch(name) or ".." in name:
         if name and expanded(name).exists():
             problem = "it lies on this machine: there is nothing to fetch"
-            raise UserError(problem, where=name, remedy="name it as it is where it is needed")
+            raise UserError(problem, where=name, fix="name it as it is where it is needed")
         what = "model" if kind == "model" else "data set"
         raise UserError(
             f"there is no such folder, and no {what} of the Hub can have this name",
             where=name[:200] or "an empty name",
-            remedy="mend the path, or write ORG/NAME as it stands on huggingface.co",
+            fix="mend the path, or write ORG/NAME as it stands on huggingface.co",
         )  # fmt: skip
     repo, _, revision = name.partition("@")
     return Named(repo, revision or None, kind)
@@ -93,28 +93,28 @@ def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, 
     if part == "tokenizer":
         if not wanted.keys() & {"tokenizer.json", "tokenizer.model", "spiece.model"}:
             problem = "it holds neither tokenizer.json nor tokenizer.model"
-            remedy = "name another model of the same family, or a tokenizer.json"
+            fix = "name another model of the same family, or a tokenizer.json"
     elif part == "dataset":
         script = next((name for name in sorted(listing) if name.endswith(".py")), None)
         if not wanted and script is not None:
             problem = f"its data come from a program, {script}, which is never run here"
-            remedy = f"take the Hub's own copy in parquet: {named.repo}@refs/convert/parquet"
+            fix = f"take the Hub's own copy in parquet: {named.repo}@refs/convert/parquet"
         elif not wanted:
             problem = f"no file of it is one that can be read here: {held}"
-            remedy = "mend data.glob, or name a data set of parquet, jsonl, json, csv, arrow or text files"
+            fix = "mend data.glob, or name a data set of parquet, jsonl, json, csv, arrow or text files"
     elif "config.json" not in listing and "adapter_config.json" not in listing:
         problem = f"it holds no config.json, so it is no model: {held}"
-        remedy = f"check the name; a data set needs --dataset: `bloomery download {named} --dataset`"
+        fix = f"check the name; a data set needs --dataset: `bloomery download {named} --dataset`"
         if any(name.endswith(".gguf") for name in listing):
-            remedy = "name the repository that its author converted it from"
+            fix = "name the repository that its author converted it from"
     elif not any(name.endswith(".safetensors") and "/" not in name for name in listing):
         pickled = next((name for name in sorted(listing) if name.endswith(PICKLED)), None)
-        problem, remedy = "it holds no weights", "name a repository that has model.safetensors"
+        problem, fix = "it holds no weights", "name a repository that has model.safetensors"
         if pickled is not None:
             problem = f"its weights are pickles ({pickled}): opening one could run anything, so none is downloaded"
-            remedy = f"look for a copy in safetensors: {named.page}/discussions often has a branch, ID@refs/pr/N"
+            fix = f"look for a copy in safetensors: {named.page}/discussions often has a branch, ID@refs/pr/N"
     if problem:
-        raise UserError(problem, where=named.page, remedy=remedy)
+        raise UserError(problem, where=named.page, fix=fix)
 
 
 def refuse_full(named: Named, goal: Path, size: int) -> None:
@@ -126,7 +126,7 @@ def refuse_full(named: Named, goal: Path, size: int) -> None:
     if free + here < size:
         raise UserError(
             f"{named} takes {format_bytes(size)}, and {format_bytes(free)} are free", where=str(place),
-            remedy="free some space, or set HF_HUB_CACHE to a folder on a larger disk",
+            fix="free some space, or set HF_HUB_CACHE to a folder on a larger disk",
         )  # fmt: skip
 
 
@@ -137,13 +137,13 @@ def checked(folder: Path, wanted: dict[str, int], named: Named) -> Path:
     for name, size in wanted.items():
         path = (folder / name).resolve()
         if not any(path.is_relative_to(root) for root in roots):
-            remedy = "delete it, and run the same command again"
-            raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), remedy=remedy)
+            fix = "delete it, and run the same command again"
+            raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), fix=fix)
         found = path.stat().st_size if path.is_file() else None
         if found is None or (size and found != size):
             told = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-            remedy = f"delete {path if found is not None else folder}, and run `{named.command}` again"
-            raise UserError(f"{name} {told}", where=str(folder), remedy=remedy)
+            fix = f"delete {path if found is not None else folder}, and run `{named.command}` again"
+            raise UserError(f"{name} {told}", where=str(folder), fix=fix)
     return folder
 
 
@@ -174,40 +174,40 @@ def _told(named: Named, error: Exception) -> UserError | None:
     match error:
         case errors.GatedRepoError() if known:
             problem = "your token has no access to it yet"
-            return UserError(problem, where=page, remedy=f"ask for it on {page} with the account that the token is of")
+            return UserError(problem, where=page, fix=f"ask for it on {page} with the account that the token is of")
         case errors.GatedRepoError():
             problem = "its author asks for an agreement before it is downloaded"
-            return UserError(problem, where=page, remedy=f"agree on {page}, then `export HF_TOKEN=...` ({tokens})")
+            return UserError(problem, where=page, fix=f"agree on {page}, then `export HF_TOKEN=...` ({tokens})")
         case errors.RepositoryNotFoundError():
             what, other = ("data set", "") if named.kind == "dataset" else ("model", "a data set needs --dataset")
             private = "" if known else "if it is private, `export HF_TOKEN=...`"
-            remedy = "; ".join(part for part in ("mend the name", private, other) if part)
-            return UserError(f"the Hub knows no {what} {named.repo}, or it is private", where=page, remedy=remedy)
+            fix = "; ".join(part for part in ("mend the name", private, other) if part)
+            return UserError(f"the Hub knows no {what} {named.repo}, or it is private", where=page, fix=fix)
         case errors.RevisionNotFoundError():
-            remedy = f"see {page}/tree/main for its branches and tags"
-            return UserError(f"it has no revision {named.revision}", where=page, remedy=remedy)
+            fix = f"see {page}/tree/main for its branches and tags"
+            return UserError(f"it has no revision {named.revision}", where=page, fix=fix)
         case _ if offline or isinstance(error, errors.OfflineModeIsEnabled):
             problem = f"{named} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
-            remedy = f"unset HF_HUB_OFFLINE, or run `{named.command} --to DIR` elsewhere and bring that folder here"
-            return UserError(problem, where="HF_HUB_OFFLINE", remedy=remedy)
+            fix = f"unset HF_HUB_OFFLINE, or run `{named.command} --to DIR` elsewhere and bring that folder here"
+            return UserError(problem, where="HF_HUB_OFFLINE", fix=fix)
         case _ if status in (401, 403):
             refused = "the Hub refuses the token in HF_TOKEN" if known else "the Hub asks for a token"
-            remedy = f"`export HF_TOKEN=...` with {tokens} that may read it"
-            return UserError(f"{refused} ({status})", where=page, remedy=remedy)
+            fix = f"`export HF_TOKEN=...` with {tokens} that may read it"
+            return UserError(f"{refused} ({status})", where=page, fix=fix)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return UserError("the disk is full", where=str(cache_folder()), remedy=f"free some space; then {again}")
+            return UserError("the disk is full", where=str(cache_folder()), fix=f"free some space; then {again}")
         case PermissionError():
-            remedy = "set HF_HUB_CACHE to a folder that you may write, or give --to"
+            fix = "set HF_HUB_CACHE to a folder that you may write, or give --to"
             where = str(error.filename or cache_folder())
-            return UserError("the folder cannot be written", where=where, remedy=remedy)
+            return UserError("the folder cannot be written", where=where, fix=fix)
         case _ if network or isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError):
             cause: BaseException = error
             while isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
             reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:160]
             reason = reason if status is None else f"it answers {status}"
-            remedy = f"check the network; {again}. Without one, bring the folder here and name it"
-            return UserError(f"the Hub cannot be reached: {reason}", where=page, remedy=remedy)
+            fix = f"check the network; {again}. Without one, bring the folder here and name it"
+            return UserError(f"the Hub cannot be reached: {reason}", where=page, fix=fix)
     return None
 
 
@@ -232,7 +232,7 @@ def fetch_model(name: str | Path, *, weights: bool = True) -> Path:
         return download(str(name), part="model" if weights else "config")
     except UserError as error:
         problem = f"there is no folder {name} here; on the Hub: {error.problem}"
-        raise UserError(problem, where=error.where, remedy=error.remedy) from error
+        raise UserError(problem, where=error.where, fix=error.fix) from error
 
 
 def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
@@ -251,7 +251,7 @@ def local_model(name: str | Path) -> Path:
     found = cached_model(name)
     if found is None:
         named = parse(str(name), "model")
-        raise UserError(f"{named} has not been downloaded", where=str(name), remedy=f"`{named.command}` fetches it")
+        raise UserError(f"{named} has not been downloaded", where=str(name), fix=f"`{named.command}` fetches it")
     return found
 
 
@@ -306,7 +306,7 @@ def download(name: str, *, part: Part = "model", to: Path | None = None, glob: s
             path = PurePosixPath(held)
             if path.is_absolute() or ".." in path.parts or "\\" in held or not held.isprintable():
                 problem = f"it holds a file named {ascii(held)[:80]}, which leads out of its folder"
-                raise UserError(problem, where=named.page, remedy="use a copy from a source that you trust")
+                raise UserError(problem, where=named.page, fix="use a copy from a source that you trust")
         wanted = {
             held: size
             for held, size in listing.items()

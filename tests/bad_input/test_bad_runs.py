@@ -67,7 +67,7 @@ def test_checkpoints_keep_a_sentencepiece_model(tmp_path):
 
 
 FIGURES = (
-    "learning_rate", "grad_norm", "tokens", "tokens_per_second", "samples_per_second", "step_seconds",
+    "learning_rate", "grad_norm", "tokens", "tokens_per_second", "sequences_per_second", "step_seconds",
     "data_wait_seconds", "memory_gib",
 )  # fmt: skip
 STEP = {"event": "StepDone", "step": "x", "loss": [], **dict.fromkeys(FIGURES, 0)}

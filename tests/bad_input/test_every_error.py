@@ -16,4 +16,4 @@ def test_every_user_error_has_a_remedy(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS:
             given = {keyword.arg for keyword in node.keywords}
-            assert "remedy" in given or None in given, f"{path}:{node.lineno}"
+            assert "fix" in given or None in given, f"{path}:{node.lineno}"

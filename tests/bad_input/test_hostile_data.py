@@ -14,7 +14,7 @@ from command_line import assert_clear, here, process, write_workshop
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.data.prepare.workers import cores, count_workers, fewer_workers
-from bloomery.data.sources.documents import Document, Tally, open_corpus, read_documents
+from bloomery.data.sources.documents import Document, RunSummary, open_corpus, read_documents
 from bloomery.data.tokenizer.tokenizer import check_growth, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Source, TrainTokenizer
@@ -22,8 +22,8 @@ from bloomery.recipe.schema import Source, TrainTokenizer
 SECONDS = 2.0
 
 
-def read(path: Path, *, on_error: str = "stop", tally: Tally | None = None) -> list[Document]:
-    return list(read_documents(open_corpus(Source(path=str(path))), on_error=on_error, tally=tally or Tally()))
+def read(path: Path, *, on_error: str = "stop", summary: RunSummary | None = None) -> list[Document]:
+    return list(read_documents(open_corpus(Source(path=str(path))), on_error=on_error, summary=summary or RunSummary()))
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +94,11 @@ def test_white_space_without_end_is_not_read_to_its_end(tmp_path, file):
     compress = gzip.compress if packed == "gz" else zstandard.ZstdCompressor().compress
     unit = compress(b"\n" * 2**24)  # members of gzip and frames of zstd may follow each other
     (tmp_path / f"{name}.{packed}").write_bytes(unit * 128)
-    tally, began = Tally(), time.process_time()
+    summary, began = RunSummary(), time.process_time()
     with pytest.raises(UserError, match="of white space follow each other"):
         read(tmp_path / f"{name}.{packed}")
-    found = read(tmp_path / f"{name}.{packed}", on_error="skip", tally=tally)
-    assert all(document.text.isspace() for document in found) and tally.skipped == 1
+    found = read(tmp_path / f"{name}.{packed}", on_error="skip", summary=summary)
+    assert all(document.text.isspace() for document in found) and summary.skipped == 1
     assert time.process_time() - began < 3 * SECONDS  # twice; all of it: a thousand times as long
 
 
@@ -115,12 +115,12 @@ def not_utf8(path: Path) -> Path:
 
 
 def test_bytes_that_are_no_text_are_named_by_file_and_row(tmp_path):
-    path, tally = not_utf8(tmp_path / "a.parquet"), Tally()
+    path, summary = not_utf8(tmp_path / "a.parquet"), RunSummary()
     with pytest.raises(UserError, match="not UTF-8: byte 0xff") as caught:
         read(path)
     assert caught.value.where.endswith("a.parquet, row 3")
-    assert [document.text for document in read(path, on_error="skip", tally=tally)] == ["a", "b", "d"]
-    assert tally.skipped == 1
+    assert [document.text for document in read(path, on_error="skip", summary=summary)] == ["a", "b", "d"]
+    assert summary.skipped == 1
 
 
 def test_a_page_that_differs_from_its_checksum_is_noticed(tmp_path):
@@ -145,7 +145,7 @@ def test_no_more_processes_than_cores():
 def test_names_are_one_line_of_plain_text():
     for name, shown in (("a\nb", "a\\nb"), ("\udcffx", "\\xffx"), ("\x1b[31m", "\\x1b[31m"), ("ü日", "ü日")):
         assert one_line(name) == shown
-    error = UserError("cannot be read", where="a\nfix: rm -rf /", remedy="check it")
+    error = UserError("cannot be read", where="a\nfix: rm -rf /", fix="check it")
     assert len(str(error).splitlines()) == 3
 
 

@@ -59,11 +59,13 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
         assert words in text
     assert max(len(line) for line in text.splitlines()) <= 100
     card = json.loads(Path("card.json").read_text())
-    assert card["giver"] == "Ada L." and card["model"]["hidden_size"] == 64 and card["points"][0]["micro_batch"] == 4
+    assert (
+        card["contributor"] == "Ada L." and card["model"]["hidden_size"] == 64 and card["points"][0]["micro_batch"] == 4
+    )
     assert {point["micro_batch"] for point in card["points"]} == {1, 2, 4}
     for secret in (platform.node(), str(Path.home()), str(here), "tiny"):
         assert not secret or secret not in Path("card.json").read_text()
-    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["giver"] == "this machine"
+    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"] == "this machine"
     assert sorted(path.name for path in Path().iterdir()) == ["card.json", "tiny.yaml"]
 
 
@@ -81,9 +83,9 @@ def test_json_of_a_sweep(here):
     assert set(told["verdict"]) == {"speed", "memory"}
     assert "as planned" in result.stderr
     card = json.loads(Path("card.json").read_text())
-    assert card["giver"] == "Ada L." and card["model"]["hidden_size"] == 64
+    assert card["contributor"] == "Ada L." and card["model"]["hidden_size"] == 64
     assert {point["micro_batch"] for point in card["points"]} == {2, planned["micro_batch"]}
-    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["giver"] == "this machine"
+    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"] == "this machine"
 
 
 def test_a_limit_leaves_out_what_there_is_no_time_for(here):
@@ -100,10 +102,10 @@ def test_a_limit_is_a_time(here, limit):
         bench(f"--limit={limit}")
 
 
-@pytest.mark.parametrize("giver", ["", "<b>x</b>", "a" * 61])
-def test_a_giver_is_a_name(here, giver):
+@pytest.mark.parametrize("contributor", ["", "<b>x</b>", "a" * 61])
+def test_a_giver_is_a_name(here, contributor):
     with pytest.raises(UserError) as caught:
-        bench("--giver", giver)
+        bench("--giver", contributor)
     assert caught.value.where == "--giver"
 
 

@@ -88,5 +88,5 @@ def test_what_bounds_the_micro_batch_is_said(row):
     def said(**facts) -> str:
         return "".join(largest_lines(Largest(**facts), row.plan))
 
-    assert "12 rows, 1,536 tokens; 8 of them divide the step" in said(rows=12, usable=8, bound="memory", because="full")
-    assert "not even one row: full" in said(rows=0, usable=0, bound="memory", because="full")
+    assert "12 rows, 1,536 tokens; 8 of them divide the step" in said(rows=12, usable=8, bound="memory", reason="full")
+    assert "not even one row: full" in said(rows=0, usable=0, bound="memory", reason="full")

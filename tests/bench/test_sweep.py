@@ -35,7 +35,7 @@ def test_all_combinations_in_the_order_of_the_words():
 def test_what_is_no_sweep_is_refused(word):
     with pytest.raises(UserError) as caught:
         points([word])
-    assert caught.value.code == 2 and caught.value.remedy
+    assert caught.value.code == 2 and caught.value.fix
 
 
 def test_a_key_is_swept_once_and_the_whole_stays_payable():

@@ -125,7 +125,7 @@ def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "problem", "remedy"),
+    ("line", "problem", "fix"),
     [
         ("/sytem x", "there is no command /sytem", "did you mean /system?"),
         ("/set temprature 1", "there is no setting 'temprature'", "did you mean temperature?"),
@@ -139,10 +139,10 @@ def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):
         ("hello\n/save /proc/nothing/x", "cannot be written", "another file"),
     ],
 )
-def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, remedy):
+def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, fix):
     words = ["chat", str(folder), "--max-tokens", "3"]
     told = CliRunner().invoke(cli, words, input=f"{line}\nhello\n", standalone_mode=False)
-    assert problem in told.stderr and remedy in told.stderr
+    assert problem in told.stderr and fix in told.stderr
     assert told.return_value == (1 if problem else 0) and told.stdout.endswith("\n")
 
 
@@ -206,7 +206,7 @@ def test_eval_on_conversations_names_its_own_flag_for_a_missing_template(folder,
     words = ["eval", str(folder), "--data", str(tmp_path / "talk.jsonl")]
     told = CliRunner().invoke(cli, words, standalone_mode=False)
     assert isinstance(told.exception, UserError) and told.exception.where == "--template"
-    assert "--template chatml" in told.exception.remedy
+    assert "--template chatml" in told.exception.fix
     assert CliRunner().invoke(cli, [*words, "--template", "chatml"]).exit_code == 0
 
 

@@ -81,12 +81,12 @@ DEFAULTS = {
 }  # fmt: skip
 LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "monitor.every": "10 steps"}
 EVENTS = {
-    "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "GpuSampled", "Warned", "Recovered", "Resumed",
+    "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "DeviceStats", "Warned", "Recovered", "Resumed",
     "RunEnded",
-    "Vitals",  # came later: what a diagnosis of a run reads
+    "StepHealth",  # came later: what a diagnosis of a run reads
 }  # fmt: skip
 STEP = {
-    "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "samples_per_second", "step_seconds",
+    "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "sequences_per_second", "step_seconds",
     "data_wait_seconds", "memory_gib",
 }  # fmt: skip
 TINY = """

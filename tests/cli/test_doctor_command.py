@@ -56,9 +56,9 @@ def test_the_json_holds_what_the_contract_says(name):
     assert told["then"].keys() == {"recipe", "waits", "problem", "fits", "memory", "seconds", "choices"}
     assert {choice["key"] for choice in told["then"]["choices"]} >= {"train.precision", "train.attention"}
     for finding in told["findings"]:
-        assert finding.keys() == {"id", "level", "what", "evidence", "mend", "prove"}
+        assert finding.keys() == {"id", "level", "what", "evidence", "fix", "verify"}
         assert finding["level"] in ("stops", "slows", "note")
-        assert isinstance(finding["mend"], list)
+        assert isinstance(finding["fix"], list)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,7 +201,7 @@ def test_a_file_that_is_no_machine(tmp_path, content):
     with pytest.raises(UserError) as caught:
         raise doctor("--machine", str(file)).exception
     assert caught.value.code == 2
-    assert caught.value.remedy
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize("flag", [["--probe"], ["--fix", "1"]])

@@ -11,7 +11,7 @@ import pytest
 from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
 from bloomery.cli.doctor.bundle import nameless, private
-from bloomery.cli.doctor.fix import mend
+from bloomery.cli.doctor.fix import apply_fix
 from bloomery.core.errors import UserError
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import read_machine
@@ -51,9 +51,9 @@ def test_the_pin_is_written_as_set_up_writes_it(pip_of_a_venv, monkeypatch, caps
     on_a_terminal(monkeypatch)
     pin = finding_of("container-without-kfd", "torch-not-pinned")
     file = pip_of_a_venv / "torch-pin.txt"
-    mend(*pin, ask=lambda question: False)
+    apply_fix(*pin, ask=lambda question: False)
     assert not file.exists() and not (pip_of_a_venv / "asked").exists()
-    mend(*pin, ask=lambda question: True)
+    apply_fix(*pin, ask=lambda question: True)
     assert f"torch=={pin[2].software.torch}" in file.read_text().splitlines()
     asked = (pip_of_a_venv / "asked").read_text()
     assert asked == f":-m pip config --site set install.constraint {file.as_uri()}\n"
@@ -64,8 +64,8 @@ def test_constraints_of_somebody_else_are_theirs_to_change(pip_of_a_venv, monkey
     on_a_terminal(monkeypatch)
     (pip_of_a_venv / "constraint").write_text("/srv/company.txt\n")
     with pytest.raises(UserError, match="are yours to change") as caught:
-        mend(*finding_of("container-without-kfd", "torch-not-pinned"), ask=lambda question: True)
-    assert caught.value.where == "/srv/company.txt" and "torch==" in caught.value.remedy
+        apply_fix(*finding_of("container-without-kfd", "torch-not-pinned"), ask=lambda question: True)
+    assert caught.value.where == "/srv/company.txt" and "torch==" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -73,51 +73,51 @@ def test_constraints_of_somebody_else_are_theirs_to_change(pip_of_a_venv, monkey
 )
 def test_without_a_terminal_the_commands_are_said_instead(pip_of_a_venv, name, id):
     with pytest.raises(UserError, match="nobody is there to ask") as caught:
-        mend(*finding_of(name, id), ask=lambda question: True)
-    assert "pip" in caught.value.remedy and not (pip_of_a_venv / "asked").exists()
+        apply_fix(*finding_of(name, id), ask=lambda question: True)
+    assert "pip" in caught.value.fix and not (pip_of_a_venv / "asked").exists()
 
 
 def test_a_line_of_a_shell_file_is_the_users_to_change(monkeypatch):
     on_a_terminal(monkeypatch)
     with pytest.raises(UserError, match="yours to mend") as caught:
-        mend(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: True)
-    assert caught.value.remedy.startswith("unset HSA_OVERRIDE_GFX_VERSION")
+        apply_fix(*finding_of("rx-6700-xt-override", "override-harms"), ask=lambda question: True)
+    assert caught.value.fix.startswith("unset HSA_OVERRIDE_GFX_VERSION")
 
 
 def test_a_wrong_build_is_never_pinned():
     with pytest.raises(UserError, match="not the one to pin") as caught:
-        mend(*finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True)
-    assert "torch[device-gfx1031]" in caught.value.remedy
+        apply_fix(*finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True)
+    assert "torch[device-gfx1031]" in caught.value.fix
 
 
 def test_what_only_the_user_can_do_is_said():
     with pytest.raises(UserError, match="yours to mend") as caught:
-        mend(*finding_of("user-outside-render", "not-in-group"), ask=lambda question: True)
-    assert caught.value.remedy.startswith("sudo usermod")
+        apply_fix(*finding_of("user-outside-render", "not-in-group"), ask=lambda question: True)
+    assert caught.value.fix.startswith("sudo usermod")
     _, findings, machine = finding_of("user-outside-render", "not-in-group")
     with pytest.raises(UserError, match="there is no finding 9") as caught:
-        mend(9, findings, machine, ask=lambda question: True)
+        apply_fix(9, findings, machine, ask=lambda question: True)
     assert caught.value.code == 2
 
 
 def test_pip_is_called_after_asking(pip_of_a_venv, monkeypatch, capsys):
     on_a_terminal(monkeypatch)
     wrong = finding_of("rx-6700-xt-wrong-wheel", "wrong-build")
-    mend(*wrong, ask=lambda question: False)
+    apply_fix(*wrong, ask=lambda question: False)
     assert not (pip_of_a_venv / "asked").exists()
-    mend(*wrong, ask=lambda question: True)
+    apply_fix(*wrong, ask=lambda question: True)
     told = (pip_of_a_venv / "asked").read_text()
     index = "https://stable.repo.amd.com/rocm/whl-next/"
     assert told == f":-m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
-    assert wrong[1][0].mend[0] in capsys.readouterr().out
+    assert wrong[1][0].fix[0] in capsys.readouterr().out
 
 
 def test_a_pip_that_fails_is_not_called_a_success(pip_of_a_venv, monkeypatch):
     on_a_terminal(monkeypatch)
     (pip_of_a_venv / "code").write_text("3")
     with pytest.raises(UserError, match="pip ended with 3") as caught:
-        mend(*finding_of("rx-6700-xt-wrong-wheel", "wrong-build"), ask=lambda question: True)
-    assert caught.value.remedy.startswith("pip install")
+        apply_fix(*finding_of("rx-6700-xt-wrong-wheel", "wrong-build"), ask=lambda question: True)
+    assert caught.value.fix.startswith("pip install")
 
 
 def test_a_pin_of_the_wrong_build_is_moved_to_the_new_one(pip_of_a_venv, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_pin_of_the_wrong_build_is_moved_to_the_new_one(pip_of_a_venv, monkeyp
     pinned = machine.model_copy(
         update={"software": machine.software.model_copy(update={"pinned": "torch==2.13.0+cu130"})}
     )
-    mend(1, diagnose(pinned), pinned, ask=lambda question: True)
+    apply_fix(1, diagnose(pinned), pinned, ask=lambda question: True)
     assert (pip_of_a_venv / "asked").read_text().startswith("/dev/null:-m pip install ")
     assert pin.read_text().splitlines()[0] == f"torch=={metadata.version('torch')}"
 
@@ -138,8 +138,8 @@ def test_the_systems_python_is_left_alone(monkeypatch):
     on_a_terminal(monkeypatch)
     monkeypatch.setattr("sys.prefix", sys.base_prefix)
     with pytest.raises(UserError, match="is the system's") as caught:
-        mend(*finding_of("rx-6700-xt-wrong-wheel", "wrong-build"), ask=lambda question: True)
-    assert caught.value.remedy.startswith("python3 -m venv")
+        apply_fix(*finding_of("rx-6700-xt-wrong-wheel", "wrong-build"), ask=lambda question: True)
+    assert caught.value.fix.startswith("python3 -m venv")
 
 
 def test_what_can_be_done_for_the_user_is_said():

@@ -25,7 +25,7 @@ def refusal(*words: str) -> UserError:
     error = doctor(*words).exception
     assert isinstance(error, UserError), error
     assert error.code == 2
-    assert error.remedy
+    assert error.fix
     return error
 
 
@@ -130,4 +130,4 @@ def test_a_bundle_in_a_folder_that_forbids_it(tmp_path):
     for target in (tmp_path, Path("/proc/report.json"), tmp_path / "no/such.json"):
         error = doctor("--bundle", str(target)).exception
         assert isinstance(error, UserError)
-        assert error.remedy
+        assert error.fix

@@ -115,7 +115,7 @@ def make_run(root, name, *events):
 
 STARTED = RunStarted(version="0.1.0", parameters=5, steps=9, attention="sdpa", device="cpu")
 STEP = StepDone(
-    step=4, loss=2.5, learning_rate=1e-3, grad_norm=1.0, tokens=64, tokens_per_second=1.0, samples_per_second=1.0,
+    step=4, loss=2.5, learning_rate=1e-3, grad_norm=1.0, tokens=64, tokens_per_second=1.0, sequences_per_second=1.0,
     step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.1,
 )  # fmt: skip
 EXAM = EvalDone(step=4, loss=2.0, perplexity=7.4, bits_per_byte=1.9, tokens=5, seconds=1.0)

@@ -115,7 +115,7 @@ def crash(monkeypatch, error):
 
 
 def test_a_user_error_is_three_lines(monkeypatch, capsys):
-    crash(monkeypatch, UserError("the corpus is empty", where="corpus/", remedy="put text into it"))
+    crash(monkeypatch, UserError("the corpus is empty", where="corpus/", fix="put text into it"))
     assert exit_code("train") == 1
     assert capsys.readouterr().err == "error: the corpus is empty\nwhere: corpus/\nmend:  put text into it\n"
 
@@ -214,7 +214,7 @@ def test_runs_are_found_by_path_name_and_last(tmp_path, monkeypatch):
     assert find_run(str(tmp_path / "runs" / "old-run")).name == "old-run"
     with pytest.raises(UserError) as caught:
         find_run("old-rnu")
-    assert "old-run" in caught.value.remedy
+    assert "old-run" in caught.value.fix
 
 
 def test_json_is_one_document_without_nan(capsys):

@@ -180,7 +180,7 @@ def test_what_cannot_be_shown_is_one_sentence(here, words, problem, code):
     (here / "nothing.txt").write_text("")
     with pytest.raises(UserError, match=re.escape(problem)) as refused:
         said(*words)
-    assert refused.value.code == code and refused.value.remedy
+    assert refused.value.code == code and refused.value.fix
     assert "data.path" not in str(refused.value) and not (here / "report.html").exists()
 
 
@@ -211,8 +211,8 @@ def test_a_page_of_somebody_in_a_run_s_folder_is_kept(here):
 
 def test_a_near_name_of_a_text_is_said_as_a_flag(here):
     with pytest.raises(UserError) as refused, text_flags():
-        raise UserError("no", where="data.path: txet.py", remedy="did you mean data.path=text.py?")
-    assert (refused.value.where, refused.value.remedy) == ("txet.py", "did you mean --data text.py?")
+        raise UserError("no", where="data.path: txet.py", fix="did you mean data.path=text.py?")
+    assert (refused.value.where, refused.value.fix) == ("txet.py", "did you mean --data text.py?")
 
 
 @pytest.mark.parametrize(
@@ -226,5 +226,5 @@ def test_a_near_name_of_a_text_is_said_as_a_flag(here):
 )  # fmt: skip
 def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
     with pytest.raises(UserError) as refused, text_flags():
-        raise UserError("no", where="a.jsonl:1", remedy=recipe)
-    assert (refused.value.where, refused.value.remedy, refused.value.code) == ("a.jsonl:1", flags, 1)
+        raise UserError("no", where="a.jsonl:1", fix=recipe)
+    assert (refused.value.where, refused.value.fix, refused.value.code) == ("a.jsonl:1", flags, 1)

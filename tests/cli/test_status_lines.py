@@ -34,7 +34,7 @@ def test_waiting_for_a_run():
 
 
 def test_phases_of_a_rehearsal():
-    seen = type("Seen", (), {"plan": type("Plan", (), {"train": None})})
+    seen = type("Seen", (), {"plan": type("RunPlan", (), {"train": None})})
     with redirect_stderr(Terminal()), rehearsing() as status:
         tell(seen, Phase(name=STRANGE, done=1, total=2), status)
         assert f"{STRANGE} 50%" in str(status.renderable.text)

@@ -11,16 +11,16 @@ import pytest
 import zstandard
 
 from bloomery.core.errors import UserError
-from bloomery.data.sources.documents import Document, Tally, open_corpora, open_corpus, read_documents
+from bloomery.data.sources.documents import Document, ReadStats, open_corpora, open_corpus, read_documents
 from bloomery.data.sources.readers import MAX_BYTES
 from bloomery.recipe.schema import Data, Source
 
 TEXTS = ["first\nof them", "zweiter, größer", 'third "quoted", with\ttab', "last 🎈"]
 
 
-def read(path: Path, on_error: str = "stop", tally: Tally | None = None, **source: object) -> list[Document]:
+def read(path: Path, on_error: str = "stop", stats: ReadStats | None = None, **source: object) -> list[Document]:
     corpus = open_corpus(Source.model_validate({"path": str(path), **source}))
-    return list(read_documents(corpus, on_error=on_error, tally=tally or Tally()))
+    return list(read_documents(corpus, on_error=on_error, stats=stats or ReadStats()))
 
 
 def texts(path: Path, **source: object) -> list[str]:
@@ -135,10 +135,10 @@ def test_malformed_row_stops_or_is_skipped(tmp_path, case):
     assert caught.value.where == str(tmp_path / where)
     assert problem in caught.value.problem
     assert "Error" not in str(caught.value)
-    tally = Tally()
-    assert [document.text for document in read(path, "skip", tally)] == ["good", "better"]
-    assert tally.skipped == 1
-    assert tally.first_skipped.startswith(str(tmp_path / where))
+    stats = ReadStats()
+    assert [document.text for document in read(path, "skip", stats)] == ["good", "better"]
+    assert stats.skipped == 1
+    assert stats.first_skipped.startswith(str(tmp_path / where))
 
 
 def test_files_are_named_as_they_are_found_from_here(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_files_are_named_as_they_are_found_from_here(tmp_path, monkeypatch):
         (tmp_path / folder / "a.jsonl").write_bytes(b'{"text": "good"}\n')
     sources = [Source(path=str(tmp_path / "one")), Source(path=str(tmp_path / "two" / "a.jsonl"))]
     found = [document.source for corpus in open_corpora(Data(sources=sources))
-             for document in read_documents(corpus, on_error="stop", tally=Tally())]  # fmt: skip
+             for document in read_documents(corpus, on_error="stop", stats=ReadStats())]  # fmt: skip
     assert found == ["one/a.jsonl:1", "two/a.jsonl:1"]
     monkeypatch.chdir(tmp_path / "one")
     assert open_corpora(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(tmp_path / "two" / "a.jsonl")
@@ -213,9 +213,9 @@ def test_broken_file_is_one_sentence(tmp_path, name):
         read(path)
     assert problem in caught.value.problem
     assert name in caught.value.where
-    tally = Tally()
-    read(path, "skip", tally)
-    assert tally.skipped == 1
+    stats = ReadStats()
+    read(path, "skip", stats)
+    assert stats.skipped == 1
 
 
 def test_truncated_parquet_of_real_size(tmp_path):
@@ -256,10 +256,10 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
     (tmp_path / "b.md").write_text("b")
     with pytest.raises(UserError, match=r"no file matches '\*.go'; most are 1 \.bin, 1 \.md") as told:
         texts(tmp_path, glob="*.go")
-    assert told.value.remedy == 'data.glob="*.bin"'
+    assert told.value.fix == 'data.glob="*.bin"'
     with pytest.raises(UserError) as missing:
         texts(tmp_path.with_name(tmp_path.name + "z"))
-    assert missing.value.remedy == f"did you mean data.path={tmp_path}?"
+    assert missing.value.fix == f"did you mean data.path={tmp_path}?"
 
 
 def test_a_common_ending_makes_no_two_names_alike(tmp_path):
@@ -267,7 +267,7 @@ def test_a_common_ending_makes_no_two_names_alike(tmp_path):
     for name, meant in (("nosuch.jsonl", "mend data.path"), ("trnuc.json", "trunc.jsonl")):
         with pytest.raises(UserError) as missing:
             texts(tmp_path / name)
-        assert meant in missing.value.remedy
+        assert meant in missing.value.fix
 
 
 def test_stdlib_is_code_without_tables_and_tests():

@@ -16,7 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Example, Message, from_wire, texts_of, to_wire
 from bloomery.data.prepare.split import content_key
 from bloomery.data.sources import builtin
-from bloomery.data.sources.documents import Document, Tally, open_corpora, open_corpus, read_documents
+from bloomery.data.sources.documents import Document, ReadStats, open_corpora, open_corpus, read_documents
 from bloomery.data.sources.files import list_files, other_splits, train_files, unread
 from bloomery.recipe.schema import Data, Source
 
@@ -44,9 +44,9 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def read(path: Path, wants: str = "sft", tally: Tally | None = None, **source) -> list[Document]:
-    corpus = open_corpus(Source(path=str(path), **source), wants)
-    return list(read_documents(corpus, on_error="stop", tally=tally or Tally()))
+def read(path: Path, required_format: str = "sft", stats: ReadStats | None = None, **source) -> list[Document]:
+    corpus = open_corpus(Source(path=str(path), **source), required_format)
+    return list(read_documents(corpus, on_error="stop", stats=stats or ReadStats()))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
@@ -62,11 +62,11 @@ def read(path: Path, wants: str = "sft", tally: Tally | None = None, **source) -
     ],
 )  # fmt: skip
 def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, answers):
-    tally = Tally()
-    (found,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), tally=tally)
+    stats = ReadStats()
+    (found,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), stats=stats)
     assert found.example is not None
     assert found.example.answers == answers
-    assert tally.formats == {format}
+    assert stats.formats == {format}
     assert from_wire(found.wire.decode(), found.source) == found.example
 
 
@@ -117,7 +117,7 @@ def test_text_stays_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "wants", "said", "remedy"),
+    ("row", "required_format", "said", "fix"),
     [
         ({"messages": TALK}, "pairs", "its rows are conversations, and the objective learns from pairs", "kind=sft"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "its rows are preference pairs", "kind=dpo"),
@@ -127,11 +127,11 @@ def test_text_stays_text(tmp_path):
          "data.columns={messages: NAME}"),
     ],
 )  # fmt: skip
-def test_rows_that_the_objective_does_not_learn_from(tmp_path, row, wants, said, remedy):
+def test_rows_that_the_objective_does_not_learn_from(tmp_path, row, required_format, said, fix):
     for suffix in ("jsonl", "parquet"):
         with pytest.raises(UserError, match=said) as caught:
-            read(write_rows(tmp_path / f"a.{suffix}", [row]), wants)
-        assert remedy in (caught.value.remedy or "")
+            read(write_rows(tmp_path / f"a.{suffix}", [row]), required_format)
+        assert fix in (caught.value.fix or "")
 
 
 def test_tables_come_before_their_description(tmp_path):
@@ -175,7 +175,7 @@ def test_splits_without_one_called_train_are_to_be_named():
     names = [f"{split}-00000-of-00001.parquet" for split in ("train_prefs", "test_prefs", "train_sft", "test_sft")]
     with pytest.raises(UserError, match="none of its splits is called train: test_prefs, test_sft, train_p") as caught:
         train_files(names, "x")
-    assert caught.value.remedy == 'name one: data.glob="train_prefs-*"'
+    assert caught.value.fix == 'name one: data.glob="train_prefs-*"'
 
 
 def left(folder, *names, rows=True, **fields):
@@ -207,10 +207,10 @@ def test_a_flaw_names_its_row(tmp_path):
     with pytest.raises(UserError) as caught:
         read(path, format="messages")
     assert caught.value.where == f"{path}:2"
-    tally = Tally()
+    stats = ReadStats()
     corpus = open_corpus(Source(path=str(path)), "sft")
-    assert len(list(read_documents(corpus, on_error="skip", tally=tally))) == 1
-    assert tally.skipped == 2
+    assert len(list(read_documents(corpus, on_error="skip", stats=stats))) == 1
+    assert stats.skipped == 2
 
 
 TEXT = st.text(max_size=8)
@@ -252,9 +252,9 @@ def library(request, monkeypatch):
     return kept
 
 
-def stdlib(name: str, wants: str) -> list[Example]:
-    corpus = open_corpora(Data(builtin=name), wants)[0]
-    return [found.example for found in read_documents(corpus, on_error="stop", tally=Tally()) if found.example]
+def stdlib(name: str, required_format: str) -> list[Example]:
+    corpus = open_corpora(Data(builtin=name), required_format)[0]
+    return [found.example for found in read_documents(corpus, on_error="stop", stats=ReadStats()) if found.example]
 
 
 def test_the_standard_library_answers_questions(library):

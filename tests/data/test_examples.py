@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.formats import FORMATS, detect_format, read_example
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 
 USER, ANSWER, OTHER = ({"role": role, "content": text} for role, text in
                        (("user", "hi"), ("assistant", "yo"), ("assistant", "no")))  # fmt: skip
@@ -247,31 +247,35 @@ FLAWS = {
 @pytest.mark.parametrize("name", FLAWS)
 def test_a_row_that_cannot_be_learned_says_where_and_why(name):
     row, where, why = FLAWS[name]
-    _, flaw = (
+    _, bad_row = (
         read(row) if detect_format(row) else ("", read_example(row, format="messages", columns={}, where="a.jsonl:3"))
     )
-    assert isinstance(flaw, Flaw)
-    assert where in flaw.where and flaw.where.startswith("a.jsonl:3")
-    assert why in flaw.problem
-    assert flaw.remedy
+    assert isinstance(bad_row, BadRow)
+    assert where in bad_row.where and bad_row.where.startswith("a.jsonl:3")
+    assert why in bad_row.problem
+    assert bad_row.fix
 
 
 @pytest.mark.parametrize("row", [None, 3, [], "text"])
 def test_a_row_that_is_no_object(row):
-    flaw = read_example(row, format="messages", columns={}, where="a.jsonl:3")
-    assert isinstance(flaw, Flaw) and "not an object" in flaw.problem
+    bad_row = read_example(row, format="messages", columns={}, where="a.jsonl:3")
+    assert isinstance(bad_row, BadRow) and "not an object" in bad_row.problem
 
 
 def test_a_column_that_is_not_there_is_named():
-    flaw = read_example({"text": "a"}, format="preference", columns={"chosen": "good"}, where="a.jsonl:3")
-    assert isinstance(flaw, Flaw)
-    assert "has no column 'good'; it has: text" in flaw.problem and "data.columns={chosen: NAME}" in flaw.remedy
+    bad_row = read_example({"text": "a"}, format="preference", columns={"chosen": "good"}, where="a.jsonl:3")
+    assert isinstance(bad_row, BadRow)
+    assert "has no column 'good'; it has: text" in bad_row.problem and "data.columns={chosen: NAME}" in bad_row.fix
 
 
 def test_a_mapping_for_other_data_is_told_from_a_name_that_is_missing():
     row = {"instruction": "a", "output": "b"}
-    flaw = read_example(row, format="alpaca", columns={"output": "response"}, where="a.jsonl:1")
-    assert isinstance(flaw, Flaw) and "has no column 'response'" in flaw.problem and "data.columns={}" in flaw.remedy
+    bad_row = read_example(row, format="alpaca", columns={"output": "response"}, where="a.jsonl:1")
+    assert (
+        isinstance(bad_row, BadRow)
+        and "has no column 'response'" in bad_row.problem
+        and "data.columns={}" in bad_row.fix
+    )
 
 
 KEYS = ["messages", "conversations", "role", "content", "from", "value", "prompt", "completion", "chosen", "rejected",
@@ -304,9 +308,9 @@ JSON = st.recursive(
 )
 def test_no_row_at_all_raises(row, format):
     found = read_example(row, format=format or detect_format(row) or "messages", columns={}, where="a.jsonl:3")
-    assert isinstance(found, Example | Flaw)
-    if isinstance(found, Flaw):
-        assert found.where.startswith("a.jsonl:3") and found.problem and found.remedy and "\n" not in found.problem
+    assert isinstance(found, Example | BadRow)
+    if isinstance(found, BadRow):
+        assert found.where.startswith("a.jsonl:3") and found.problem and found.fix and "\n" not in found.problem
 
 
 TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": LEAVES})
@@ -316,7 +320,7 @@ TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "too
 @given(turns=st.lists(TURN, max_size=5))
 def test_whatever_is_read_is_a_conversation(turns):
     found = read_example({"messages": turns}, format="messages", columns={}, where="a.jsonl:3")
-    if isinstance(found, Flaw):
+    if isinstance(found, BadRow):
         return
     (messages,) = found.answers
     assert [message.content for message in messages] == [turn["content"] for turn in turns]

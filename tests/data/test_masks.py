@@ -8,7 +8,7 @@ from chat_tokenizers import SPECIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.chat.masks import Refused, Unclear, learned_tokens
+from bloomery.data.chat.masks import Refused, Unclear, loss_tokens
 from bloomery.data.chat.sandbox_worker import Template
 
 trl = pytest.importorskip("trl")
@@ -81,6 +81,6 @@ def test_each_span_holds_its_turn_and_no_other(path):
 
 def test_a_token_with_one_learned_character_is_learned():
     offsets = [(0, 3), (3, 5), (5, 5), (5, 9), (9, 12), (12, 13)]
-    assert learned_tokens(offsets, [(4, 6), (12, 13)]) == [False, True, False, True, False, True]
-    assert learned_tokens(offsets, []) == [False] * 6
-    assert learned_tokens([(0, 1), (0, 1), (1, 2)], [(0, 1)]) == [True, True, False]  # one character in two tokens
+    assert loss_tokens(offsets, [(4, 6), (12, 13)]) == [False, True, False, True, False, True]
+    assert loss_tokens(offsets, []) == [False] * 6
+    assert loss_tokens([(0, 1), (0, 1), (1, 2)], [(0, 1)]) == [True, True, False]  # one character in two tokens

@@ -75,7 +75,7 @@ def test_each_source_has_the_tokens_that_it_has_alone(recipe, tmp_path):
             assert stored(split, number) == (ids, flags)
             assert split.is_plain(number) == (name != "chats")
             number, learned = number + 1, learned + sum(flags)
-    assert (number, learned) == (len(split), manifest.train.learned_tokens)
+    assert (number, learned) == (len(split), manifest.train.loss_tokens)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "fixed"])
@@ -166,7 +166,7 @@ def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, re
                        chat={"template": "chatml"})  # fmt: skip
     with pytest.raises(UserError, match="plain text here, and conversations before it: a source holds one") as told:
         prepare(loaded, tmp_path / "r")
-    assert "texts.jsonl:1" in told.value.where and "data.sources" in told.value.remedy
+    assert "texts.jsonl:1" in told.value.where and "data.sources" in told.value.fix
 
 
 def test_text_does_not_stand_in_for_conversations_without_answers(recipe, places, tmp_path, recipe_of):

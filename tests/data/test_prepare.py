@@ -22,7 +22,7 @@ from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_fo
 from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
 from bloomery.data.shards import writer as shard_writer
 from bloomery.data.shards.format import open_split, read_manifest, write_manifest
-from bloomery.data.sources.documents import Document, Tally, open_corpora, read_documents, unpadded
+from bloomery.data.sources.documents import Document, ReadStats, open_corpora, read_documents, unpadded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.recipe.load import LoadedRecipe
 
@@ -177,7 +177,7 @@ def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_
     (corpus / "003.txt").write_text(kept.upper())
     with pytest.raises(UserError, match=r"changed since: .*003\.txt") as caught:
         prepare(loaded, folder)
-    assert "rm -r" in caught.value.remedy
+    assert "rm -r" in caught.value.fix
     (corpus / "003.txt").write_text(kept)
     (corpus / "new.txt").write_text("more")
     with pytest.raises(UserError, match=r"new\.txt"):
@@ -269,7 +269,7 @@ def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(corpus, tmp_p
     monkeypatch.setattr(shard_writer, "open_to_append", FullDisk)
     with pytest.raises(UserError, match="the disk is full") as caught:
         prepare(loaded, tmp_path / "p", limits=SMALL)
-    assert "goes on where it stopped" in caught.value.remedy
+    assert "goes on where it stopped" in caught.value.fix
     journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
     assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
@@ -286,7 +286,7 @@ def test_read_only_folder_is_one_sentence(corpus, tmp_path, recipe_of, number, m
     monkeypatch.setattr(Path, "mkdir", forbidden)
     with pytest.raises(UserError, match="cannot be written") as caught:
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
-    assert "data.prepared" in caught.value.remedy
+    assert "data.prepared" in caught.value.fix
 
 
 def test_empty_and_tiny_corpora(tmp_path, recipe_of):
@@ -396,7 +396,7 @@ def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, for
     assert decoded(tmp_path / "test", "validation") == texts["test"]
     with pytest.raises(UserError, match="nor a split") as caught:
         prepare(recipe_of(path=str(tmp_path / "d"), validation="tset"), tmp_path / "none")
-    assert "test, validation" in caught.value.remedy
+    assert "test, validation" in caught.value.fix
 
 
 def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
@@ -405,7 +405,7 @@ def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
         data = recipe_of(path=str(tmp_path / "a.jsonl"), validation=share).recipe.data
         corpora = open_corpora(data)
         splitter = make_splitter(corpora, data)
-        documents = read_documents(corpora[0], on_error="stop", tally=Tally())
+        documents = read_documents(corpora[0], on_error="stop", stats=ReadStats())
         sides = {document.text: splitter.keeps(content_key(document)) for document in documents}
         assert sorted(sides.values()) == [False, True]
 
@@ -428,7 +428,7 @@ def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
     loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"), on_error="skip")
     with pytest.raises(UserError, match=said) as caught:
         prepare(loaded, tmp_path / "p")
-    assert "data.validation" in (caught.value.where or "") and "data.validation=1%" in (caught.value.remedy or "")
+    assert "data.validation" in (caught.value.where or "") and "data.validation=1%" in (caught.value.fix or "")
 
 
 def test_share_of_repeated_lines():

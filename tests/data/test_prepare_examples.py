@@ -16,7 +16,7 @@ from bloomery.data.chat.render import Renderer
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, identity, prepare
 from bloomery.data.shards.format import Split, open_split, read_manifest
-from bloomery.data.sources.documents import Tally, read_documents
+from bloomery.data.sources.documents import ReadStats, read_documents
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.gather import counted, guessed
 from bloomery.plan.rules.objective import objective_choices
@@ -68,7 +68,7 @@ def recipe(tmp_path, recipe_of):
 
 
 def examples(loaded: LoadedRecipe) -> list[Example]:
-    documents = read_documents(streams(loaded.recipe)[0], on_error="skip", tally=Tally())
+    documents = read_documents(streams(loaded.recipe)[0], on_error="skip", stats=ReadStats())
     return [document.example for document in documents if document.example]
 
 
@@ -96,7 +96,7 @@ def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
         assert len(split) % step == 0
         found += [tuple(stored(split, i + side) for side in range(step)) for i in range(0, len(split), step)]
         learned = split.learned[0 : len(split.tokens)]
-        assert split.record.learned_tokens == learned.sum()
+        assert split.record.loss_tokens == learned.sum()
         firsts = [next((i for i, flag in enumerate(stored(split, d)[1]) if flag and i), len(stored(split, d)[1]))
                   for d in range(len(split))]  # fmt: skip
         assert split.first.tolist() == firsts
@@ -244,7 +244,7 @@ def _data(loaded: LoadedRecipe) -> dict:
 def test_pretraining_learns_every_token_of_conversations(recipe, recipe_of, tmp_path):
     manifest = prepare(recipe_of(tokenizer=TOKENIZER, **_data(recipe())), tmp_path / "p")
     assert manifest.kind == "chat"
-    assert manifest.train.learned_tokens == manifest.train.tokens
+    assert manifest.train.loss_tokens == manifest.train.tokens
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -301,7 +301,7 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
         folder = tmp_path / objective / layout
         manifest = prepare(loaded, folder)
         facts = counted(manifest, loaded.recipe.data, folder)
-        assert facts.rows_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).rows
+        assert facts.sequences_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).rows
         assert facts.left_out == facts.cut_short == 0
         if layout == "packed":
             before = guessed(loaded.recipe)

@@ -14,7 +14,7 @@ from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.formats import read_example
 from bloomery.data.chat.render import Renderer, as_turn
 from bloomery.data.chat.templates import BUILTIN, builtin_template
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 trl = pytest.importorskip("trl")
@@ -321,8 +321,8 @@ def test_a_prompt_that_is_formatted_already_is_not_formatted_twice(prompt, word)
     formatted = Example("a.jsonl:3", "completion", prompt, ("hello",))
     with Renderer(chat_tokenizers.ours(), template="chatml", train_on="assistant") as renderer:
         bad, good = renderer.encode_batch([formatted, PLAIN])
-    assert isinstance(bad, Flaw) and word in bad.problem and "a.jsonl:3" in bad.where
-    assert not isinstance(good, Flaw)
+    assert isinstance(bad, BadRow) and word in bad.problem and "a.jsonl:3" in bad.where
+    assert not isinstance(good, BadRow)
 
 
 def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():
@@ -358,8 +358,8 @@ def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
     tokenizer = chat_tokenizers.ours()
     with Renderer(tokenizer, template=STRANGE[name], train_on="assistant") as renderer:
         (found,) = renderer.encode_batch([chat(*talk)])
-    if isinstance(found, Flaw):
-        assert "template" in found.problem and found.remedy
+    if isinstance(found, BadRow):
+        assert "template" in found.problem and found.fix
         return
     (sequence,) = found
     stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
@@ -387,9 +387,9 @@ def test_one_bad_conversation_of_a_batch_is_a_flaw_and_the_others_are_read():
         first, second, third = renderer.encode_batch([good, bad, good])
         with pytest.raises(UserError, match="alternate") as caught:
             renderer.encode(bad)
-    assert first == third and isinstance(second, Flaw)
+    assert first == third and isinstance(second, BadRow)
     assert second.where == "a.jsonl:3" and "alternate" in second.problem
-    assert caught.value.where == "a.jsonl:3" and caught.value.remedy
+    assert caught.value.where == "a.jsonl:3" and caught.value.fix
 
 
 def test_markup_that_the_tokenizer_does_not_know_is_named():

@@ -44,7 +44,7 @@ def test_every_flipped_file_is_refused_by_prepare_and_by_reading(sealed):
             with pytest.raises(UserError, match=r"changed|damaged") as told:
                 prepare(loaded, folder)
             assert told.value.where == str(folder / name)
-            assert "prepare again" in told.value.remedy
+            assert "prepare again" in told.value.fix
             if name != "sources.jsonl":  # which prepare alone reads
                 with pytest.raises(UserError, match=r"changed|damaged"):
                     read_all(folder), read_all(folder, "validation")

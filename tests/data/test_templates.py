@@ -16,7 +16,7 @@ from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.sandbox_worker import environment
 from bloomery.data.chat.templates import BUILTIN, builtin_template, find_template
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 TALK = Example("a.jsonl:3", "chat", (), ((Message("user", "hi"), Message("assistant", "yo")),))
@@ -81,7 +81,7 @@ def test_a_file_a_name_and_a_text(tmp_path):
 def test_a_template_that_is_not_there(asked, why):
     with pytest.raises(UserError, match=why.replace("?", r"\?")) as caught:
         find_template(asked, {})
-    assert "chatml" in caught.value.remedy and caught.value.where == "data.chat.template"
+    assert "chatml" in caught.value.fix and caught.value.where == "data.chat.template"
 
 
 def test_a_file_that_is_no_text_or_too_large(tmp_path):
@@ -133,7 +133,7 @@ def test_no_template_harms_the_parent(name):
     ):
         renderer.encode(TALK)
     assert why in caught.value.problem
-    assert caught.value.remedy and caught.value.where == "the template in the recipe"
+    assert caught.value.fix and caught.value.where == "the template in the recipe"
     assert "\n" not in caught.value.problem and len(caught.value.problem) < 400
     assert time.monotonic() - began < 20
 
@@ -146,14 +146,14 @@ def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_r
     monkeypatch.setattr(template_process, "CPU_SECONDS", 0.2)
     with Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer:
         first, second, third = renderer.encode_batch([TALK, BOOM, TALK])
-    assert isinstance(second, Flaw) and "more than 0.2 seconds" in second.problem and second.where == "a.jsonl:4"
-    assert first == third and not isinstance(first, Flaw)
+    assert isinstance(second, BadRow) and "more than 0.2 seconds" in second.problem and second.where == "a.jsonl:4"
+    assert first == third and not isinstance(first, BadRow)
 
 
 def test_a_template_that_refuses_in_half_characters_is_quoted():
     with Renderer(chat_tokenizers.ours(), template=r"{{ raise_exception('no \ud800.') }}", train_on="all") as renderer:
-        (flaw,) = renderer.encode_batch([TALK])
-    assert isinstance(flaw, Flaw) and flaw.problem.endswith(r"it refuses the conversation: no \ud800")
+        (bad_row,) = renderer.encode_batch([TALK])
+    assert isinstance(bad_row, BadRow) and bad_row.problem.endswith(r"it refuses the conversation: no \ud800")
 
 
 def test_a_template_that_kills_the_process_again_and_again_ends_the_run(monkeypatch):

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.data.sources.documents import Tally, open_corpus, read_documents
+from bloomery.data.sources.documents import ReadStats, open_corpus, read_documents
 from bloomery.recipe.schema import Source
 
 ASKED = [
@@ -17,10 +17,10 @@ ASKED = [
 ]  # fmt: skip
 
 
-def read(path, wants="sft", **source):
-    tally = Tally()
-    corpus = open_corpus(Source(path=str(path), **source), wants)
-    return list(read_documents(corpus, on_error="stop", tally=tally)), tally
+def read(path, required_format="sft", **source):
+    stats = ReadStats()
+    corpus = open_corpus(Source(path=str(path), **source), required_format)
+    return list(read_documents(corpus, on_error="stop", stats=stats)), stats
 
 
 def turns_of(document):
@@ -40,39 +40,39 @@ def write(path, row):
 @pytest.mark.parametrize(("asks", "answers"), ASKED)
 def test_a_question_and_its_answer_are_found(asks, answers, suffix, tmp_path):
     row = {"id": 7, asks: "What is iron?", answers: "A metal."}
-    (document,), tally = read(write(tmp_path / f"qa.{suffix}", row))
+    (document,), stats = read(write(tmp_path / f"qa.{suffix}", row))
     assert turns_of(document) == [("user", "What is iron?"), ("assistant", "A metal.")]
-    (told,) = tally.formats
+    (told,) = stats.formats
     assert (told.startswith("alpaca (") and f"{answers} " in told) or answers == "output"
 
 
 def test_what_stands_beside_the_question_is_read_too(tmp_path):
     row = {"instruction": "Sum up.", "context": "Iron is a metal.", "response": "A metal."}
     row["system_prompt"] = "Be brief."
-    (document,), tally = read(write(tmp_path / "dolly.jsonl", row))
+    (document,), stats = read(write(tmp_path / "dolly.jsonl", row))
     assert turns_of(document) == [
         ("system", "Be brief."), ("user", "Sum up.\nIron is a metal."), ("assistant", "A metal."),
     ]  # fmt: skip
-    assert tally.formats == {"alpaca (response is the output, context the input, system_prompt the system)"}
+    assert stats.formats == {"alpaca (response is the output, context the input, system_prompt the system)"}
 
 
 def test_the_question_of_a_pair(tmp_path):
     row = {"question": "What is iron?", "chosen": "A metal.", "rejected": "A cheese."}
-    (document,), tally = read(write(tmp_path / "pairs.jsonl", row), "pairs")
+    (document,), stats = read(write(tmp_path / "pairs.jsonl", row), "pairs")
     assert document.example.prompt == "What is iron?" or document.example.prompt[0].content == "What is iron?"
-    assert tally.formats == {"preference (question is the prompt)"}
+    assert stats.formats == {"preference (question is the prompt)"}
 
 
 def test_what_a_recipe_says_of_columns_is_not_guessed_at(tmp_path):
     path = write(tmp_path / "qa.jsonl", {"question": "What is iron?", "answer": "A metal.", "hint": "Fe"})
-    (document,), tally = read(path, format="alpaca", columns={"instruction": "hint", "output": "answer"})
-    assert turns_of(document)[0] == ("user", "Fe") and tally.formats == {"alpaca"}
+    (document,), stats = read(path, format="alpaca", columns={"instruction": "hint", "output": "answer"})
+    assert turns_of(document)[0] == ("user", "Fe") and stats.formats == {"alpaca"}
 
 
 def test_text_stays_text(tmp_path):
     row = {"text": "Iron is a metal.", "question": "What is iron?", "answer": "A metal."}
-    (document,), tally = read(write(tmp_path / "text.jsonl", row))
-    assert document.text == "Iron is a metal." and not tally.formats
+    (document,), stats = read(write(tmp_path / "text.jsonl", row))
+    assert document.text == "Iron is a metal." and not stats.formats
 
 
 def test_a_column_that_is_no_text_is_no_answer(tmp_path):

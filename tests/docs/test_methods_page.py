@@ -23,7 +23,7 @@ def test_a_page_shows_what_was_measured_and_what_is_planned_today(page):
 def test_every_method_was_measured_on_the_same_tokens():
     found = methods_page.report()
     assert [row["name"] for row in found["rows"]] == list(methods.METHODS)
-    assert len({(row["tokens"], row["learned_tokens"]) for row in found["rows"]}) == 1
+    assert len({(row["tokens"], row["loss_tokens"]) for row in found["rows"]}) == 1
     for row in found["rows"]:
         assert row["held_out"] < found["before"]["loss"]
     assert set(found["spectra"]) == set(methods.CHANGED)

@@ -7,7 +7,7 @@ from words_of_docs import ROOT, quoted
 
 from bloomery.monitor.events import KINDS
 
-ELSEWHERE = {"Vitals"}  # docs/when-it-goes-wrong.md
+ELSEWHERE = {"StepHealth"}  # docs/when-it-goes-wrong.md
 
 
 def test_every_event_stands_there_with_its_fields() -> None:

@@ -36,7 +36,7 @@ def own_cache(tmp_path, monkeypatch):
 def card(**changes) -> Card:
     facts = {
         "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
-        "model": {"hidden_size": 64}, "parameters": 1000, "text": "random", "giver": "Ada", "day": "2026-11-21",
+        "model": {"hidden_size": 64}, "parameters": 1000, "text": "random", "contributor": "Ada", "day": "2026-11-21",
         "points": (POINT,),
     }  # fmt: skip
     return Card.model_validate(facts | changes)
@@ -57,7 +57,7 @@ def machine(
 def test_a_measurement_is_kept_for_its_device_alone():
     assert remember(card())
     (found,) = calibration(machine())
-    assert found.giver == OWN and found.points == (POINT,)
+    assert found.contributor == OWN and found.points == (POINT,)
     assert calibration(machine(cores=4)) == ()
     assert calibration(machine(flags=("avx2", "avx512f"))) == ()  # a cloud gives processors of one name and many kinds
     assert calibration(machine(RX)) == ()
@@ -99,13 +99,13 @@ def test_a_card_goes_to_a_file_and_back(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "cards_folder", lambda: folder)
     assert calibration(machine()) == (card(),)
     remember(card())
-    assert [found.giver for found in calibration(machine())] == [OWN, "Ada"]
+    assert [found.contributor for found in calibration(machine())] == [OWN, "Ada"]
 
 
 def test_a_card_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(UserError) as caught:
         write_card(card(), tmp_path / "nowhere/card.json")
-    assert caught.value.remedy
+    assert caught.value.fix
 
 
 def test_the_cards_that_come_with_bloomery_can_be_read():

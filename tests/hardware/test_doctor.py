@@ -139,16 +139,16 @@ def test_every_recorded_machine_has_a_diagnosis():
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_a_machine_gets_exactly_these_findings_and_commands(name):
     found = diagnose(machine(name))
-    assert [(finding.id, finding.mend[0]) for finding in found] == EXPECTED[name]
+    assert [(finding.id, finding.fix[0]) for finding in found] == EXPECTED[name]
     assert ready(found) == (name in READY)
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_what_mends_can_be_pasted_into_a_shell(name):
     for finding in diagnose(machine(name)):
-        script = "\n".join((*finding.mend, finding.prove))
+        script = "\n".join((*finding.fix, finding.verify))
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
-        assert (done.returncode, done.stderr) == (0, ""), finding.mend
+        assert (done.returncode, done.stderr) == (0, ""), finding.fix
         assert finding.what and finding.evidence
 
 
@@ -164,7 +164,7 @@ def test_who_brought_the_wrong_wheel_is_named():
 def test_the_line_that_sets_the_override_is_named():
     found = only(machine("rx-6700-xt-override"), "override-harms")
     assert found.evidence == "~/.bashrc line 118"
-    assert found.mend == ("unset HSA_OVERRIDE_GFX_VERSION  # and delete that line",) and not found.run
+    assert found.fix == ("unset HSA_OVERRIDE_GFX_VERSION  # and delete that line",) and not found.run
     assert "has kernels for gfx1031 itself" in found.what
 
 
@@ -194,8 +194,8 @@ def test_kernels_and_override(name, torch, value, expected):
 
 def test_of_two_ways_amds_wheel_comes_first():
     found = only(machine(software__torch="2.13.0+rocm7.2", software__packages=()), "arch-not-in-wheel")
-    assert found.mend[0].endswith(AMD_WHEEL.removeprefix("pip install --force-reinstall "))
-    assert found.mend[1] == "export HSA_OVERRIDE_GFX_VERSION=10.3.0  # or, with the wheel that is here"
+    assert found.fix[0].endswith(AMD_WHEEL.removeprefix("pip install --force-reinstall "))
+    assert found.fix[1] == "export HSA_OVERRIDE_GFX_VERSION=10.3.0  # or, with the wheel that is here"
 
 
 def test_amds_wheel_without_the_package_of_this_chip():
@@ -213,7 +213,7 @@ def test_what_an_override_claims(value, chip):
 
 def test_a_pin_of_the_old_build_does_not_hold_up_the_mending_command():
     one = machine("rx-6700-xt-wrong-wheel", software__pinned="torch==2.13.0+cpu")
-    assert only(one, "wrong-build").mend[0] == "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL
+    assert only(one, "wrong-build").fix[0] == "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL
     assert "pip's constraints say torch==2.13.0+cpu" in only(one, "torch-not-pinned").evidence
 
 
@@ -252,21 +252,21 @@ def test_masked_gpus_are_not_broken():
 
 def test_a_container_wants_the_hosts_number_of_the_group():
     one = machine("user-outside-render", host__around__container="docker")
-    assert only(one, "container-group").mend[0].startswith("docker run --group-add 992 ")
+    assert only(one, "container-group").fix[0].startswith("docker run --group-add 992 ")
 
 
 def test_selinux_is_thought_of_where_it_is():
     one = machine("user-outside-render", host__distribution="fedora 42", host__access__groups=("sam", "render"))
-    assert "ausearch" in only(one, "access-denied").mend[0]
+    assert "ausearch" in only(one, "access-denied").fix[0]
     assert (
         "ausearch"
-        not in only(machine("user-outside-render", host__access__groups=("render",)), "access-denied").mend[0]
+        not in only(machine("user-outside-render", host__access__groups=("render",)), "access-denied").fix[0]
     )
 
 
 def test_drivers_that_are_not_loaded():
     plain = machine("rx-6800-driver-blacklisted", host__driver__blacklisted="")
-    assert only(plain, "driver-not-loaded").mend[0].startswith("sudo modprobe amdgpu")
+    assert only(plain, "driver-not-loaded").fix[0].startswith("sudo modprobe amdgpu")
     nvidia = machine("h200", accelerators=(), host__driver__nvidia="")
     assert only(nvidia, "nvidia-driver-missing").level == "stops"
 
@@ -291,9 +291,9 @@ def test_what_keeps_the_driver_out_is_taken_out_where_it_stands(says, distributi
     )
     finding = only(found.model_copy(update={"host": host}), "driver-blacklisted")
     file = says if says.startswith("/") else "/etc/default/grub"
-    assert finding.mend[-1] == again and file in finding.mend[0] and "/proc" not in finding.mend[0]
+    assert finding.fix[-1] == again and file in finding.fix[0] and "/proc" not in finding.fix[0]
     (tmp_path / "file").write_text(before)
-    command = finding.mend[0].removeprefix("sudo ").replace(file, str(tmp_path / "file"))
+    command = finding.fix[0].removeprefix("sudo ").replace(file, str(tmp_path / "file"))
     subprocess.run(command, shell=True, check=True)
     assert (tmp_path / "file").read_text() == after
 
@@ -312,8 +312,8 @@ def test_the_machine_around_the_gpu():
     debian, fedora = (
         machine("h200", host__compiler=None, host__distribution=name) for name in ("debian 12", "fedora 42")
     )
-    assert only(debian, "no-compiler").mend == ("sudo apt install g++",)
-    assert only(fedora, "no-compiler").mend[0].startswith("sudo dnf")
+    assert only(debian, "no-compiler").fix == ("sudo apt install g++",)
+    assert only(fedora, "no-compiler").fix[0].startswith("sudo dnf")
     assert only(machine(host__disk_free_bytes=5 * GIB), "little-disk").level == "note"
     assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "stops"
     assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))  # one card, no container
@@ -325,7 +325,7 @@ def test_memory_that_others_hold():
     busy = one.accelerators[0].model_copy(update={"memory_used_bytes": 5 * GIB})
     found = only(changed_part(one, ["accelerators"], (busy,)), "gpu-memory-used")
     assert found.what.startswith("others hold 5.0 of the card's 12.0 GiB")
-    assert found.mend[0].startswith("fuser -v /dev/kfd /dev/dri/renderD128")
+    assert found.fix[0].startswith("fuser -v /dev/kfd /dev/dri/renderD128")
 
 
 @pytest.mark.parametrize(
@@ -342,12 +342,12 @@ def test_bitsandbytes_has_to_be_built_for_an_old_chip():
     one = machine(
         "mi50-wheel-without-its-kernels", software__packages=(Package(name="bitsandbytes", version="0.50.2"),)
     )
-    assert "-DBNB_ROCM_ARCH=gfx906" in only(one, "bitsandbytes-without-arch").mend[1]
+    assert "-DBNB_ROCM_ARCH=gfx906" in only(one, "bitsandbytes-without-arch").fix[1]
 
 
 def test_companions_of_another_index():
     one = machine("mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0"),))
-    assert only(one, "companions-mismatch").mend[0].startswith("pip uninstall torchvision")
+    assert only(one, "companions-mismatch").fix[0].startswith("pip uninstall torchvision")
     same = machine("mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0+rocm7.2"),))
     assert "companions-mismatch" not in ids(same)
 
@@ -361,7 +361,7 @@ def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, stops):
     card = one.accelerators[0].model_copy(update={"arch": arch})
     found = [f for f in diagnose(changed_part(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"]
     assert bool(found) == stops
-    assert all("whl/cu126" in finding.mend[0] for finding in found)
+    assert all("whl/cu126" in finding.fix[0] for finding in found)
 
 
 def test_a_line_in_a_shell_file_counts_though_this_shell_is_older():
@@ -373,8 +373,8 @@ def test_an_unknown_chip_gets_no_made_up_advice():
     card = Accelerator(index=0, vendor="amd", name="new", arch="gfx1399", memory_bytes=16 * GIB)
     one = changed_part(machine("mi300x-node"), ["accelerators"], (card,))
     found = only(one, "arch-not-in-wheel")
-    assert "  # for the CPU: no wheel of PyTorch" in found.mend[0]
-    assert not any("OVERRIDE" in step for step in found.mend)
+    assert "  # for the CPU: no wheel of PyTorch" in found.fix[0]
+    assert not any("OVERRIDE" in step for step in found.fix)
 
 
 def test_ids_are_words():
@@ -410,8 +410,8 @@ def test_an_old_driver_that_works_is_a_note_and_the_build_that_fits_it_is_named(
     old = machine("rx-7900-xtx-old-driver")
     found = only(old, "amd-driver-old")
     assert found.evidence == "amdgpu 6.8.5 came with ROCm 6.2, torch 2.13.0+rocm7.2 brings ROCm 7.2"
-    assert "torch==2.9.1+rocm6.4" in found.mend[-1]  # of September's driver 6.4 is two releases away
-    assert found.run and found.run in found.mend[-1]
+    assert "torch==2.9.1+rocm6.4" in found.fix[-1]  # of September's driver 6.4 is two releases away
+    assert found.run and found.run in found.fix[-1]
     probed = old.model_copy(update={"probes": (Probe(name="matmul-float32", outcome="ok"),)})
     assert only(probed, "amd-driver-old").level == "note"
 
@@ -451,12 +451,12 @@ def test_loaded_libraries_are_compared_with_those_of_the_wheel(modules, path, fo
     assert told == ([found] if found else [])
     if found:
         finding = only(one, found.split()[0])
-        assert finding.mend == FRONTIER  # the site's own line
+        assert finding.fix == FRONTIER  # the site's own line
 
 
 def test_a_cluster_is_told_what_to_load_before_its_wheel_is_installed():
     bare = machine("mi250x-frontier-slurm", software__torch=None, software__build=None, software__hip="")
-    assert only(bare, "no-torch").mend[:3] == (
+    assert only(bare, "no-torch").fix[:3] == (
         *FRONTIER,
         "pip install --index-url https://download.pytorch.org/whl/rocm7.1 torch==2.10.0+rocm7.1",
     )
@@ -491,4 +491,4 @@ def test_nvidias_driver_is_compared_with_the_cuda_of_the_wheel(driver, cuda, arc
     one = changed_part(one, ["accelerators"], (card,))
     assert [id for id in ids(one) if id.startswith("cuda-")] == ([found] if found else [])
     if driver.startswith("470"):  # no build of CUDA 12 runs on it, either
-        assert only(one, "cuda-too-new").mend == ("sudo apt install nvidia-driver-525 && sudo reboot",)
+        assert only(one, "cuda-too-new").fix == ("sudo apt install nvidia-driver-525 && sudo reboot",)

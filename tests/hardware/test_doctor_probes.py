@@ -14,7 +14,7 @@ TRAIN = "bloomery train RECIPE"
 
 
 @pytest.mark.parametrize(
-    ("name", "outcome", "said", "level", "mend"),
+    ("name", "outcome", "said", "level", "fix"),
     [
         ("device", "crashed", "SIGSEGV", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
         ("device", "hung", "no answer within 40 s", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
@@ -26,11 +26,11 @@ TRAIN = "bloomery train RECIPE"
         ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),
     ],
 )
-def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, mend):
+def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, fix):
     probe = Probe(name=name, outcome=outcome, said=said, error=0.4 if outcome == "wrong" else None)
     found = only(machine(probes=(probe, Probe(name="bandwidth", outcome="ok"))), f"probe-{name}")
     assert found.level == level
-    assert found.mend[0].startswith(mend)
+    assert found.fix[0].startswith(fix)
     assert found.evidence.startswith(f"{name}: {said or outcome}")
     assert found.evidence.endswith("(off by 0.4)") == (outcome == "wrong")
 
@@ -51,7 +51,7 @@ def test_the_build_line_of_flash_attn_is_given_where_it_is_of_use():
     line = "GPU_ARCHS=gfx1200 pip install --no-build-isolation --no-deps flash-attn"
     probe = Probe(name="flash-attn", outcome="absent", facts={"build": line})
     one = machine("rx-9060-xt-math-attention", probes=(probe,))
-    assert only(one, "flash-attn-absent").mend[0].startswith(line)
+    assert only(one, "flash-attn-absent").fix[0].startswith(line)
     assert "flash-attn-absent" not in ids(machine("mi300x-node", probes=(probe,)))  # torch has its own there
 
 
@@ -63,13 +63,13 @@ def test_a_plan_follows_what_was_probed_on_these_very_devices(tmp_path, monkeypa
     probes._remember(before, [Probe(name="compile", outcome="crashed", said="SIGSEGV")])
     for now in (detect(), narrowed(detect(), "cpu")):
         assert [probe.name for probe in now.probes] == ["compile"]
-        assert "probed here: compile crashed" in build_profile(now).compile.because
+        assert "probed here: compile crashed" in build_profile(now).compile.reason
     assert with_gpu(detect(), machine("rx-6700-xt").accelerators[0]).probes == ()  # another device was not probed
 
 
 def test_a_command_that_the_probe_and_the_symptom_name_is_said_once():
     said = "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
     found = only(machine("h200", probes=(Probe(name="compile", outcome="failed", said=said),)), "probe-compile")
-    commands = [step.partition("  # ")[0] for step in found.mend]
+    commands = [step.partition("  # ")[0] for step in found.fix]
     assert len(commands) == len(set(commands)) > 2
-    assert found.mend[0] == "bloomery train RECIPE train.compile=false  # `auto` chooses it here"
+    assert found.fix[0] == "bloomery train RECIPE train.compile=false  # `auto` chooses it here"

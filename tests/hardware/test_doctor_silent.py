@@ -14,7 +14,7 @@ def test_a_driver_that_has_hung_is_no_ready_machine():
         machine(host__access__kfd="hung"),
         machine(host__access__kfd="hung", accelerators=()),
     ):
-        assert only(one, "driver-hung").mend[-1] == "sudo reboot"
+        assert only(one, "driver-hung").fix[-1] == "sudo reboot"
         assert not ready(diagnose(one))
 
 
@@ -28,7 +28,7 @@ def test_a_card_that_the_kernel_does_not_offer_for_computing():
 def test_a_container_with_the_cards_node_and_without_kfd():
     """`docker run --device=/dev/dri` alone: the kernel lists the card, and nothing computes."""
     one = machine(host__access__kfd="absent", host__around__container="docker")
-    assert only(one, "container-without-gpu").mend[0].startswith("bloomery doctor --docker")
+    assert only(one, "container-without-gpu").fix[0].startswith("bloomery doctor --docker")
     older = one.accelerators[0].model_copy(update={"access": None})  # a record in which nobody looked
     assert "container-without-gpu" not in ids(changed_part(one, ["accelerators"], (older,)))
 
@@ -41,7 +41,7 @@ def test_nomodeset_is_taken_out():
     )  # fmt: skip
     assert ids(one)[0] == "driver-switched-off"
     changed = subprocess.run(
-        ["bash", "-c", only(one, "driver-switched-off").mend[0].replace("sudo sed -i.bak", "sed").rpartition(" ")[0]],
+        ["bash", "-c", only(one, "driver-switched-off").fix[0].replace("sudo sed -i.bak", "sed").rpartition(" ")[0]],
         input='GRUB_CMDLINE_LINUX="quiet nomodeset"\n', capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert changed == 'GRUB_CMDLINE_LINUX="quiet"\n'
@@ -59,7 +59,7 @@ def test_of_two_makers_cards_the_build_decides():
 
 def test_a_python_without_rocm_wheels_is_said():
     one = machine(software__python="3.15.0", software__torch=None, software__build=None)
-    assert only(one, "no-torch").mend[0].endswith("  # for the CPU: no ROCm wheel exists for Python 3.15")
+    assert only(one, "no-torch").fix[0].endswith("  # for the CPU: no ROCm wheel exists for Python 3.15")
     assert not only(one, "no-torch").run
 
 
@@ -69,7 +69,7 @@ def test_an_nvidia_card_that_nvidia_smi_does_not_list():
     assert ids(silent) == ["nvidia-silent"]
     assert not ready(diagnose(silent))
     in_docker = machine("h200", accelerators=(), host__displays=card, host__around__container="docker")
-    assert only(in_docker, "container-without-gpu").mend[0].startswith("docker run --gpus all")
+    assert only(in_docker, "container-without-gpu").fix[0].startswith("docker run --gpus all")
     windows = machine("wsl", software=machine("h200").software)
     assert only(windows, "wsl-nvidia").level == "stops"
     assert ids(machine("h200", host__displays=card)) == []

@@ -21,7 +21,7 @@ from bloomery.hardware.machine import (
     read_machine,
     visible_devices,
 )
-from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, adopt, build_profile, with_gpu
+from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, apply_environment, build_profile, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 
 RECORDED = Path(__file__).parent.parent / "machines"
@@ -82,20 +82,20 @@ def test_each_chip_gets_what_it_can_do(device, build, dtype, attention, compiled
     profile = build_profile(machine(device, build=build))
     assert profile.device.value == "cuda"
     assert (profile.dtype.value, profile.attention.value, profile.compile.value) == (dtype, attention, compiled)
-    assert all(choice.because for choice in (profile.dtype, profile.attention, profile.compile))
+    assert all(choice.reason for choice in (profile.dtype, profile.attention, profile.compile))
 
 
 def test_a_build_for_the_other_vendor_trains_on_the_processor():
     profile = build_profile(machine(amd("gfx1031"), build="cuda"))
     assert profile.device.value == "cpu"
-    assert "needs a rocm one" in profile.device.because
+    assert "needs a rocm one" in profile.device.reason
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_hidden_gpus_are_not_used(value):
     profile = build_profile(machine(amd("gfx1031"), build="rocm", environment={"HIP_VISIBLE_DEVICES": value}))
     assert profile.device.value == "cpu"
-    assert "HIP_VISIBLE_DEVICES" in profile.device.because
+    assert "HIP_VISIBLE_DEVICES" in profile.device.reason
 
 
 def test_processor_graphics_give_way_to_a_card():
@@ -121,7 +121,7 @@ def test_experimental_attention_is_switched_on():
 def test_an_old_chip_gets_the_settings_that_are_called_safe():
     profile = build_profile(read_machine(RECORDED / "mi50-wheel-without-its-kernels.json"))
     assert profile.dtype.value == "float32"
-    assert "float16" in profile.dtype.because  # and is told what else there is
+    assert "float16" in profile.dtype.reason  # and is told what else there is
     assert (profile.attention.value, profile.compile.value, profile.pin_memory.value) == ("plain", False, False)
 
 
@@ -146,7 +146,7 @@ def test_what_a_probe_refutes_is_not_chosen():
     bad = Probe(name="matmul-bfloat16", outcome="crashed", said="SIGSEGV")
     profile = build_profile(sound.model_copy(update={"probes": (bad,)}))
     assert profile.dtype.value == "float16"
-    assert "SIGSEGV" in profile.dtype.because
+    assert "SIGSEGV" in profile.dtype.reason
     worse = (bad, Probe(name="matmul-float16", outcome="wrong"), Probe(name="compile", outcome="failed", said="no"))
     profile = build_profile(sound.model_copy(update={"probes": worse}))
     assert (profile.dtype.value, profile.compile.value) == ("float32", False)
@@ -165,7 +165,7 @@ def test_a_probe_without_the_switch_refutes_nothing():
 def test_a_card_that_may_not_be_opened_is_not_used(name):
     profile = build_profile(read_machine(RECORDED / f"{name}.json"))
     assert profile.device.value == "cpu"
-    assert "/dev/kfd" in profile.device.because
+    assert "/dev/kfd" in profile.device.reason
 
 
 def reached(name: str, *, node: str = "open", container: str = "", **access: str) -> Machine:
@@ -189,7 +189,7 @@ def reached(name: str, *, node: str = "open", container: str = "", **access: str
 def test_a_card_that_cannot_be_reached_is_not_used(machine, said):
     profile = build_profile(machine)
     assert profile.device.value == "cpu"
-    assert profile.device.because.endswith(f"is here, but {said}")
+    assert profile.device.reason.endswith(f"is here, but {said}")
 
 
 def test_what_this_machine_may_open_says_nothing_of_a_gpu_that_is_only_named():
@@ -219,7 +219,7 @@ def test_every_machine_gets_a_reason_for_everything(path):
         profile.device, profile.dtype, profile.attention, profile.compile, profile.fused_optimizer,
         profile.memory_share, profile.workers, profile.pin_memory, profile.prefetch, profile.environment,
     )  # fmt: skip
-    assert all(choice.because for choice in chosen)
+    assert all(choice.reason for choice in chosen)
 
 
 def test_a_torch_for_both_vendors_cards_uses_its_own():
@@ -236,8 +236,8 @@ def test_of_two_unlike_cards_the_better_one_trains_and_the_reason_says_so():
     profile = build_profile(two)
     assert profile.accelerator.index == 1
     assert masked(profile) == {"HIP_VISIBLE_DEVICES": "1"}  # without it PyTorch would take device 0
-    assert profile.device.because == "gfx1031 (gfx1031), device 1: the most memory of 2"
-    assert "gfx1031 is the GPU to train on" in profile.environment.because
+    assert profile.device.reason == "gfx1031 (gfx1031), device 1: the most memory of 2"
+    assert "gfx1031 is the GPU to train on" in profile.environment.reason
     two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda")
     assert masked(build_profile(two)) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
 
@@ -255,10 +255,10 @@ def test_cuda_counts_its_own_cards_alone():
 def test_a_process_that_computes_itself_sees_the_same_device():
     two = machine(amd("gfx1032", 0, 8), amd("gfx1031", 1, 12), build="rocm")
     found = {}
-    adopt(two, found)
+    apply_environment(two, found)
     assert found == build_profile(two).environment.value
     own = {"ROCR_VISIBLE_DEVICES": "0"}
-    adopt(machine(*two.accelerators, build="rocm", environment=own), own)
+    apply_environment(machine(*two.accelerators, build="rocm", environment=own), own)
     assert masked(SimpleNamespace(environment=SimpleNamespace(value=own))) == {"ROCR_VISIBLE_DEVICES": "0"}
 
 
@@ -273,7 +273,7 @@ def test_the_order_in_which_the_user_lets_cuda_count_stays():
 def test_devices_alike_are_not_masked():
     profile = build_profile(machine(amd("gfx942", 0, 192), amd("gfx942", 1, 192), build="rocm"))
     assert masked(profile) == {}
-    assert profile.device.because.endswith("the first of 2 alike")
+    assert profile.device.reason.endswith("the first of 2 alike")
 
 
 def test_the_plan_is_for_the_device_that_the_users_mask_shows_first():
@@ -283,7 +283,7 @@ def test_the_plan_is_for_the_device_that_the_users_mask_shows_first():
     assert profile.accelerator.index == 1
     assert masked(profile) == {}
     assert profile.overridden == {}
-    assert profile.device.because.endswith("the first that ROCR_VISIBLE_DEVICES=1,0 shows")
+    assert profile.device.reason.endswith("the first that ROCR_VISIBLE_DEVICES=1,0 shows")
     worse = build_profile(machine(*cards, build="rocm", environment={"ROCR_VISIBLE_DEVICES": "0,1"}))
     assert worse.accelerator.index == 0
     assert worse.overridden["ROCR_VISIBLE_DEVICES"].ours == "1"
@@ -325,10 +325,10 @@ def test_a_setting_of_the_user_stays_and_is_told():
     cards = (amd("gfx1036", 0, 2, integrated=True), amd("gfx1100", 1, 24))
     profile = build_profile(machine(*cards, build="rocm", environment=own))
     assert profile.environment.value == {}
-    theirs, ours, because = profile.overridden["PYTORCH_HIP_ALLOC_CONF"]
+    theirs, ours, reason = profile.overridden["PYTORCH_HIP_ALLOC_CONF"]
     assert theirs == "expandable_segments:True"
     assert "expandable" not in ours
-    assert "HIP" in because
+    assert "HIP" in reason
     assert profile.overridden["HIP_VISIBLE_DEVICES"][:2] == ("0,1", "1")
 
 
@@ -370,7 +370,7 @@ def test_compiling_on_a_gpu_needs_triton_and_a_compiler():
     without_triton = here.model_copy(update={"software": here.software.model_copy(update={"triton": None})})
     assert build_profile(without_triton).compile.value is False
     without_compiler = here.model_copy(update={"host": here.host.model_copy(update={"compiler": None})})
-    assert "compiler" in build_profile(without_compiler).compile.because
+    assert "compiler" in build_profile(without_compiler).compile.reason
     switched_off = machine(nvidia("sm_90"), build="cuda", environment={"TORCH_COMPILE_DISABLE": "1"})
     assert build_profile(switched_off).compile.value is False
 

@@ -63,7 +63,7 @@ CASES = [
 @pytest.mark.parametrize(("machine", "name", "value", "does"), CASES)
 def test_what_a_setting_does(machine, name, value, does):
     effect = effects(machine, **{name: value})[name]
-    assert (effect.does, bool(effect.because)) == (does, True)
+    assert (effect.does, bool(effect.reason)) == (does, True)
     assert str(effect).startswith(f"{name}={value} ")
 
 
@@ -99,5 +99,5 @@ def test_an_override_that_lends_kernels_works():
 
 def test_two_masks_are_explained():
     found = effects("mi300x-node", ROCR_VISIBLE_DEVICES="0,1", HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="0")
-    assert "chooses first" in found["HIP_VISIBLE_DEVICES"].because
+    assert "chooses first" in found["HIP_VISIBLE_DEVICES"].reason
     assert found["CUDA_VISIBLE_DEVICES"].does == "nothing"

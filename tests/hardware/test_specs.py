@@ -209,7 +209,7 @@ def test_people_are_understood(text, name):
 def test_a_name_with_two_sizes_of_memory_is_asked_for():
     with pytest.raises(UserError, match="how much memory") as error:
         find_gpu("MI50")
-    assert error.value.remedy == "write Instinct MI50 16GB or Instinct MI50 32GB"
+    assert error.value.fix == "write Instinct MI50 16GB or Instinct MI50 32GB"
     assert find_gpu("MI50 32GB").memory_bytes == 32 * GIB
 
 
@@ -257,7 +257,7 @@ def test_every_card_is_found_by_the_name_it_is_listed_under_and_by_its_drivers(s
 def test_processor_graphics_are_planned_in_a_machine_of_a_size():
     with pytest.raises(UserError, match="shares the machine's memory") as error:
         find_gpu("Strix Halo")
-    assert error.value.remedy == 'write it: --gpu "Strix Halo 32GB"'
+    assert error.value.fix == 'write it: --gpu "Strix Halo 32GB"'
     found = find_gpu("Strix Halo 128GB")
     assert (found.integrated, found.usable_bytes) == (True, 64 * GIB)
     assert gpu_spec(found).name == find_spec(found.name).name
@@ -266,10 +266,10 @@ def test_processor_graphics_are_planned_in_a_machine_of_a_size():
 def test_a_misspelt_gpu_gets_its_neighbours():
     with pytest.raises(UserError, match="not in the table") as error:
         find_gpu("RX 6701 XT")
-    assert "Radeon RX 6700 XT" in error.value.remedy
+    assert "Radeon RX 6700 XT" in error.value.fix
     with pytest.raises(UserError) as unlike:
         find_gpu("Frontier")
-    assert "--gpu all" in unlike.value.remedy
+    assert "--gpu all" in unlike.value.fix
 
 
 def test_the_visible_memory_is_the_drivers():

@@ -66,7 +66,7 @@ def test_ids_are_unique_and_the_forty_of_rocm_are_among_more():
 
 @each
 def test_a_remedy_can_be_pasted_into_a_shell(symptom):
-    steps = [step for step in (*symptom.remedy, symptom.prove) if step != "{install}"]
+    steps = [step for step in (*symptom.fix, symptom.verify) if step != "{install}"]
     assert not any("{install}" in step for step in steps)
     assert all(re.match("# |[a-zA-Z]", step) for step in steps)
     checked = subprocess.run(["bash", "-n"], input="\n".join(steps), text=True, capture_output=True, check=False)
@@ -123,7 +123,7 @@ def test_the_kernels_log_and_a_programs_output_are_told_apart():
 def test_the_command_that_installs_fits_the_machine(name, command):
     assert install(machine(name)) == command
     found = match("Torch not compiled with CUDA enabled", machine=machine(name))[0]
-    assert found.remedy[0].startswith(command)
+    assert found.fix[0].startswith(command)
 
 
 def test_the_command_passes_our_own_pin_and_knows_the_site():
@@ -133,11 +133,11 @@ def test_the_command_passes_our_own_pin_and_knows_the_site():
         (pinned, "PIP_CONSTRAINT=/dev/null pip"),
         (machine("mi250x-frontier-slurm"), "2.10.0+rocm7.1"),
     ):
-        assert part in match("Torch not compiled with CUDA enabled", machine=subject)[0].remedy[0]
+        assert part in match("Torch not compiled with CUDA enabled", machine=subject)[0].fix[0]
 
 
 def test_without_a_machine_the_doctor_is_asked_for_the_build():
-    assert match("Torch not compiled with CUDA enabled")[0].remedy[0].startswith("bloomery doctor  #")
+    assert match("Torch not compiled with CUDA enabled")[0].fix[0].startswith("bloomery doctor  #")
 
 
 def test_a_huge_log_is_searched_at_its_end():

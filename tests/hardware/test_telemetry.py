@@ -11,7 +11,7 @@ import pytest
 
 from bloomery.hardware import telemetry
 from bloomery.hardware.telemetry import (
-    PROCESSOR,
+    CPU_DEVICE,
     AmdSmi,
     Device,
     Nvml,
@@ -55,7 +55,7 @@ def test_a_card_is_read_at_its_junction(tmp_path):
     card(tmp_path, **WARM)
     (reading,) = sample([CARD], [Sysfs(tmp_path)])
     assert reading == Reading(
-        device=0, name="RX 6700 XT", source="sysfs", utilisation=97.0, memory_gib=3.0, memory_total_gib=12.0,
+        device=0, name="RX 6700 XT", source="sysfs", utilization=97.0, memory_gib=3.0, memory_total_gib=12.0,
         temperature=78.0, critical=110.0, power=183.0, clock_mhz=2424.0,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_a_sleeping_card_has_figures_missing_and_nothing_breaks(tmp_path, monkey
 
 def test_a_card_is_found_by_its_address_where_its_render_node_is_hidden(tmp_path):
     files(tmp_path / "sys/bus/pci/devices/0000:03:00.0", gpu_busy_percent="5")
-    assert sample([CARD], [Sysfs(tmp_path)])[0].utilisation == 5.0
+    assert sample([CARD], [Sysfs(tmp_path)])[0].utilization == 5.0
 
 
 def dies(root: Path, odd_power: dict[str, str]) -> list[Device]:
@@ -162,7 +162,7 @@ def test_amdsmi_where_the_kernels_files_say_nothing(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "amdsmi", Library)
     (reading,) = AmdSmi().read([CARD])
-    assert (reading.device, reading.utilisation, reading.temperature, reading.power) == (0, 42.5, 68.0, 410.0)
+    assert (reading.device, reading.utilization, reading.temperature, reading.power) == (0, 42.5, 68.0, 410.0)
     assert (reading.memory_gib, reading.memory_total_gib) == (1.0, 192.0)
 
 
@@ -183,7 +183,7 @@ def test_nvml_without_what_a_card_does_not_know(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pynvml", Library)
     (reading,) = Nvml().read([Device(index=0, vendor="nvidia")])
-    assert (reading.temperature, reading.power, reading.utilisation) == (71.0, 301.5, None)
+    assert (reading.temperature, reading.power, reading.utilization) == (71.0, 301.5, None)
     assert reading.throttled == "temperature"
 
 
@@ -227,16 +227,16 @@ def test_the_processor_between_two_looks(tmp_path):
     looks = Processor(tmp_path, "EPYC")
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1", 5_000_000)
     first = looks.read(10.0)
-    assert (first.device, first.utilisation, first.power, first.memory_gib) == (PROCESSOR, None, None, 3.0)
+    assert (first.device, first.utilization, first.power, first.memory_gib) == (CPU_DEVICE, None, None, 3.0)
     processor(tmp_path, "cpu  130 0 100 870 0 0 0 0 90 0", 65_000_000)
     second = looks.read(12.0)
-    assert (second.utilisation, second.power, second.temperature) == (30.0, 30.0, 61.0)
+    assert (second.utilization, second.power, second.temperature) == (30.0, 30.0, 61.0)
     processor(tmp_path, "cpu  140 0 100 880 0 0 0 0 90 0", 1_000_000)  # the counter began anew
     assert looks.read(13.0).power is None
 
 
 def test_a_machine_without_any_of_these_files(tmp_path):
-    assert Processor(tmp_path).read(1.0) == Reading(device=PROCESSOR, source="proc")
+    assert Processor(tmp_path).read(1.0) == Reading(device=CPU_DEVICE, source="proc")
     assert sample([CARD], [Sysfs(tmp_path)]) == []
 
 
@@ -265,7 +265,7 @@ def test_a_sensor_that_never_answers_is_given_up_once_and_the_rest_goes_on(tmp_p
     assert time.monotonic() - begun < 4
     (cpu,) = reader.look()
     reader.close()
-    assert cpu.device == PROCESSOR
+    assert cpu.device == CPU_DEVICE
     assert told == ["reading sensors through sysfs did not answer within 2 s: it is not asked again, training goes on"]
 
 
@@ -283,7 +283,7 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
     reader = Reader([CARD], said=told.append, root=tmp_path)
     assert reader.look() == []
-    assert [reading.device for reading in reader.look()] == [PROCESSOR]
+    assert [reading.device for reading in reader.look()] == [CPU_DEVICE]
     reader.close()
     assert len(told) == 1 and "through amdsmi failed" in told[0]
 

@@ -82,8 +82,8 @@ def test_amd_on_windows_takes_amds_wheels():
 
 
 def test_arm_and_strange_pythons_fall_back_to_the_cpu_and_say_why():
-    assert "aarch64" in torch_builds("gfx1100", python=PYTHON, processor="aarch64")[0].because
-    assert "3.15" in torch_builds("gfx1100", python=(3, 15))[0].because
+    assert "aarch64" in torch_builds("gfx1100", python=PYTHON, processor="aarch64")[0].reason
+    assert "3.15" in torch_builds("gfx1100", python=(3, 15))[0].reason
 
 
 def test_an_old_nvidia_driver_takes_cuda_12():

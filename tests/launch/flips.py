@@ -70,7 +70,7 @@ def in_process(stage, folder, *, words, environment, inherited, requests, on_eve
                 with requests.heard_by(lambda: setattr(flag, "asked", True)):
                     code = worker._train(folder, emit, flag, resumed="--resumed" in words)
         except UserError as error:
-            report = {"problem": error.problem, "where": error.where, "remedy": error.remedy, "code": error.code}
+            report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
             return Ending(stage, worker.FAILED, report, ())
     return Ending(stage, code, None, ())
 
@@ -127,7 +127,7 @@ def outcome(*, resumed: bool) -> Outcome:
         tensors={path.name: path.read_bytes() for path in found.weights.glob("*.safetensors")},
         evaluation=evaluation,
         exported={path.name: path.read_bytes() for path in out.iterdir() if path.name != "README.md"},
-        warned=[event.because for event in events if isinstance(event, Warned)],
+        warned=[event.reason for event in events if isinstance(event, Warned)],
     )
 
 
@@ -183,7 +183,7 @@ class World:
             try:
                 found = outcome(resumed=moment != "done")
             except UserError as error:
-                assert error.problem and (error.where or error.remedy), error
+                assert error.problem and (error.where or error.fix), error
                 return "refused"
         if moment == "done" and "warning:" in told.getvalue():  # an older checkpoint was evaluated, and that is said
             return "warned"

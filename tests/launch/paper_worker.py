@@ -37,11 +37,11 @@ def train(folder, report, *, resumed):
                     os.kill(os.getpid(), how)
                 if how not in REPORTED:
                     raise RuntimeError(how)
-                told = {"problem": f"{how} in step {step}", "where": "train", "remedy": "x", "code": 1}
+                told = {"problem": f"{how} in step {step}", "where": "train", "fix": "x", "code": 1}
                 os.write(report, json.dumps(told).encode())
                 return REPORTED[how]
             emit(StepDone(step=step, loss=1.0, learning_rate=facts["rate"], grad_norm=1.0, tokens=256 * step,
-                          tokens_per_second=1.0, samples_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0,
+                          tokens_per_second=1.0, sequences_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0,
                           memory_gib=0.0))  # fmt: skip
     return worker.DONE
 

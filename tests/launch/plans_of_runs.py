@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bloomery.model.config import ModelConfig
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 
 CONFIG = ModelConfig(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -11,10 +11,10 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def plan_of(*, attention: str = "mask", **train: object) -> Plan:
+def plan_of(*, attention: str = "mask", **train: object) -> RunPlan:
     """`train`: fields of its section."""
     plan = {
-        "name": "tiny", "torch": "2.13.0", "step_seconds": None, "total_tokens": None, "decisions": (),
+        "name": "tiny", "torch": "2.13.0", "step_seconds": None, "total_tokens": None, "choices": (),
         "model": {"config": CONFIG, "source": None, "attention": attention, "score_chunk": 64},
         "data": {
             "prepared": Path(), "sequence_length": 32, "layout": "packed", "pin_memory": False, "prefetch": 2,
@@ -37,4 +37,4 @@ def plan_of(*, attention: str = "mask", **train: object) -> Plan:
         "monitor": {"every_steps": 1, "sinks": (), "commands": ()},
         "memory": {"parts": {}, "low": 0, "high": 0, "limit": 1, "origin": "table"},
     }  # fmt: skip
-    return Plan.model_validate(plan)
+    return RunPlan.model_validate(plan)

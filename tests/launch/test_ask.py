@@ -91,7 +91,7 @@ def test_a_process_that_is_not_the_runs_own_is_never_signalled(tmp_path: Path, s
     folder = write_lock(tmp_path, sleeper.pid, **change)
     with pytest.raises(UserError) as caught:
         stop_run(runner_of(folder), on_event=lambda _: None)
-    assert caught.value.remedy
+    assert caught.value.fix
     time.sleep(0.1)
     assert sleeper.poll() is None
 
@@ -140,7 +140,7 @@ def answered(folder: Path, deaf, *told) -> Saved:
     runner = runner_of(write_lock(folder, deaf.pid))
     with EventLog(folder / "events.jsonl") as emit:
         emit(StepDone(step=3, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
-                      samples_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0))  # fmt: skip
+                      sequences_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0))  # fmt: skip
         original = runner.send
         object.__setattr__(runner, "send", lambda number: (original(number), *map(emit, told)))
         return save_run(runner, on_event=lambda _: None)
@@ -148,7 +148,7 @@ def answered(folder: Path, deaf, *told) -> Saved:
 
 def test_a_save_that_fails_is_said(tmp_path: Path, deaf) -> None:
     with pytest.raises(UserError, match="the disk is full"):
-        answered(tmp_path, deaf, Warned(step=3, because=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full"))
+        answered(tmp_path, deaf, Warned(step=3, reason=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full"))
     deaf.kill()
     deaf.wait()
     with pytest.raises(UserError, match="no process is working"):
@@ -157,10 +157,10 @@ def test_a_save_that_fails_is_said(tmp_path: Path, deaf) -> None:
 
 def test_an_older_checkpoint_that_was_still_being_written_is_no_answer(tmp_path: Path, deaf) -> None:
     older, asked = (Saved(step=step, path=f"step-{step}", bytes=1, seconds=1.0) for step in (2, 4))
-    late = Warned(step=2, because=f"the checkpoint of step 2 {NOT_SAVED}: the disk is full")
+    late = Warned(step=2, reason=f"the checkpoint of step 2 {NOT_SAVED}: the disk is full")
     assert answered(tmp_path, deaf, older, late, asked) == asked
 
 
 def test_a_run_that_goes_back_answers_with_an_earlier_step(tmp_path: Path, deaf) -> None:
-    back, asked = Recovered(step=0, because="nan", action="back"), Saved(step=1, path="x", bytes=1, seconds=1.0)
+    back, asked = Recovered(step=0, reason="nan", action="back"), Saved(step=1, path="x", bytes=1, seconds=1.0)
     assert answered(tmp_path, deaf, back, asked) == asked

@@ -28,7 +28,7 @@ def rx_6700_xt(monkeypatch) -> Machine:
 def given(machine: Machine, tmp_path: Path, **train) -> tuple[dict[str, str], list[str]]:
     """What is set, and what was warned of."""
     told: list[str] = []
-    book = SimpleNamespace(emit=lambda event: told.append(event.because), line=lambda text: None)
+    book = SimpleNamespace(emit=lambda event: told.append(event.reason), line=lambda text: None)
     flow = SimpleNamespace(folder=RunFolder(tmp_path), book=book)
     return _environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]  # what it uses of a flow
 
@@ -76,7 +76,7 @@ def test_a_device_that_the_users_mask_keeps_from_training_is_refused(rx_6700_xt:
     assert narrowed(machine, "0").accelerators[0].index == 0
     with pytest.raises(UserError, match="cannot use device 1") as refusal:
         narrowed(machine, "1")
-    assert "unset HIP_VISIBLE_DEVICES" in refusal.value.remedy
+    assert "unset HIP_VISIBLE_DEVICES" in refusal.value.fix
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

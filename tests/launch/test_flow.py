@@ -70,8 +70,8 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     done = bloomery.run(*RESUME)
     assert done.returncode == 0, done.stderr
     warning = next(event for event in bloomery.events() if isinstance(event, Warned))
-    assert newest.name in warning.because
-    assert "model.safetensors has changed" in warning.because
+    assert newest.name in warning.reason
+    assert "model.safetensors has changed" in warning.reason
     assert "model.safetensors has changed" in " ".join(done.stdout.split())
     assert last(bloomery, Resumed).path.endswith(f"step-{whole:08d}")
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
@@ -106,7 +106,7 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert last(bloomery, Resumed).step == 2
     assert len(losses(bloomery.run_dir)) == 6
     assert list((bloomery.run_dir / "checkpoints").glob("before-*/step-00000004"))
-    assert any("is made again" in event.because for event in bloomery.events() if isinstance(event, Warned))
+    assert any("is made again" in event.reason for event in bloomery.events() if isinstance(event, Warned))
     shutil.rmtree(bloomery.folder / "prepared")
     (bloomery.folder / "text/0.txt").write_text("another text " * 50)
     other_text = bloomery.here(*RESUME, "train.length=8 steps")
@@ -189,8 +189,8 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
     assert "checkpoint could not be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(losses(bloomery.run_dir)) == 8
-    warnings = [event.because for event in bloomery.events() if isinstance(event, Warned)]
-    assert any("was not saved, training goes on" in because for because in warnings)
+    warnings = [event.reason for event in bloomery.events() if isinstance(event, Warned)]
+    assert any("was not saved, training goes on" in reason for reason in warnings)
     assert not list((bloomery.run_dir / "checkpoints").iterdir())
 
 

@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about
     assert "the checkpoint could not be written" in flat(err)
     assert "Traceback" not in err
     events = bloomery.events()
-    assert any(isinstance(event, Warned) and "training goes on" in event.because for event in events)
+    assert any(isinstance(event, Warned) and "training goes on" in event.reason for event in events)
     assert [event.step for event in events if isinstance(event, StepDone)][-1] == 120
     assert isinstance(events[-1], RunEnded)
     assert events[-1].why.startswith("failed: the checkpoint could not be written")

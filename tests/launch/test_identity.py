@@ -40,7 +40,7 @@ def change(path: Path, **sections) -> None:
 def refused(match: str, where: Path | None = None, **words) -> UserError:
     with pytest.raises(UserError, match=match) as told:
         local.resume(RUN, quiet=True, **words)
-    assert told.value.remedy
+    assert told.value.fix
     assert where is None or told.value.where == str(where)
     return told.value
 
@@ -169,8 +169,8 @@ def test_a_plan_that_is_gone_is_made_again_from_the_sealed_recipe_and_the_chain_
     (middle / "plan.json").unlink()
     found = outcome(resumed=True)
     assert found == world.expected["middle"]
-    warned = [event.because for event in read_events(middle / "events.jsonl") if isinstance(event, Warned)]
-    assert any("plan.json" in because for because in warned)
+    warned = [event.reason for event in read_events(middle / "events.jsonl") if isinstance(event, Warned)]
+    assert any("plan.json" in reason for reason in warned)
 
 
 def test_a_kill_between_the_head_and_the_files_leaves_a_run_that_goes_on(middle, monkeypatch):

@@ -108,7 +108,7 @@ def random_fault(bloomery: Bloomery, draw: random.Random) -> bool:
         assert told.returncode in (0, 1, -signal.SIGKILL), (fault, told.returncode, told.stderr)
         assert "Traceback" not in told.stderr and "stumbled" not in told.stderr, (fault, told.stderr)
         warned = [event for event in bloomery.events() if isinstance(event, Warned)]
-        return told.returncode != 0 or any("not saved" in event.because for event in warned)
+        return told.returncode != 0 or any("not saved" in event.reason for event in warned)
     reached = max((event.step for event in bloomery.events() if isinstance(event, StepDone)), default=0)
     target, delay, saves = reached + draw.randrange(4), draw.uniform(0, 0.1), draw.random() < 0.4
     events = bloomery.run_dir / "events.jsonl"

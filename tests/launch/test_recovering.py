@@ -13,7 +13,7 @@ from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.lifecycle import Descent, keep, next_rung, resume, start, take_kept
+from bloomery.runs.lifecycle import FallbackAfter, keep, next_fallback, resume, start, take_kept
 from bloomery.runs.supervisor import Ending
 from bloomery.runs.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
 
@@ -53,16 +53,16 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
         "restarted: matrix products in float32 instead of bfloat16: more memory, and slower",
         "restarted: micro-batch 1 instead of 2, accumulated 4 times: the same tokens a step",
     ]
-    assert "SIGSEGV" in told[0].because
-    assert HIP in told[1].because
-    assert "SIGKILL" in told[2].because
+    assert "SIGSEGV" in told[0].reason
+    assert HIP in told[1].reason
+    assert "SIGKILL" in told[2].reason
     saved = (paper_workshop / "runs/one/checkpoints").exists()  # paper has none to go on from
     assert [event.step for event in of(paper_workshop, Resumed)] == ([3, 6, 9] if saved else [0, 0, 0])
     plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.model.attention, plan.train.precision, plan.train.micro_batch) == ("blockwise", "float32", 1)
     assert plan.train.tokens_per_step == 256
-    because = {decision.key: decision.because for decision in plan.decisions}
-    assert "SIGSEGV" in because["train.attention"]
+    reason = {decision.key: decision.reason for decision in plan.choices}
+    assert "SIGSEGV" in reason["train.attention"]
     assert len(losses(paper_workshop / "runs/one")) == 16
     assert not (paper_workshop / "runs/one/safer.json").exists()
     assert of(paper_workshop, RunEnded)[-1].why == "done"
@@ -104,11 +104,11 @@ def test_a_mistake_is_not_answered_by_restarts(paper_workshop: Path) -> None:
     error = run_with(paper_workshop, [{}, 3, "shape '[2, 3]' is invalid for input of size 7"], recover=True)
     assert isinstance(error, UserError)
     assert of(paper_workshop, Recovered) == []
-    assert "--recover" not in error.remedy
+    assert "--recover" not in error.fix
 
 
 def ending(code: int, *tail: str, problem: str = "") -> Ending:
-    return Ending("train", code, {"problem": problem, "where": "", "remedy": "", "code": 1} if problem else None, tail)
+    return Ending("train", code, {"problem": problem, "where": "", "fix": "", "code": 1} if problem else None, tail)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def ending(code: int, *tail: str, problem: str = "") -> Ending:
 )  # fmt: skip
 def test_the_first_rung_follows_the_death(died: Ending, action: str | None) -> None:
     plan = plan_of(compile=True, attention="flex", micro_batch=4, accumulation=1)
-    descent = next_rung(plan, died)
-    assert (descent.rung.action if descent else None) == action
+    fallback_after = next_fallback(plan, died)
+    assert (fallback_after.fallback.action if fallback_after else None) == action
 
 
 def test_the_ladder_has_an_end() -> None:
     plan, actions = plan_of(compile=True, attention="flex", micro_batch=6, accumulation=2, precision="bfloat16"), []
-    while (descent := next_rung(plan, ending(-SEGV))) is not None:
-        plan = descent.rung.plan
-        actions.append(descent.rung.action.partition(",")[0])
+    while (fallback_after := next_fallback(plan, ending(-SEGV))) is not None:
+        plan = fallback_after.fallback.plan
+        actions.append(fallback_after.fallback.action.partition(",")[0])
     assert actions == [
         "without compilation",
         "blockwise attention instead of flex",
@@ -148,24 +148,24 @@ def test_the_ladder_has_an_end() -> None:
     ]
     assert plan.train.micro_batch * plan.train.accumulation == 12
     short = plan_of(micro_batch=1, accumulation=1)
-    last = next_rung(short, ending(-KILL))
+    last = next_fallback(short, ending(-KILL))
     assert last is not None
-    assert last.rung.plan.train.activation_checkpointing == "full"
-    last = next_rung(last.rung.plan, ending(-KILL))
+    assert last.fallback.plan.train.activation_checkpointing == "full"
+    last = next_fallback(last.fallback.plan, ending(-KILL))
     assert last is not None
-    assert last.rung.plan.optimizer.states == "int8" and not last.rung.only_time
-    assert next_rung(last.rung.plan, ending(-KILL)) is None
+    assert last.fallback.plan.optimizer.states == "int8" and not last.fallback.only_time
+    assert next_fallback(last.fallback.plan, ending(-KILL)) is None
 
 
 def climbed(plan, died: Ending, **known: bool) -> list[tuple[str, bool]]:
     """Each rung to the end of the ladder: the choices that changed, and whether it is taken unasked."""
     taken = []
-    while (descent := next_rung(plan, died, **known)) is not None:
-        new = descent.rung.plan
-        was = {decision.key: decision.value for decision in plan.decisions}
-        key = next(each.key for each in new.decisions if was.get(each.key) != each.value)
-        value = next(each.value for each in new.decisions if each.key == key)
-        taken.append((f"{key}={value}", descent.unasked))
+    while (fallback_after := next_fallback(plan, died, **known)) is not None:
+        new = fallback_after.fallback.plan
+        was = {decision.key: decision.value for decision in plan.choices}
+        key = next(each.key for each in new.choices if was.get(each.key) != each.value)
+        value = next(each.value for each in new.choices if each.key == key)
+        taken.append((f"{key}={value}", fallback_after.unasked))
         plan = new
         assert len(taken) < 20
     return taken
@@ -229,10 +229,10 @@ def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Pa
 def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert take_kept(folder) is None
-    descent = next_rung(plan_of(compile=True), ending(-SEGV))
-    assert isinstance(descent, Descent)
-    keep(folder, descent)
-    assert take_kept(folder) == descent
+    fallback_after = next_fallback(plan_of(compile=True), ending(-SEGV))
+    assert isinstance(fallback_after, FallbackAfter)
+    keep(folder, fallback_after)
+    assert take_kept(folder) == fallback_after
     assert take_kept(folder) is None
     folder.safer.write_text('{"because": "x", "pl')
     assert take_kept(folder) is None

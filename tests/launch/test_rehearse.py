@@ -70,7 +70,7 @@ def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evalu
 
 def step_done(step: int) -> StepDone:
     return StepDone(step=step, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
-                    samples_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0)  # fmt: skip
+                    sequences_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0)  # fmt: skip
 
 
 def test_it_is_killed_after_the_look_whether_or_not_there_was_something_to_evaluate() -> None:
@@ -88,10 +88,10 @@ def test_it_is_killed_after_the_look_whether_or_not_there_was_something_to_evalu
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk() -> None:
-    event = Warned(step=1, because=f"the checkpoint of step 1 {NOT_SAVED}: No space left on device (6 GiB are needed)")
+    event = Warned(step=1, reason=f"the checkpoint of step 1 {NOT_SAVED}: No space left on device (6 GiB are needed)")
     with pytest.raises(UserError, match="could not be written: No space left on device") as caught:
         rehearsing._until_killed(Rehearsal(plan_of(device="cpu")), event, None)
-    assert "--run-dir" in caught.value.remedy
+    assert "--run-dir" in caught.value.fix
 
 
 def test_what_would_fail_on_day_six_fails_now_and_is_kept(dying_workshop: Path) -> None:

@@ -8,7 +8,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.plan.types import CorpusFacts, RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.resume_plan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
 
@@ -35,9 +35,9 @@ GPU = CPU.model_copy(update={"accelerators": (MI300X,), "software": CPU.software
 def plan(tmp_path: Path):
     """The plan of the recipe with overrides on a machine."""
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    facts = CorpusFacts(rows_per_epoch=5000, tokens=320_000, vocab_size=300)
+    facts = CorpusFacts(sequences_per_epoch=5000, tokens=320_000, vocab_size=300)
 
-    def make(machine: Machine, *overrides: str) -> Plan:
+    def make(machine: Machine, *overrides: str) -> RunPlan:
         recipe = load_recipe(tmp_path / "tiny.yaml", overrides)
         return resolve(recipe, facts_of(recipe, machine, prepared=tmp_path, corpus=facts))
 
@@ -59,7 +59,7 @@ def test_anything_else_is_refused_by_name(word: str) -> None:
 def test_a_misspelt_key_is_no_key_that_cannot_be_changed() -> None:
     with pytest.raises(UserError, match="no such key") as caught:
         refuse_overrides(["train.lenght=60 steps"])
-    assert caught.value.remedy == "did you mean train.length?"
+    assert caught.value.fix == "did you mean train.length?"
 
 
 def test_the_same_machine_has_no_differences() -> None:
@@ -83,7 +83,7 @@ def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(p
     assert now.train.seed == stored.train.seed
     assert any(line.startswith("train.device is cuda here instead of cpu") for line in told)
     assert "no longer to the last bit" in told[-1]
-    reason = next(choice.because for choice in fresh.decisions if choice.key == "train.attention")
+    reason = next(choice.reason for choice in fresh.choices if choice.key == "train.attention")
     kept = f"model.attention is {fresh.model.attention} here instead of {stored.model.attention}: {reason}"
     assert kept in told
 

@@ -73,7 +73,7 @@ def test_a_folder_that_holds_a_run_is_refused_naming_resume(tmp_path: Path, load
     before = (tmp_path / "run/recipe.yaml").read_text()
     with pytest.raises(UserError, match="already holds a run") as caught, new_run(loaded, tmp_path / "run"):
         pass
-    assert "bloomery resume" in caught.value.remedy
+    assert "bloomery resume" in caught.value.fix
     assert (tmp_path / "run/recipe.yaml").read_text() == before
 
 
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, loaded, pl
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written") as caught, new_run(loaded, tmp_path / place):
         pass
-    assert "--run-dir" in caught.value.remedy
+    assert "--run-dir" in caught.value.fix
 
 
 def test_a_read_only_place_is_one_sentence(tmp_path: Path, loaded, monkeypatch) -> None:
@@ -140,7 +140,7 @@ def test_two_runs_in_one_folder_are_refused(holder) -> None:
     folder, process = holder
     with pytest.raises(UserError, match=f"process {process.pid} ") as caught, locked(folder):
         pass
-    assert f"bloomery stop {folder.name}" in caught.value.remedy
+    assert f"bloomery stop {folder.name}" in caught.value.fix
 
 
 def test_a_lock_in_this_very_process_holds_too(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_time_far_ahead_is_no_sign_of_life(tmp_path: Path) -> None:
     folder.lock.write_text(json.dumps({"pid": 1, "started": "x", "host": "node17"}))
     with pytest.raises(UserError, match="process 1 on node17") as caught, locked(folder):
         pass
-    assert f"delete {folder.lock}" in caught.value.remedy
+    assert f"delete {folder.lock}" in caught.value.fix
     os.utime(folder.lock, (time.time() + 10_000,) * 2)
     with locked(folder):
         pass

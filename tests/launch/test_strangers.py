@@ -32,7 +32,7 @@ def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]
         book.hooks = asked
         with book.shown(plan, "run"):
             book.tell(RunEnded(why="stopped"))
-    return [event.because for event in read_events(folder.events) if isinstance(event, Warned)]
+    return [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
 
 
 def test_the_hook_of_a_stranger_is_shown_and_not_run(hooked) -> None:
@@ -60,4 +60,4 @@ def test_train_notes_the_hooks_of_its_recipe(bloomery: Bloomery, tmp_path: Path,
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one", *words)
     assert done.returncode == 0, done.stderr
     assert hooks.remembered(bloomery.run_dir, ["true", "false"]) == {"true"}
-    assert not any(isinstance(event, Warned) and "hook" in event.because for event in bloomery.events())
+    assert not any(isinstance(event, Warned) and "hook" in event.reason for event in bloomery.events())

@@ -11,7 +11,7 @@ from plans_of_runs import plan_of
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.plan.store import read_plan
-from bloomery.runs import lifecycle as rungs
+from bloomery.runs import lifecycle as fallbacks
 from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder
 
@@ -30,7 +30,7 @@ def test_an_error_of_the_system_is_reported_with_its_remedy(number: int, said: s
     report = json.loads(os.read(reader, 10_000))
     os.close(reader)
     os.close(writer)
-    assert said in report["remedy"] and report["where"].endswith("train-00000.bin")
+    assert said in report["fix"] and report["where"].endswith("train-00000.bin")
 
 
 def test_an_error_that_only_a_bug_explains_keeps_its_traceback(tmp_path, monkeypatch) -> None:
@@ -61,5 +61,5 @@ def test_a_plan_with_a_senseless_number_is_one_sentence(change, tmp_path: Path) 
 def test_a_safer_plan_that_is_none_is_passed_over_once(content: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write_durably(folder.safer, content)
-    assert rungs.take_kept(folder) is None
+    assert fallbacks.take_kept(folder) is None
     assert not folder.safer.exists()

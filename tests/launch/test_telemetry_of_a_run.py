@@ -9,18 +9,18 @@ from runs_of_bloomery import Bloomery, losses
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.telemetry import Device, Reader, Reading
-from bloomery.monitor.events import PROCESSOR, GpuSampled, Phase, RunEnded, StepDone, Warned
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Phase, RunEnded, StepDone, Warned
 from bloomery.runs import telemetry
 from bloomery.runs.telemetry import Guard, Stretch, Watcher
 
 
 def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_the_rest():
     stretch = Stretch()
-    stretch.add(Reading(device=0, power=100.0, temperature=70.0, utilisation=50.0, throttled="temperature"), 1.0)
+    stretch.add(Reading(device=0, power=100.0, temperature=70.0, utilization=50.0, throttled="temperature"), 1.0)
     stretch.add(Reading(device=0, power=200.0, temperature=60.0, memory_gib=3.0, throttled=""), 3.0)
     event = stretch.event(step=7)
     assert (event.step, event.seconds, event.power, event.temperature) == (7, 4.0, 175.0, 70.0)
-    assert (event.utilisation, event.memory_gib, event.throttled) == (50.0, 3.0, "temperature")
+    assert (event.utilization, event.memory_gib, event.throttled) == (50.0, 3.0, "temperature")
 
 
 class Script:
@@ -53,11 +53,11 @@ def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_take
     pause.touch()  # as a killed run leaves it
     watcher = Watcher(Script(hot, hot, hot, hot, cool), Guard("auto"), told.append, pause)
     watcher.begin()
-    until(lambda: any("paused" in event.because for event in told if isinstance(event, Warned)))
-    until(lambda: any("goes on after" in event.because for event in told if isinstance(event, Warned)))
+    until(lambda: any("paused" in event.reason for event in told if isinstance(event, Warned)))
+    until(lambda: any("goes on after" in event.reason for event in told if isinstance(event, Warned)))
     assert not pause.exists()
     watcher.end()
-    assert max(event.temperature for event in told if isinstance(event, GpuSampled)) == 108.0
+    assert max(event.temperature for event in told if isinstance(event, DeviceStats)) == 108.0
 
 
 def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [UserError("an event could not be written", where="", remedy=""), OSError(28, "No space left on device")]
+    "error", [UserError("an event could not be written", where="", fix=""), OSError(28, "No space left on device")]
 )
 def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch, error):
     """The disk is full at the very moment in which the run was paused."""
@@ -106,9 +106,9 @@ def test_a_sensor_that_never_answers_does_not_hold_up_the_end_of_a_run(tmp_path)
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux")
 def test_a_run_tells_how_hard_the_processor_works_and_ends_after_that(undisturbed: Bloomery):
     events = undisturbed.events()
-    samples = [event for event in events if isinstance(event, GpuSampled)]
-    assert samples and {event.device for event in samples} == {PROCESSOR}
-    assert all(0 <= event.utilisation <= 100 and event.seconds > 0 for event in samples)
+    samples = [event for event in events if isinstance(event, DeviceStats)]
+    assert samples and {event.device for event in samples} == {CPU_DEVICE}
+    assert all(0 <= event.utilization <= 100 and event.seconds > 0 for event in samples)
     assert isinstance(events[-1], RunEnded) and not (undisturbed.run_dir / "pause").exists()
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bloomery.hardware.telemetry import PROCESSOR, Reading
+from bloomery.hardware.telemetry import CPU_DEVICE, Reading
 from bloomery.monitor.events import Phase
 from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
 
@@ -15,7 +15,7 @@ def looks(guard: Guard, *degrees: float | None, critical: float | None = 110.0, 
     said = []
     for at, heat in enumerate(degrees):
         change = guard.judge([Reading(device=device, temperature=heat, critical=critical)], 5.0 * at)
-        said.append("" if change is None else f"{'pause' if change.paused else 'go on'}: {change.because}")
+        said.append("" if change is None else f"{'pause' if change.paused else 'go on'}: {change.reason}")
     return said
 
 
@@ -48,7 +48,7 @@ def test_the_processor_is_guarded_only_where_it_trains_and_degrees_were_given():
         (Guard("auto", processor=True), False),
         (Guard(80.0, processor=True), True),
     ]:
-        assert any(looks(guard, 95, 95, device=PROCESSOR, critical=None)) == pauses
+        assert any(looks(guard, 95, 95, device=CPU_DEVICE, critical=None)) == pauses
 
 
 def test_a_sensor_that_goes_silent_does_not_hold_a_run_for_ever():
@@ -76,10 +76,10 @@ def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
     assert guard.judge([cool, silent], 10) is None and guard.judge([cool], 5 + BLIND_SECONDS) is None
     assert guard.judge([hot], 10 + BLIND_SECONDS) is None  # nor does the silence of one free another
     change = guard.judge([cool], 15 + BLIND_SECONDS)
-    assert not change.paused and "GPU 1 has told no temperature for 60 s" in change.because
+    assert not change.paused and "GPU 1 has told no temperature for 60 s" in change.reason
     assert guard.judge(both, 100) is None and guard.judge(both, 105).paused
     told = guard.judge([cool, Reading(device=1, temperature=69.0)], 110)
-    assert not told.paused and "after 5 s: GPU 1 is at 69 °C" in told.because
+    assert not told.paused and "after 5 s: GPU 1 is at 69 °C" in told.reason
 
 
 def test_training_waits_between_two_steps_and_says_so(tmp_path):

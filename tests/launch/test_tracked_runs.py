@@ -50,8 +50,8 @@ def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloom
     assert len({one["id"] for one in told if "id" in one}) == 1
     assert [one["code"] for one in told if "code" in one] == [0, 0]
     assert {one["step"] for one in told if "step" in one} >= set(range(1, 17))
-    warned = [event.because for event in bloomery.events() if isinstance(event, Warned)]
-    assert sum("the disk is full" in because for because in warned) == 2  # once each time that it ran
+    warned = [event.reason for event in bloomery.events() if isinstance(event, Warned)]
+    assert sum("the disk is full" in reason for reason in warned) == 2  # once each time that it ran
     assert [event.why for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped", "done"]
 
 

@@ -165,7 +165,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(kind, told, tmp_p
     broken(tmp_path / "adapter", kind)
     with pytest.raises(UserError, match=told) as refused:
         load_decoder(tmp_path / "adapter")
-    assert refused.value.remedy
+    assert refused.value.fix
     assert len(refused.value.problem) < 250
 
 
@@ -263,7 +263,7 @@ def test_settings_that_mean_nothing_are_refused_with_the_nearest(settings, told,
     config = load_decoder(tmp_path).config
     with pytest.raises(UserError) as refused:
         adaptation(config, Lora(**({"kind": "lora"} | settings)))
-    assert told in f"{refused.value.problem} {refused.value.remedy}"
+    assert told in f"{refused.value.problem} {refused.value.fix}"
 
 
 def test_parts_of_fused_modules_are_refused_where_files_cannot_hold_them(tmp_path):

@@ -44,7 +44,7 @@ def test_choices(device, fused, length, packed, window, softcap, dropout, expect
         dropout=dropout,
     )  # fmt: skip
     assert choice.value == expected
-    assert choice.because
+    assert choice.reason
 
 
 def test_a_choice_always_honours_the_recipe() -> None:

@@ -65,11 +65,13 @@ def test_unknown_keys_and_remote_code_are_dropped() -> None:
     assert not set(config_to_hf(config_from_hf(LLAMA | hostile))) & set(hostile)
 
 
-@pytest.mark.parametrize("stated", [{"model_type": "mamba"}, {"architectures": ["BertModel"]}, {}, {"model_type": 3}])
-def test_an_unknown_architecture_lists_the_known_ones(stated: dict) -> None:
+@pytest.mark.parametrize(
+    "raw_config", [{"model_type": "mamba"}, {"architectures": ["BertModel"]}, {}, {"model_type": 3}]
+)
+def test_an_unknown_architecture_lists_the_known_ones(raw_config: dict) -> None:
     with pytest.raises(UserError, match="no architecture") as caught:
-        config_from_hf(SMALL | stated)
-    assert all(name in caught.value.remedy for name in FAMILIES)
+        config_from_hf(SMALL | raw_config)
+    assert all(name in caught.value.fix for name in FAMILIES)
 
 
 def test_mathematics_that_the_decoder_lacks_is_refused() -> None:
@@ -94,9 +96,9 @@ def test_dropout_of_any_family_survives() -> None:
 
 
 def test_gemma_configs_may_leave_out_what_transformers_assumes() -> None:
-    stated = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    raw_config = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 8, "vocab_size": 256000}  # fmt: skip
-    config = config_from_hf(stated)
+    config = config_from_hf(raw_config)
     assert (config.head_dim, config.tie_embeddings) == (256, True)
     assert (config.attention_softcap, config.final_softcap) == (50, 30)
     assert config.sliding_window == (4096, None)
@@ -128,7 +130,7 @@ class TestRecipes:
         assert config.rope_scaling == RopeScaling(kind="yarn", factor=4, original_max_positions=1024)
 
     @pytest.mark.parametrize(
-        ("stated", "word"),
+        ("raw_config", "word"),
         [
             ({}, "model.from"), ({"family": "llama"}, "hidden_size"),
             ({"family": "llama", "hidden_size": 65, "num_layers": 1, "num_heads": 4}, "multiple"),
@@ -138,9 +140,9 @@ class TestRecipes:
             ({"preset": "go-coder-tiny", "vocab_size": 100}, "tokenizer"),
         ],
     )  # fmt: skip
-    def test_contradictions_are_told(self, stated: dict, word: str) -> None:
+    def test_contradictions_are_told(self, raw_config: dict, word: str) -> None:
         with pytest.raises(UserError) as caught:
-            build_config(Model(**stated), vocab_size=300)
+            build_config(Model(**raw_config), vocab_size=300)
         assert word in str(caught.value)
 
     def test_a_pretrained_model_keeps_its_sizes(self, tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_no_config_at_all(tmp_path: Path) -> None:
 
 
 def test_recipes_know_the_same_words() -> None:
-    stated = {field.name: field.type for field in fields(ModelConfig)}
+    raw_config = {field.name: field.type for field in fields(ModelConfig)}
     for name in ("norm", "activation", "qk_norm"):
-        assert set(get_args(get_args(Model.model_fields[name].annotation)[0])) == set(get_args(stated[name]))
+        assert set(get_args(get_args(Model.model_fields[name].annotation)[0])) == set(get_args(raw_config[name]))
     assert set(get_args(StatedScaling.model_fields["kind"].annotation)) < set(get_args(facts.RopeKind))

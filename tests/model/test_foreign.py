@@ -17,7 +17,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import give_memory, load_decoder, model_state, read_model, write_model
-from bloomery.model.transformers_backend import backbone as foreign
+from bloomery.model.transformers_backend import backbone as transformers_backend
 from bloomery.model.transformers_backend import config as foreign_config
 from bloomery.model.transformers_backend.backbone import check_rows
 from foreign_models import SIZES, saved_model
@@ -62,7 +62,7 @@ def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(kind: str, tm
     (nats * weights.flatten()).sum().backward()
     torch.testing.assert_close(-scores.flatten(), nats * weights.flatten(), atol=1e-4, rtol=0)
     expected = dict(theirs.named_parameters())
-    for name, stored, _ in ours.config.foreign.parameters:
+    for name, stored, _ in ours.config.transformers_backend.parameters:
         of = expected.get(stored, expected.get("lm_head.weight"))
         torch.testing.assert_close(ours.get_parameter(name).grad, of.grad, atol=1e-3, rtol=1e-4, msg=name)
 
@@ -103,8 +103,8 @@ def test_the_past_is_kept_cut_and_read_on(kind: str, tmp_path: Path) -> None:
 
 def test_a_known_family_computes_the_same_through_transformers(tmp_path: Path) -> None:
     saved_model("llama", tmp_path)
-    ours, config = load_decoder(tmp_path), read_config(tmp_path, "foreign")
-    assert ours.config.foreign is None and config.foreign is not None
+    ours, config = load_decoder(tmp_path), read_config(tmp_path, "transformers")
+    assert ours.config.transformers_backend is None and config.transformers_backend is not None
     with torch.device("meta"):
         through = Decoder(config)
     give_memory(through.to(torch.float32), "cpu")
@@ -117,16 +117,16 @@ def test_buffers_that_the_config_does_not_tell_are_loaded_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = saved_model("gpt_neox", tmp_path)
-    assert read_config(tmp_path).foreign.safe_because == ""
+    assert read_config(tmp_path).transformers_backend.safe_reason == ""
 
-    def unlike(stated: str, attention: str) -> dict[str, torch.Tensor]:
-        raise foreign.Unlike("a buffer does not follow from config.json")
+    def unlike(raw_config: str, attention: str) -> dict[str, torch.Tensor]:
+        raise transformers_backend.Unlike("a buffer does not follow from config.json")
 
     foreign_config._asked.cache_clear()
-    monkeypatch.setattr(foreign, "computed_buffers", unlike)
+    monkeypatch.setattr(transformers_backend, "computed_buffers", unlike)
     ours = load_decoder(tmp_path)
     foreign_config._asked.cache_clear()
-    assert "does not follow" in ours.config.foreign.safe_because
+    assert "does not follow" in ours.config.transformers_backend.safe_reason
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=0)
 
 
@@ -136,9 +136,9 @@ def test_random_and_borrowed_buffers_are_found(monkeypatch: pytest.MonkeyPatch) 
             super().__init__()
             self.register_buffer("drawn", torch.rand(3), persistent=False)
 
-    monkeypatch.setattr(foreign, "blank_model", lambda *_: (Drawn(), "sdpa"))
-    with pytest.raises(foreign.Unlike, match="drawn"):
-        foreign.computed_buffers("{}", "none")
+    monkeypatch.setattr(transformers_backend, "blank_model", lambda *_: (Drawn(), "sdpa"))
+    with pytest.raises(transformers_backend.Unlike, match="drawn"):
+        transformers_backend.computed_buffers("{}", "none")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_transformers_prints_no_config_before_our_sentence(
 def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_model("cohere", tmp_path)
     right = read_config(tmp_path)
-    wrong = replace(right, foreign=replace(right.foreign, factor=1.0))
+    wrong = replace(right, transformers_backend=replace(right.transformers_backend, factor=1.0))
     monkeypatch.setattr("bloomery.model.io.weights.read_config", lambda *_: wrong)
     with pytest.raises(UserError, match="more than a matrix"):
         load_decoder(tmp_path)

@@ -31,8 +31,14 @@ def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
 
 def test_presets_are_the_guides() -> None:
     config = preset("go-coder-small")
-    stated = (config.hidden_size, config.num_layers, config.num_heads, config.intermediate_size, config.max_positions)
-    assert stated == (768, 12, 12, 3072, 1024)
+    raw_config = (
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.intermediate_size,
+        config.max_positions,
+    )
+    assert raw_config == (768, 12, 12, 3072, 1024)
     assert (config.activation, config.norm_eps, config.initializer_range) == ("gelu", 1e-5, 0.02)
     assert config.vocab_size == 50_000
     assert {config.embedding_dropout, config.residual_dropout, config.attention_dropout} == {0.1}

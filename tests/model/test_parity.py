@@ -53,17 +53,17 @@ def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     """transformers 4 wrote rope_theta, rope_scaling (with `type`) and no layer_types."""
     theirs = saved_reference(case, tmp_path)
     path = tmp_path / "config.json"
-    stated = json.loads(path.read_text())
-    rope = stated.pop("rope_parameters")
+    raw_config = json.loads(path.read_text())
+    rope = raw_config.pop("rope_parameters")
     if local := rope.get("sliding_attention"):
-        stated["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
-    stated["rope_theta"] = rope.pop("rope_theta")
+        raw_config["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
+    raw_config["rope_theta"] = rope.pop("rope_theta")
     rope.pop("partial_rotary_factor", None)
     kind = rope.pop("rope_type")
-    stated["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
-    stated.pop("layer_types", None)
-    stated.pop("dtype", None)
-    path.write_text(json.dumps(stated))
+    raw_config["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
+    raw_config.pop("layer_types", None)
+    raw_config.pop("dtype", None)
+    path.write_text(json.dumps(raw_config))
     assert_close(load_decoder(tmp_path)(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
 
 

@@ -214,9 +214,9 @@ class TestRefusals:
 
     def test_a_config_that_lies_takes_no_memory(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
-        stated = json.loads((tmp_path / "config.json").read_text())
+        raw_config = json.loads((tmp_path / "config.json").read_text())
         huge = {"hidden_size": 2**18, "intermediate_size": 2**21, "num_attention_heads": 4096, "num_key_value_heads": 4}
-        (tmp_path / "config.json").write_text(json.dumps(stated | huge | {"head_dim": 64}))
+        (tmp_path / "config.json").write_text(json.dumps(raw_config | huge | {"head_dim": 64}))
         self.refused(tmp_path, "config.json makes it")
 
     def test_a_cut_file(self, tmp_path: Path) -> None:

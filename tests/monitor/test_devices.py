@@ -7,59 +7,59 @@ import pytest
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.console.words import lines
-from bloomery.monitor.events import PROCESSOR, EventLog, GpuSampled, from_json, to_json
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats, EventLog, from_json, to_json
 from bloomery.monitor.sinks import CommandSink, LogFile, write_metrics
-from bloomery.monitor.tally import summary, tally_of
+from bloomery.monitor.summary import device_figures, summary_of
 from bloomery.monitor.trackers import TrackerSink
 
 
 def sampled(device=0, time=0.0, seconds=5.0, **figures):
-    facts = {"utilisation": 98.0, "temperature": 78.0, "power": 200.0, "clock_mhz": 2424.0, "memory_gib": 10.1,
+    facts = {"utilization": 98.0, "temperature": 78.0, "power": 200.0, "clock_mhz": 2424.0, "memory_gib": 10.1,
              "memory_total_gib": 12.0, "throttled": ""} | figures  # fmt: skip
-    return GpuSampled(device=device, name="RX 6700 XT", time=time, step=1, seconds=seconds, **facts)
+    return DeviceStats(device=device, name="RX 6700 XT", time=time, step=1, seconds=seconds, **facts)
 
 
 def of_torch(**figures):
-    return GpuSampled(
+    return DeviceStats(
         device=0, time=6.0, allocated_gib=8.0, reserved_gib=9.5, fragmentation=0.05, alloc_retries=2, **figures
     )
 
 
 def test_energy_is_power_times_the_seconds_that_each_sample_stands_for():
     samples = [sampled(power=200.0), sampled(power=100.0, seconds=10.0), sampled(power=None, seconds=50.0)]
-    tally = tally_of([step_done(1), *samples])
-    assert tally.devices.joules == 2000.0 and tally.devices.covered_seconds == 15.0
-    assert tally.joules_per_token == pytest.approx(2000 / 8192)
-    (device,) = tally.devices.all
+    summary = summary_of([step_done(1), *samples])
+    assert summary.devices.joules == 2000.0 and summary.devices.covered_seconds == 15.0
+    assert summary.joules_per_token == pytest.approx(2000 / 8192)
+    (device,) = summary.devices.all
     assert device.mean_power == pytest.approx(2000 / 15) and device.mean_load == 98.0
 
 
 def test_without_any_power_there_is_no_energy_rather_than_none_used():
-    tally = tally_of([step_done(1), sampled(power=None)])
-    assert tally.devices.joules is None and tally.joules_per_token is None
-    assert summary(tally.devices.all[0])["energy_kwh"] is None
+    summary = summary_of([step_done(1), sampled(power=None)])
+    assert summary.devices.joules is None and summary.joules_per_token is None
+    assert device_figures(summary.devices.all[0])["energy_kwh"] is None
 
 
 def test_the_odd_die_adds_nothing_and_says_whose_sensor_it_is():
-    tally = tally_of([sampled(0, power=402.0), sampled(1, power=None, shared_with=0)])
-    assert tally.devices.joules == 2010.0
-    assert "with GPU 0" in lines(tally.devices.all)[1]
+    summary = summary_of([sampled(0, power=402.0), sampled(1, power=None, shared_with=0)])
+    assert summary.devices.joules == 2010.0
+    assert "with GPU 0" in lines(summary.devices.all)[1]
 
 
 def test_lines_stand_under_each_other_and_leave_out_what_nobody_knows():
-    tally = tally_of([sampled(), sampled(1, utilisation=7.0, temperature=None, clock_mhz=800.0), of_torch()])
-    first, second = lines(tally.devices.all)
+    summary = summary_of([sampled(), sampled(1, utilization=7.0, temperature=None, clock_mhz=800.0), of_torch()])
+    first, second = lines(summary.devices.all)
     assert first == ("gpu 0      98%  78 °C  200 W  2,424 MHz  10.1 of 12.0 GiB  tensors 8.0, held 9.5")
     assert second == "gpu 1       7%         200 W    800 MHz  10.1 of 12.0 GiB"
-    assert lines(tally_of([sampled(PROCESSOR, power=None, clock_mhz=None, temperature=None)]).devices.all) == [
+    assert lines(summary_of([sampled(CPU_DEVICE, power=None, clock_mhz=None, temperature=None)]).devices.all) == [
         "cpu        98%  10.1 of 12.0 GiB"
     ]
     assert lines([]) == []
 
 
 def test_what_a_look_did_not_find_any_more_is_not_shown_as_it_was():
-    tally = tally_of([sampled(throttled="temperature"), of_torch(), sampled(power=None)])
-    (device,) = tally.devices.all
+    summary = summary_of([sampled(throttled="temperature"), of_torch(), sampled(power=None)])
+    (device,) = summary.devices.all
     assert device.latest.power is None and device.latest.throttled == "" and device.latest.reserved_gib == 9.5
     assert device.slowed_seconds == {"temperature": 5.0} and device.peak_heat == 78.0
 
@@ -67,18 +67,18 @@ def test_what_a_look_did_not_find_any_more_is_not_shown_as_it_was():
 def test_samples_come_back_equal_and_old_ones_still_load():
     event = sampled(shared_with=None)
     assert from_json(to_json(event)) == event
-    old = '{"event": "GpuSampled", "step": 3, "time": 1, "device": 0, "power": 180.5}'
+    old = '{"event": "DeviceStats", "step": 3, "time": 1, "device": 0, "power": 180.5}'
     assert from_json(old).power == 180.5
 
 
 def test_metrics_hold_each_device_and_what_a_token_cost(tmp_path):
     with EventLog(tmp_path / "events.jsonl") as emit:
-        for event in (*made_up_run(), sampled(), sampled(PROCESSOR, power=50.0)):
+        for event in (*made_up_run(), sampled(), sampled(CPU_DEVICE, power=50.0)):
             emit(event)
     metrics = json.loads(write_metrics(tmp_path, {"energy_kwh": 1.5}).read_text())
     assert metrics["energy_kwh"] == pytest.approx(1250 / 3.6e6) and metrics["planned"]["energy_kwh"] == 1.5
     assert metrics["joules_per_token"] == pytest.approx(1250 / (40 * 8192))
-    assert [device["device"] for device in metrics["devices"]] == [0, PROCESSOR]
+    assert [device["device"] for device in metrics["devices"]] == [0, CPU_DEVICE]
     assert metrics["devices"][0]["temperature_peak"] == 78.0
 
 
@@ -104,10 +104,10 @@ def test_a_hook_hears_of_a_device_once_a_minute(tmp_path):
 def test_tensorboard_has_every_sample(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sink = TrackerSink("tensorboard", tmp_path, pytest.fail)
-    for event in (sampled(time=1.0), sampled(time=6.0, power=150.0), of_torch(), sampled(PROCESSOR)):
+    for event in (sampled(time=1.0), sampled(time=6.0, power=150.0), of_torch(), sampled(CPU_DEVICE)):
         sink.write(event)
     sink.close()
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     read.Reload()
     assert [point.value for point in read.Scalars("gpu0/power")] == [200.0, 150.0]
-    assert {"gpu0/reserved_gib", "gpu0/fragmentation", "processor/utilisation"} <= set(read.Tags()["scalars"])
+    assert {"gpu0/reserved_gib", "gpu0/fragmentation", "processor/utilization"} <= set(read.Tags()["scalars"])

@@ -32,13 +32,13 @@ from bloomery.monitor.events import (
     read_events,
     to_json,
 )
-from bloomery.monitor.tally import tally_of
+from bloomery.monitor.summary import summary_of
 
 
 def step_done(step, loss=2.0):
     return StepDone(
         step=step, time=float(step), loss=loss, learning_rate=1e-3, grad_norm=1.0, tokens=step * 8,
-        tokens_per_second=1.0, samples_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.5,
+        tokens_per_second=1.0, sequences_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.5,
     )  # fmt: skip
 
 
@@ -99,20 +99,20 @@ def test_a_night_between_a_stop_and_its_resume_is_no_time_of_the_run():
 
     killed = [started(0.0), took(1, 5.0), took(2, 10.0)]
     stopped = [*killed, RunEnded(step=2, why="stopped", time=11.0)]
-    assert tally_of(stopped).seconds == 11.0
+    assert summary_of(stopped).seconds == 11.0
     again = [started(30_000.0), Resumed(path="x", step=2, time=30_000.0), took(3, 30_004.0)]
-    assert tally_of([*stopped, *again]).seconds == 15.0
-    assert tally_of([*killed, *again]).seconds == 14.0
+    assert summary_of([*stopped, *again]).seconds == 15.0
+    assert summary_of([*killed, *again]).seconds == 14.0
 
 
 def test_a_future_that_a_rewind_gave_up_is_not_told():
-    back = Recovered(step=2, because="the loss was not a finite number", action="back to step 2")
+    back = Recovered(step=2, reason="the loss was not a finite number", action="back to step 2")
     events = [step_done(1), step_done(2), step_done(3), step_done(4), back]
     assert [event.step for event in last_per_step(events, StepDone)] == [1, 2]
-    seen = tally_of([*events, EvalDone(step=2, loss=1.0, perplexity=1, bits_per_byte=1, tokens=1, seconds=1)])
+    seen = summary_of([*events, EvalDone(step=2, loss=1.0, perplexity=1, bits_per_byte=1, tokens=1, seconds=1)])
     assert seen.step == 2
     assert [event.loss for event in last_per_step([*events, step_done(3, 9.0)], StepDone)] == [2.0, 2.0, 9.0]
-    assert tally_of([step_done(5), Recovered(step=5, because="x", action="y")]).step == 5
+    assert summary_of([step_done(5), Recovered(step=5, reason="x", action="y")]).step == 5
 
 
 def test_follow_waits_for_half_lines_and_reads_to_the_end(tmp_path):

@@ -7,7 +7,7 @@ from runs_for_tests import step_done
 
 from bloomery.monitor.diagnose.diagnosis import Diagnosis, Facts, why_not_learning, why_slow
 from bloomery.monitor.diagnose.history import seen_of
-from bloomery.monitor.events import EvalDone, GpuSampled, Recovered, Resumed, RunStarted, Saved, Vitals, Warned
+from bloomery.monitor.events import DeviceStats, EvalDone, Recovered, Resumed, RunStarted, Saved, StepHealth, Warned
 
 GPU = Facts(
     device="cuda",
@@ -37,9 +37,9 @@ def with_every(events, kind, every=1, **fields):
 
 
 def test_nothing_is_said_of_a_steady_run():
-    healthy = with_every(steady(), Vitals, seconds=0.5, core_wait_seconds=0.01, update_ratio=1e-3, graphs=4)
+    healthy = with_every(steady(), StepHealth, seconds=0.5, core_wait_seconds=0.01, update_ratio=1e-3, graphs=4)
     healthy = with_every(
-        healthy, GpuSampled, device=0, temperature=85.0, clock_mhz=2400.0, throttled="", utilisation=99.0
+        healthy, DeviceStats, device=0, temperature=85.0, clock_mhz=2400.0, throttled="", utilization=99.0
     )
     assert why_slow(healthy, GPU) == () == why_not_learning(healthy, GPU)
 
@@ -60,7 +60,7 @@ CASES = {
         [
             e
             for s in steady()
-            for e in (s, GpuSampled(step=s.step, device=0, reserved_gib=10.5, fragmentation=0.2, alloc_retries=s.step))
+            for e in (s, DeviceStats(step=s.step, device=0, reserved_gib=10.5, fragmentation=0.2, alloc_retries=s.step))
         ],
         GPU,
         "gives its cache back and asks the driver again and again (100 times in 100 steps; 20% of 10.5 GiB",
@@ -74,16 +74,16 @@ CASES = {
     ),
     "math chosen": (steady(attention="math"), GPU, "the kernel math runs", "train.attention=auto"),
     "throttled": (
-        with_every(steady(), GpuSampled, device=1, temperature=104.0, throttled="temperature"),
+        with_every(steady(), DeviceStats, device=1, temperature=104.0, throttled="temperature"),
         GPU,
         "GPU 1 slows itself down (it says so in 100% of the samples (temperature), at up to 104 °C)",
         "rocm-smi --setpoweroverdrive",
     ),
     "clock": (
         [
-            *with_every(steady(60), GpuSampled, device=0, temperature=70.0, clock_mhz=2400.0, utilisation=99.0),
+            *with_every(steady(60), DeviceStats, device=0, temperature=70.0, clock_mhz=2400.0, utilization=99.0),
             *with_every(
-                steady(100, start=60), GpuSampled, device=0, temperature=98.0, clock_mhz=1500.0, utilisation=99.0
+                steady(100, start=60), DeviceStats, device=0, temperature=98.0, clock_mhz=1500.0, utilization=99.0
             ),
         ],
         GPU,
@@ -91,7 +91,7 @@ CASES = {
         "air",
     ),
     "cores": (
-        with_every(steady(), Vitals, every=2, seconds=1.0, core_wait_seconds=0.4),
+        with_every(steady(), StepHealth, every=2, seconds=1.0, core_wait_seconds=0.4),
         GPU,
         "had no core for 40% of 20 s",
         "OMP_NUM_THREADS=1",
@@ -103,7 +103,7 @@ CASES = {
         "train.compile=false",
     ),
     "recompiled": (
-        [e for s in steady()[1:] for e in (s, Vitals(step=s.step, graphs=4 + s.step))],
+        [e for s in steady()[1:] for e in (s, StepHealth(step=s.step, graphs=4 + s.step))],
         GPU,
         "torch.compile keeps compiling (24 graphs at the start, 104 at step 100)",
         "train.compile=false",
@@ -138,10 +138,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_has_its_sentence_and_its_remedy(name):
-    events, facts, sentence, remedy = CASES[name]
+    events, facts, sentence, fix = CASES[name]
     (said,) = why_slow(events, facts)
     assert sentence in said
-    assert remedy in said
+    assert fix in said
 
 
 def test_what_runs_in_the_background_is_not_waited_for():
@@ -156,9 +156,9 @@ def test_a_late_run_with_a_cause_blames_the_cause():
 
 
 def test_a_clock_that_falls_in_an_idle_or_cool_card_is_no_news():
-    for cool in ({"temperature": 60.0, "utilisation": 99.0}, {"temperature": 98.0, "utilisation": 3.0}):
-        fast = with_every(steady(60), GpuSampled, device=0, clock_mhz=2400.0, **cool)
-        slow = with_every(steady(100, start=60), GpuSampled, device=0, clock_mhz=900.0, **cool)
+    for cool in ({"temperature": 60.0, "utilization": 99.0}, {"temperature": 98.0, "utilization": 3.0}):
+        fast = with_every(steady(60), DeviceStats, device=0, clock_mhz=2400.0, **cool)
+        slow = with_every(steady(100, start=60), DeviceStats, device=0, clock_mhz=900.0, **cool)
         assert why_slow([*fast, *slow], GPU) == ()
 
 
@@ -167,7 +167,7 @@ def learning(losses, facts=GPU, ratio=1e-3, **changes):
     rate = changes.pop("learning_rate", facts.learning_rate)
     steps = [step_done(s, loss, learning_rate=rate, **changes) for s, loss in enumerate(losses, 1)]
     begin = RunStarted(version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
-    return why_not_learning([begin, *with_every(steps, Vitals, update_ratio=ratio)], facts)
+    return why_not_learning([begin, *with_every(steps, StepHealth, update_ratio=ratio)], facts)
 
 
 def test_a_first_loss_far_from_that_of_a_guess():
@@ -241,22 +241,24 @@ def test_a_cause_is_said_once_also_over_a_resume():
     assert [warned for event in more for warned in again.look(event)] == []
 
 
-@pytest.mark.parametrize("back", [Recovered(step=4, because="nan", action="back"), Resumed(step=4, path="x")])
+@pytest.mark.parametrize("back", [Recovered(step=4, reason="nan", action="back"), Resumed(step=4, path="x")])
 def test_steps_that_were_given_up_are_forgotten_whether_by_a_recovery_or_a_resume(back):
     """Steps 8 to 10 had no finite loss, so that steps and losses are not the same number."""
     first = [step_done(step, None if step >= 8 else 3.0) for step in range(1, 11)]
     ratios = {2: 0.1, 4: 0.1, 6: 5.0}
-    told = [e for step in first for e in (step, *(Vitals(step=s, update_ratio=ratios[s]) for s in ratios
+    told = [e for step in first for e in (step, *(StepHealth(step=s, update_ratio=ratios[s]) for s in ratios
                                                   if s == step.step))]  # fmt: skip
     told = [*told, EvalDone(step=8, loss=9.0, perplexity=None, bits_per_byte=None, tokens=1, seconds=1.0)]
     seen = seen_of([*told, back])
     assert (seen.step, list(seen.losses), seen.evaluations) == (4, [3.0] * 4, {})
     assert (seen.largest_ratio, seen.path) == (0.1, pytest.approx(4 * 0.1))
-    seen = seen_of([*told, back, *(step_done(step, 2.0) for step in range(5, 11)), Vitals(step=6, update_ratio=0.1)])
+    seen = seen_of(
+        [*told, back, *(step_done(step, 2.0) for step in range(5, 11)), StepHealth(step=6, update_ratio=0.1)]
+    )
     assert list(seen.losses) == [3.0] * 4 + [2.0] * 6
     assert [step.step for step in seen.recent] == list(range(1, 11))
     assert seen.path == pytest.approx(6 * 0.1)
-    assert seen_of([*told, Recovered(step=0, because="oom", action="start")]).path == 0
+    assert seen_of([*told, Recovered(step=0, reason="oom", action="start")]).path == 0
 
 
 def test_facts_are_asked_for_when_they_are_needed():
@@ -271,7 +273,7 @@ def test_facts_are_asked_for_when_they_are_needed():
 
 
 def test_a_warning_of_another_kind_silences_nothing():
-    diagnosis = Diagnosis(lambda: GPU, [Warned(because="x", cause="data-set")])
+    diagnosis = Diagnosis(lambda: GPU, [Warned(reason="x", cause="data-set")])
     assert [w.cause for event in steady(100, data_wait_seconds=0.2) for w in diagnosis.look(event)] == ["data"]
 
 

@@ -11,8 +11,8 @@ from runs_for_tests import made_up_run, step_done
 from bloomery.monitor.console.lines import PlainView, header, showing
 from bloomery.monitor.console.screen import Screen, Seen, frame
 from bloomery.monitor.events import (
+    DeviceStats,
     EvalDone,
-    GpuSampled,
     Phase,
     Recovered,
     Resumed,
@@ -22,7 +22,7 @@ from bloomery.monitor.events import (
     Saved,
     Warned,
 )
-from bloomery.monitor.tally import RunFacts, Tally, sparkline, tally_of
+from bloomery.monitor.summary import RunFacts, RunSummary, sparkline, summary_of
 
 
 def lines_of(events, every=10, **facts):
@@ -40,7 +40,7 @@ def rows_of(lines, titles=None):
 
 
 def test_samples_of_devices_do_not_part_a_line_from_its_exam():
-    events = [event for told in made_up_run() for event in (told, GpuSampled(device=0, seconds=5.0, step=told.step))]
+    events = [event for told in made_up_run() for event in (told, DeviceStats(device=0, seconds=5.0, step=told.step))]
     assert lines_of(events) == lines_of(made_up_run())
 
 
@@ -96,10 +96,10 @@ def test_a_save_that_ends_some_steps_later_is_told_below():
 def test_an_exam_of_a_future_that_a_resume_gave_up_counts_no_more():
     events = [EvalDone(step=s, loss=loss, perplexity=1.0, bits_per_byte=1.0, tokens=1, seconds=1.0)
               for s, loss in ((10, 3.0), (20, 2.0), (30, 2.5))]  # fmt: skip
-    tally = tally_of(events)
-    assert (tally.evaluation, tally.best) == (events[2], events[1])
-    tally.add(Resumed(step=10, path="x"))
-    assert tally.evaluation == tally.best == events[0]
+    summary = summary_of(events)
+    assert (summary.evaluation, summary.best) == (events[2], events[1])
+    summary.add(Resumed(step=10, path="x"))
+    assert summary.evaluation == summary.best == events[0]
 
 
 def test_a_skipped_step_is_never_a_number():
@@ -114,50 +114,50 @@ def test_the_loss_is_the_mean_since_the_line_before():
 
 def test_time_left_counts_evaluations_too():
     """Ten steps of 0.5 s with 5 s of evaluation between them leave (90 steps) x 1 s."""
-    tally = Tally(steps=100)
+    summary = RunSummary(steps=100)
     for step in range(1, 12):
-        tally.add(step_done(step, time=step * 0.5 + (5 if step > 5 else 0)))
-    assert tally.seconds_left == (100 - 11) * 1.0
+        summary.add(step_done(step, time=step * 0.5 + (5 if step > 5 else 0)))
+    assert summary.seconds_left == (100 - 11) * 1.0
 
 
 def test_a_first_step_that_compiled_says_nothing_of_the_time_left():
-    tally = Tally(steps=100)
+    summary = RunSummary(steps=100)
     for step in range(1, 12):
         took = 30.0 if step <= 2 else 0.5
-        tally.add(replace(step_done(step, time=30.0 * min(step, 2) + 0.5 * max(step - 2, 0)), step_seconds=took))
-    assert tally.seconds_left == (100 - 11) * 0.5
+        summary.add(replace(step_done(step, time=30.0 * min(step, 2) + 0.5 * max(step - 2, 0)), step_seconds=took))
+    assert summary.seconds_left == (100 - 11) * 0.5
 
 
 def test_a_clock_that_is_set_back_takes_no_time_away():
     """An hour back between steps 5 and 6; the half second in which it happened is lost."""
-    tally = Tally(steps=100)
+    summary = RunSummary(steps=100)
     for step in range(1, 12):
-        tally.add(step_done(step, time=step * 0.5 - (3600 if step > 5 else 0)))
-    assert tally.seconds == 4.5
-    assert tally.seconds_left == pytest.approx(89 * 0.45)
+        summary.add(step_done(step, time=step * 0.5 - (3600 if step > 5 else 0)))
+    assert summary.seconds == 4.5
+    assert summary.seconds_left == pytest.approx(89 * 0.45)
 
 
 def test_a_save_that_is_told_late_takes_no_time():
-    tally = Tally(steps=100)
+    summary = RunSummary(steps=100)
     saved = Saved(step=1, path="x", bytes=1, seconds=1.0, time=1.5)
     for event in (step_done(1, time=1.0), step_done(2, time=2.0), saved, step_done(3, time=3.0)):
-        tally.add(event)
-    assert tally.seconds == 2.0
+        summary.add(event)
+    assert summary.seconds == 2.0
 
 
 def test_a_resume_does_not_count_the_pause():
-    tally = Tally(steps=100)
+    summary = RunSummary(steps=100)
     for event in (step_done(1, time=0.5), step_done(2, time=1.0), Resumed(step=1, path="x", time=9000.0)):
-        tally.add(event)
-    assert tally.seconds_left is None and tally.step == 1
+        summary.add(event)
+    assert summary.seconds_left is None and summary.step == 1
     for event in (step_done(2, time=9000.5), step_done(3, time=9001.0)):
-        tally.add(event)
-    assert tally.seconds_left == 97 * 0.5
+        summary.add(event)
+    assert summary.seconds_left == 97 * 0.5
 
 
 def test_smoothing_is_bias_corrected():
-    tally = tally_of([step_done(1, 4.0), step_done(2, 2.0)])
-    assert abs(tally.smoothed - (0.9 * 0.1 * 4 + 0.1 * 2) / (1 - 0.9**2)) < 1e-12
+    summary = summary_of([step_done(1, 4.0), step_done(2, 2.0)])
+    assert abs(summary.smoothed - (0.9 * 0.1 * 4 + 0.1 * 2) / (1 - 0.9**2)) < 1e-12
 
 
 def test_a_failure_says_why():
@@ -171,13 +171,13 @@ def test_phases_are_told_once_begun_and_once_done():
 
 
 def test_long_warnings_wrap():
-    lines = lines_of([Warned(because="word " * 60)])
+    lines = lines_of([Warned(reason="word " * 60)])
     assert len(lines) > 2 and all(len(line) <= 100 for line in lines)
 
 
 def test_mfu_is_arithmetic_and_absent_where_the_peak_is_unknown():
-    assert RunFacts(flops_per_token=2e6, peak_flops=1e12).utilisation(1e5) == 0.2
-    assert RunFacts(flops_per_token=2e6).utilisation(1e5) is None
+    assert RunFacts(flops_per_token=2e6, peak_flops=1e12).utilization(1e5) == 0.2
+    assert RunFacts(flops_per_token=2e6).utilization(1e5) is None
 
 
 def test_sparkline():
@@ -200,15 +200,15 @@ def a_long_run():
     yield replace(exam, metrics={"accuracy": 0.712})
     yield Sampled(step=195_000, prompt="def first(sentence: str) -> str:\n", text="    return sentence", time=NOW)
     yield Saved(step=195_000, path="checkpoints/step-00195000", bytes=2**30, seconds=1.0, time=NOW)
-    devices = {"seconds": 5.0, "utilisation": 97.0, "memory_total_gib": 191.7, "temperature": 71.0, "power": 702.0}
-    yield GpuSampled(device=0, memory_gib=151.2, throttled="thermal throttling", time=NOW, **devices)
-    yield GpuSampled(device=-1, memory_gib=18.1, time=NOW, **devices)
-    yield Warned(step=195_000, because=WARNING, time=NOW)
+    devices = {"seconds": 5.0, "utilization": 97.0, "memory_total_gib": 191.7, "temperature": 71.0, "power": 702.0}
+    yield DeviceStats(device=0, memory_gib=151.2, throttled="thermal throttling", time=NOW, **devices)
+    yield DeviceStats(device=-1, memory_gib=18.1, time=NOW, **devices)
+    yield Warned(step=195_000, reason=WARNING, time=NOW)
 
 
 def screen_of(events, width=80, height=23, name="samantha-llama2-7b-full-24gb-20261122-110305", state="running"):
     facts = RunFacts(name=name, steps=390_000, flops_per_token=1e5, peak_flops=1e12, memory_limit_gib=176.0)
-    seen = Seen(tally=Tally(steps=facts.steps))
+    seen = Seen(summary=RunSummary(steps=facts.steps))
     for event in events:
         seen.add(event)
     return frame(seen, facts, Screen(width, height), state=state, now=NOW)
@@ -260,8 +260,8 @@ HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[2J\x9b1m\x90q\x9c\u202etxt\u2066\r\x0
 def test_text_of_a_dataset_never_reaches_the_terminal_raw(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=24, color_system=None)
     events = [
-        Warned(because=f"a row {HOSTILE} is odd"), step_done(1), Sampled(step=1, prompt=HOSTILE, text=f"a{HOSTILE}b"),
-        Phase(name=f"x{HOSTILE}"), Recovered(step=1, because=HOSTILE, action=HOSTILE),
+        Warned(reason=f"a row {HOSTILE} is odd"), step_done(1), Sampled(step=1, prompt=HOSTILE, text=f"a{HOSTILE}b"),
+        Phase(name=f"x{HOSTILE}"), Recovered(step=1, reason=HOSTILE, action=HOSTILE),
         Saved(step=1, path=f"a/{HOSTILE}", bytes=1, seconds=1), Resumed(step=1, path=HOSTILE),
         RunEnded(step=1, why=f"failed: {HOSTILE}"),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.core.text import HIDDEN, scrub
+from bloomery.core.text import HIDDEN, redact_secrets
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
 from bloomery.monitor.sinks import CommandSink, LogFile, open_sinks, write_metrics
 from bloomery.monitor.trackers import TRACKERS, TrackerSink
@@ -29,13 +29,13 @@ LEAKS = {
 
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
 def test_secrets_are_taken_out(leak):
-    told = scrub(f"before {leak} after", {})
+    told = redact_secrets(f"before {leak} after", {})
     assert CANARY not in told and "0123456789abcdef" not in told and HIDDEN in told
     assert told.startswith("before ") and told.endswith(" after")
 
 
 def test_the_values_of_secret_variables_are_taken_out():
-    assert scrub("x swordfish-99 y", {"MY_SECRET": "swordfish-99", "EDITOR": "x"}) == f"x {HIDDEN} y"
+    assert redact_secrets("x swordfish-99 y", {"MY_SECRET": "swordfish-99", "EDITOR": "x"}) == f"x {HIDDEN} y"
 
 
 INNOCENT = ["tokens: 8192", "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b", "https://a.org/b?c=d", "key"]
@@ -43,13 +43,13 @@ INNOCENT = ["tokens: 8192", "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b", "https:/
 
 @pytest.mark.parametrize("text", INNOCENT)
 def test_innocent_text_stays(text):
-    assert scrub(text, {"SOME_TOKEN": "1"}) == text
+    assert redact_secrets(text, {"SOME_TOKEN": "1"}) == text
 
 
 def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
     log = LogFile(tmp_path / "log.txt")
     for leak in LEAKS.values():
-        log.write(Warned(because=leak))
+        log.write(Warned(reason=leak))
         log.write(Sampled(prompt=leak, text=leak))
         log.text(f"Traceback\n  File x\n{leak}")
     log.close()
@@ -130,7 +130,7 @@ def hook(tmp_path, body):
 def test_a_hook_reads_each_event_as_json(tmp_path):
     sink, told = hook(tmp_path, "import sys; open('got.txt', 'a').write(sys.stdin.read())")
     sink.write(step_done(3, 1.5))
-    sink.write(Warned(because=LEAKS["a Hugging Face token"]))
+    sink.write(Warned(reason=LEAKS["a Hugging Face token"]))
     first, second = (tmp_path / "got.txt").read_text().splitlines()
     assert json.loads(first)["loss"] == 1.5 and CANARY not in second and not told
 
@@ -183,7 +183,7 @@ NOISE = {
 def test_whatever_a_hook_does_is_no_matter_of_the_run(body, tmp_path):
     sink, told = hook(tmp_path, body)
     began = time.monotonic()
-    sink.write(Warned(because="x" * 1_000_000))
+    sink.write(Warned(reason="x" * 1_000_000))
     assert not told and time.monotonic() - began < 5
 
 

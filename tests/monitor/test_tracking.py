@@ -220,7 +220,7 @@ def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it
     with pytest.raises(UserError) as error:
         require(["tensorboard", "wandb"])
     assert "wandb is not installed" in error.value.problem
-    assert error.value.remedy and "-m pip install wandb" in error.value.remedy
+    assert error.value.fix and "-m pip install wandb" in error.value.fix
     (tmp_path / "libraries/wandb").rmdir()
     library("wandb", WANDB)
     require(["wandb"])

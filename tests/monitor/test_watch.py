@@ -9,8 +9,8 @@ from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.console.screen import Screen, Seen, frame, plot, settled_top
 from bloomery.monitor.events import (
+    DeviceStats,
     EventLog,
-    GpuSampled,
     Phase,
     Resumed,
     RunEnded,
@@ -20,7 +20,7 @@ from bloomery.monitor.events import (
     Warned,
     to_json,
 )
-from bloomery.monitor.tally import RunFacts
+from bloomery.monitor.summary import RunFacts
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)
 
@@ -39,7 +39,7 @@ def drawn(events, width=100, height=None, plain=False, state="running", now=30.0
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
 @pytest.mark.parametrize("height", [None, 12, 24, 40])
 def test_no_line_is_wider_and_no_picture_higher_than_the_screen(width, height):
-    long = [Warned(because="a word " * 80, step=3), Sampled(step=40, prompt="漢字" * 60, text="\x1b[2J" + "x" * 300)]
+    long = [Warned(reason="a word " * 80, step=3), Sampled(step=40, prompt="漢字" * 60, text="\x1b[2J" + "x" * 300)]
     lines = drawn([*made_up_run(), *long], width, height)
     assert all(cell_len(line) <= width for line in lines)
     assert height is None or len(lines) <= height
@@ -47,7 +47,7 @@ def test_no_line_is_wider_and_no_picture_higher_than_the_screen(width, height):
 
 
 def test_everything_that_a_person_looks_for_is_there():
-    gpu = GpuSampled(device=0, seconds=5.0, utilisation=98.0, power=200.0, temperature=71.0, time=22.0)
+    gpu = DeviceStats(device=0, seconds=5.0, utilization=98.0, power=200.0, temperature=71.0, time=22.0)
     events = [*made_up_run(steps=40, kill_at=25), gpu]
     text = "\n".join(drawn([*events[:-2], gpu]))
     for part in (
@@ -160,9 +160,9 @@ def test_what_is_not_an_event_of_this_version_is_counted_and_passed_over(tmp_pat
 
 def test_a_request_to_stop_is_seen_until_the_run_has_ended():
     asked = [step_done(1), Phase(name="stopping", step=1), step_done(2)]
-    assert seen_of(asked).tally.stopping
+    assert seen_of(asked).summary.stopping
     assert any("asked to stop" in line for line in drawn(asked))
-    assert not seen_of([*asked, RunEnded(why="stopped", step=2)]).tally.stopping
+    assert not seen_of([*asked, RunEnded(why="stopped", step=2)]).summary.stopping
 
 
 def test_a_long_way_is_told_by_the_clock_too():
@@ -192,15 +192,15 @@ def test_strips_begin_at_zero_and_lie_below_the_curve():
 def eight_gpus():
     for number in range(8):
         shared, why = number - 1 if number % 2 else None, "temperature" if number == 7 else ""
-        yield GpuSampled(
-            device=number, seconds=5.0, utilisation=98.0, temperature=71.0, power=None if number % 2 else 480.0,
+        yield DeviceStats(
+            device=number, seconds=5.0, utilization=98.0, temperature=71.0, power=None if number % 2 else 480.0,
             shared_with=shared, clock_mhz=1650.0, memory_gib=41.0, memory_total_gib=64.0, throttled=why,
             allocated_gib=36.0, reserved_gib=42.0, time=22.0,
         )  # fmt: skip
 
 
 def test_eight_gpus_have_a_place_on_a_small_terminal_beside_the_curve_and_what_happened():
-    lines = drawn([*made_up_run(), *eight_gpus(), Warned(because="too hot", step=40)], 80, 24)
+    lines = drawn([*made_up_run(), *eight_gpus(), Warned(reason="too hot", step=40)], 80, 24)
     text = "\n".join(lines)
     assert all(f"gpu {number}" in text for number in range(8)) and len(lines) <= 24
     assert "gpu 1  98%  71 °C  with 0   41 GiB" in text and "41 GiB slow" in text

@@ -9,7 +9,7 @@ from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.advice.advise import advise
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import CorpusFacts, Plan, PlanReport
+from bloomery.plan.types import CorpusFacts, PlanReport, RunPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
 
@@ -46,7 +46,7 @@ def loaded(**sections: Any) -> LoadedRecipe:
 
 def planned(
     loaded: LoadedRecipe, machine: Machine, *, corpus: CorpusFacts | None = None, gpus: int = 1, nodes: int = 1
-) -> Plan:
+) -> RunPlan:
     """Without the text that may lie here."""
     return resolve(loaded, facts_of(loaded, machine, corpus=corpus), gpus=gpus, nodes=nodes)
 

@@ -27,15 +27,15 @@ def recipe_from(folder, **adapter) -> Recipe:
 def test_the_plan_says_how_much_is_trained():
     adapter = {"kind": "dora", "rank": 4, "targets": ["q_proj"], "scale": "rslora", "init": "pissa"}
     plan = planned(loaded(adapter=adapter), machine())
-    said = next(decision for decision in plan.decisions if decision.key == "adapter.kind")
+    said = next(decision for decision in plan.choices if decision.key == "adapter.kind")
     assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
-    assert said.because.startswith("1,152 numbers are trained") and said.because.endswith("on 2 matrices")  # 2 x 9 x 64
+    assert said.reason.startswith("1,152 numbers are trained") and said.reason.endswith("on 2 matrices")  # 2 x 9 x 64
 
 
 @pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])
 def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
     plan = reported(loaded(adapter={"kind": "lora", "rank": rank, "targets": ["q_proj", "down_proj"]}), machine())
-    found = [text for text in plan.contradictions if "adapter.rank is 65" in text and "no more than 64" in text]
+    found = [text for text in plan.warnings if "adapter.rank is 65" in text and "no more than 64" in text]
     assert len(found) == doubted
 
 
@@ -78,20 +78,20 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
         words = alone.model_dump(by_alias=True, include={"model"})
         plan = planned(loaded(model=words["model"], tokenizer={"add_tokens": tokens}), machine())
         assert plan.model.new_ids == (known.vocab_size,), "the rows that begin anew are known to the run"
-        assert {d.key: d.value for d in plan.decisions}["model.vocab_size"] == "1 new token"
+        assert {d.key: d.value for d in plan.choices}["model.vocab_size"] == "1 new token"
 
 
-@pytest.mark.parametrize(("said", "remedy"), [
+@pytest.mark.parametrize(("said", "fix"), [
     ({"method": "adalora", "traget_r": 4}, "did you mean target_r?"),
     ({"method": "adalra"}, "did you mean adapter.method=adalora?"),
     ({"method": "vera", "target_modules": ["q_proj", "o_prj"]}, "near it: o_proj"),
     ({"method": "vera", "target_modules": "v_proj"}, "a text alone is a pattern over full names"),
     ({"method": "vera", "target_modules": "(v_proj"}, "adapter.target_modules=[q_proj]"),
 ])  # fmt: skip
-def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(said, remedy):
+def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(said, fix):
     with pytest.raises(UserError) as refused:
         planned(loaded(adapter={"kind": "peft", **said}), machine())
-    assert remedy in refused.value.remedy
+    assert fix in refused.value.fix
 
 
 def test_adalora_is_counted_with_the_rank_that_it_starts_with_and_needs_its_steps():

@@ -11,7 +11,7 @@ Q_AND_V = 64 * 2 * 8 * 4096  # numbers of rank 8 beside q_proj and v_proj of 32 
 
 def said(*words: str) -> str:
     plan = planned(load_recipe("samantha-llama2-7b-lora", ("tokenizer={}", *words)), machine())
-    return next(f"{told.value}: {told.because}" for told in plan.decisions if told.key == "model.from")
+    return next(f"{told.value}: {told.reason}" for told in plan.choices if told.key == "model.from")
 
 
 def test_seven_billion_parameters_in_full_hold_16_bytes_each():
@@ -33,4 +33,4 @@ def test_lora_leaves_the_weights_and_little_beside(base):
 
 def test_a_model_of_random_weights_is_not_compared():
     plan = planned(load_recipe("go-coder-tiny"), machine())
-    assert "model.from" not in {told.key for told in plan.decisions}
+    assert "model.from" not in {told.key for told in plan.choices}

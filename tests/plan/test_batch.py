@@ -33,19 +33,19 @@ def test_a_step_of_partial_rows_is_refused_with_its_neighbours():
     with pytest.raises(UserError) as error:
         choose_tokens_per_step(1000, preset("go-coder-tiny"), 128)
     assert error.value.where == "train.tokens_per_step"
-    assert "896 or 1024" in error.value.remedy
+    assert "896 or 1024" in error.value.fix
 
 
 def test_a_step_shorter_than_a_row_names_one_row():
     with pytest.raises(UserError) as error:
         choose_tokens_per_step(100, preset("go-coder-tiny"), 128)
-    assert error.value.remedy == "set train.tokens_per_step=128"
+    assert error.value.fix == "set train.tokens_per_step=128"
 
 
 def test_a_micro_batch_must_divide_the_step():
     with pytest.raises(UserError) as error:
         planned(loaded(train={"micro_batch": 3}), machine())
-    assert error.value.remedy == "set train.micro_batch to one of 1, 2, 4, 8"
+    assert error.value.fix == "set train.micro_batch to one of 1, 2, 4, 8"
 
 
 def test_a_gpu_takes_the_largest_micro_batch_that_fits():
@@ -81,16 +81,16 @@ def test_a_run_that_does_not_fit_says_what_would_help():
     large = {"micro_batch": 8, "activation_checkpointing": "none"}
     report = reported(loaded(train=large), machine(free_gib=0.411))
     assert not report.plan.fits
-    assert "train.micro_batch=1" in report.plan.remedies
-    assert all("in all" in remedy.saves for remedy in report.remedies)
+    assert "train.micro_batch=1" in report.plan.suggestions
+    assert all("in all" in fix.saves for fix in report.suggestions)
 
 
 def test_a_small_dataset_has_steps_to_learn_in():
     """The batch that suits the model alone would be more than an epoch of it."""
     config = preset("go-coder-small")
     for rows, expected in [(3, 1), (40, 1), (64, 2), (1000, 16), (8191, 128), (8192, 256), (10**6, 256)]:
-        assert choose_tokens_per_step("auto", config, 1024, rows_per_epoch=rows).value == expected * 1024
-    said = choose_tokens_per_step("auto", config, 1024, rows_per_epoch=1000).because
+        assert choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=rows).value == expected * 1024
+    said = choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=1000).reason
     assert "an epoch of 1,000 sequences has 62 steps" in said and "262,144" in said
 
 
@@ -104,13 +104,13 @@ def test_fine_tuning_takes_smaller_steps_than_pretraining():
 
 def test_two_hundred_conversations_plan_something_sensible():
     """They pack into three sequences; nothing but the data is named."""
-    corpus = CorpusFacts(rows_per_epoch=3, tokens=11_000, vocab_size=256)
+    corpus = CorpusFacts(sequences_per_epoch=3, tokens=11_000, vocab_size=256)
     recipe = loaded(objective={"kind": "sft"}, train={"length": "3 epochs", "tokens_per_step": "auto"})
     report = reported(recipe, machine(), corpus=corpus)
     plan = report.plan
     assert (plan.train.steps, plan.epochs) == (9, 3.0)
     assert "3 epochs" in " ".join(step_lines(plan))
-    assert not [doubt for doubt in report.contradictions if "epochs" in doubt]
+    assert not [doubt for doubt in report.warnings if "epochs" in doubt]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-qlora", "worldmodel-qwen2.5-lora", "dpo", "reward", "llama3.1-8b-lora"])
@@ -126,11 +126,11 @@ def test_packaged_fine_tuning_follows_a_small_dataset(name):
 )
 def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, edit):
     """In `plan`, `--dry-run` and `train`, which all tell a plan's contradictions."""
-    corpus = CorpusFacts(rows_per_epoch=80, tokens=10_000, vocab_size=256)
+    corpus = CorpusFacts(sequences_per_epoch=80, tokens=10_000, vocab_size=256)
 
     def doubts(steps: int) -> list[str]:
         recipe = loaded(objective={"kind": objective}, train={"length": f"{steps} steps", "tokens_per_step": 1024})
-        return [said for said in reported(recipe, machine(), corpus=corpus).contradictions if "epochs" in said]
+        return [said for said in reported(recipe, machine(), corpus=corpus).warnings if "epochs" in said]
 
     assert doubts(10 * epochs) == []
     (said,) = doubts(10 * epochs + 10)

@@ -14,14 +14,14 @@ def guide():
 
 
 def verdicts(report):
-    return {verdict.claim: (verdict.verdict, verdict.because) for verdict in report.claims}
+    return {verdict.claim: (verdict.verdict, verdict.reason) for verdict in report.claims}
 
 
 def test_the_guide_trains_on_a_third_of_what_it_says(guide):
     assert guide.plan.total_tokens == 195_000 * 16 * 1024 == 3_194_880_000
-    verdict, because = verdicts(guide)["10 B tokens"]
+    verdict, reason = verdicts(guide)["10 B tokens"]
     assert verdict == "wrong"
-    assert because.startswith("195,000 x 16 x 1,024 = 3.19 B; 10 B are 610,352 steps, 18.")
+    assert reason.startswith("195,000 x 16 x 1,024 = 3.19 B; 10 B are 610,352 steps, 18.")
 
 
 def test_five_tokens_a_second_would_take_twenty_years(guide):
@@ -36,16 +36,16 @@ def test_five_to_seven_days_are_right(guide):
 
 
 def test_epochs_wait_for_the_text(guide):
-    verdict, because = verdicts(guide)["3 epochs"]
-    assert (verdict, because) == ("open", "true for a corpus of 1.06 B tokens; there is none here to count")
+    verdict, reason = verdicts(guide)["3 epochs"]
+    assert (verdict, reason) == ("open", "true for a corpus of 1.06 B tokens; there is none here to count")
 
 
 def test_ten_gigabytes_are_judged_by_the_plans_own_total(guide):
     """10 to 11 GB with 5% to each side are 8.85 to 10.76 GiB."""
-    verdict, because = verdicts(guide)["10 to 11 GB"]
+    verdict, reason = verdicts(guide)["10 to 11 GB"]
     total = guide.plan.memory.total / 2**30
     assert verdict == ("high" if total < 8.85 else "fits")
-    assert because.startswith(f"{total:.1f} GiB at micro-batch 16")
+    assert reason.startswith(f"{total:.1f} GiB at micro-batch 16")
 
 
 def test_perplexities_wait_for_the_run(guide):
@@ -53,14 +53,14 @@ def test_perplexities_wait_for_the_run(guide):
 
 
 def test_the_guide_denies_itself(guide):
-    assert any("take 63 years, not 5.0 to 7.0 days" in doubt for doubt in guide.contradictions)
+    assert any("take 63 years, not 5.0 to 7.0 days" in doubt for doubt in guide.warnings)
 
 
 def judged(expect, *, corpus=None, **sections):
     return reported(loaded(expect=expect, **sections), machine(), corpus=corpus).claims[0]
 
 
-CORPUS = CorpusFacts(rows_per_epoch=400, tokens=51_200, vocab_size=256)
+CORPUS = CorpusFacts(sequences_per_epoch=400, tokens=51_200, vocab_size=256)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def sound(report, where) -> None:
         assert 0 < best < gpu.peak_flops(dtype_of(plan)), "nobody reaches the peak"
     assert report.energy_kwh is None or report.energy_kwh > 0
     for verdict in report.claims:
-        assert verdict.because
+        assert verdict.reason
 
 
 def replicas(plan) -> int:
@@ -98,8 +98,8 @@ def test_a_model_that_is_far_too_large(device):
     report = reported(load_recipe("go-coder-125m", HUGE), where)
     assert not report.plan.fits
     sound(report, where)
-    for remedy in report.remedies:
-        assert "saves -" not in remedy.saves
+    for fix in report.suggestions:
+        assert "saves -" not in fix.saves
 
 
 def test_the_longest_search_takes_less_than_two_seconds():
@@ -124,7 +124,7 @@ def test_numbers_of_devices_that_divide_nothing(gpus):
         sound(reported(load_recipe("go-coder-125m"), where, gpus=gpus), where)
     except UserError as refused:
         assert "train.tokens_per_step" in (refused.where or "")
-        assert refused.remedy
+        assert refused.fix
 
 
 @pytest.mark.parametrize(

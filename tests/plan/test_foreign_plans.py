@@ -30,12 +30,12 @@ def test_our_decoder_says_that_every_load_is_safe():
     assert "every load is safe" in told(model={"safe_load": True})
 
 
-@pytest.mark.parametrize(("sections", "remedy"), [
+@pytest.mark.parametrize(("sections", "fix"), [
     ({"objective": {"kind": "reward"}}, "docs/models.md"),
     ({"train": {"compile": True}}, "train.compile=auto"),
     ({"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}}, "take it out"),
 ])  # fmt: skip
-def test_what_they_lack_is_refused_with_a_remedy(phi, sections, remedy):
+def test_what_they_lack_is_refused_with_a_remedy(phi, sections, fix):
     with pytest.raises(UserError) as refused:
         planned(loaded(model=phi, **sections), machine())
-    assert remedy in refused.value.remedy
+    assert fix in refused.value.fix

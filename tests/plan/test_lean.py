@@ -8,7 +8,7 @@ LEAN = {"kind": "adafactor", "in_backward": True}
 
 
 def said(plan) -> dict[str, str]:
-    return {decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions}
+    return {decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices}
 
 
 def test_in_backward_a_step_is_one_micro_batch():
@@ -29,7 +29,7 @@ def test_accumulation_in_backward_is_refused_with_the_edit_that_helps():
     both = {"micro_batch": 2, "tokens_per_step": 8 * length}
     with pytest.raises(UserError) as error:
         planned(loaded(optimizer=LEAN, train=both), machine())
-    assert f"train.tokens_per_step={2 * length}" in error.value.remedy
+    assert f"train.tokens_per_step={2 * length}" in error.value.fix
     planned(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
 
 
@@ -67,13 +67,13 @@ def test_what_is_done_instead_of_clipping_is_said():
 )
 def test_what_changes_nothing_is_said(sections, words):
     report = reported(loaded(**sections), machine())
-    assert any(words in text for text in report.contradictions)
+    assert any(words in text for text in report.warnings)
 
 
 def test_bfloat16_adapters_are_rounded_at_random_beside_float32_products():
     rounded = {"stochastic_rounding": True}
     half = reported(loaded(optimizer=rounded, adapter={"kind": "lora", "dtype": "bfloat16"}), machine())
     assert "optimizer.stochastic_rounding" in said(half.plan)
-    assert not any("stochastic" in text for text in half.contradictions)
+    assert not any("stochastic" in text for text in half.warnings)
     wide = reported(loaded(optimizer=rounded, adapter={"kind": "lora"}), machine())
-    assert any("stochastic_rounding does nothing" in text for text in wide.contradictions)
+    assert any("stochastic_rounding does nothing" in text for text in wide.warnings)

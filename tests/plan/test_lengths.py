@@ -9,7 +9,7 @@ from bloomery.plan.lengths import Scale, complete, evaluation_rows, provisional_
 from bloomery.plan.report.page import step_lines
 from bloomery.plan.types import CorpusFacts
 
-SCALE = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=1000, steps=200, step_seconds=0.5)
+SCALE = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=1000, steps=200, step_seconds=0.5)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,9 @@ def test_the_length_of_a_run(length, steps):
 
 
 def test_lengths_that_have_no_steps_yet():
-    unknown = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=None, step_seconds=None)
+    unknown = Scale(
+        tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=None, steps=None, step_seconds=None
+    )
     assert total_steps(Duration(2.0, "epochs"), unknown) is None
     assert total_steps(Duration(60.0, "seconds"), SCALE) is None
     assert provisional_steps(Duration(60.0, "seconds"), 0.5) == 120
@@ -37,7 +39,7 @@ def test_lengths_that_have_no_steps_yet():
 
 
 def test_text_that_fills_no_step_is_refused():
-    tiny = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=7, steps=None, step_seconds=None)
+    tiny = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=7, steps=None, step_seconds=None)
     with pytest.raises(UserError, match="14 rows in 2 epochs"):
         total_steps(Duration(2.0, "epochs"), tiny)
 
@@ -52,14 +54,16 @@ def test_parts_of_a_run(length, steps):
 
 def test_a_fifth_of_a_run_comes_five_times():
     """Rounded to the nearest, 20% of 366 steps came at 365 and once more at the end."""
-    run = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=366, step_seconds=None)
+    run = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=None, steps=366, step_seconds=None)
     every = steps_of(parse_duration("20%"), run, key="eval.every")
     assert [step for step in range(1, 367) if step % every == 0 or step == 366] == [74, 148, 222, 296, 366]
 
 
 @pytest.mark.parametrize("length", ["1h", "1 epoch"])
 def test_an_unknown_scale_names_the_key(length):
-    unknown = Scale(tokens_per_step=16384, rows_per_step=16, rows_per_epoch=None, steps=None, step_seconds=None)
+    unknown = Scale(
+        tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=None, steps=None, step_seconds=None
+    )
     with pytest.raises(UserError) as error:
         steps_of(parse_duration(length), unknown, key="checkpoint.every")
     assert error.value.where == "checkpoint.every"
@@ -98,21 +102,21 @@ def test_a_least_number_of_steps_is_of_a_wall_time_run():
     assert timed.train.min_steps == 200
     assert "at least 200 steps" in " ".join(step_lines(timed))
     counted = reported(loaded(train={"length": "90 steps", "min_steps": 200}), machine())
-    assert any("train.min_steps does nothing" in doubt for doubt in counted.contradictions)
+    assert any("train.min_steps does nothing" in doubt for doubt in counted.warnings)
 
 
 def test_epochs_come_from_the_counted_rows():
-    corpus = CorpusFacts(rows_per_epoch=1001, tokens=128_000, vocab_size=256)
+    corpus = CorpusFacts(sequences_per_epoch=1001, tokens=128_000, vocab_size=256)
     plan = planned(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
-    said = next(choice for choice in plan.decisions if choice.key == "train.length")
-    assert (said.value, said.because) == ("250 steps", "the last 2 rows of 2 epochs fill no step and are left out")
+    said = next(choice for choice in plan.choices if choice.key == "train.length")
+    assert (said.value, said.reason) == ("250 steps", "the last 2 rows of 2 epochs fill no step and are left out")
     assert "250 steps: the last 2 rows of 2 epochs" in " ".join(step_lines(plan))
 
 
 def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
-    scale = Scale(tokens_per_step=1024, rows_per_step=8, rows_per_epoch=None, steps=None, step_seconds=None)
+    scale = Scale(tokens_per_step=1024, sequences_per_step=8, sequences_per_epoch=None, steps=None, step_seconds=None)
     assert evaluation_rows(500, scale, tokens=None) == 400
     assert evaluation_rows(10, scale, tokens=None) == 64
     plan = planned(loaded(train={"length": "90s"}, eval={"every": "50%"}), machine())

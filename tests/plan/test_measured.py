@@ -29,10 +29,10 @@ PARTS = {
 }
 
 
-def card(*points: Point, giver: str = OWN, config: ModelConfig = CONFIG, **changes) -> Card:
+def card(*points: Point, contributor: str = OWN, config: ModelConfig = CONFIG, **changes) -> Card:
     facts = {
         "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
-        "model": asdict(config), "parameters": 1000, "text": "random", "giver": giver, "day": "2026-11-21",
+        "model": asdict(config), "parameters": 1000, "text": "random", "contributor": contributor, "day": "2026-11-21",
         "points": points or (POINT,),
     }  # fmt: skip
     return Card.model_validate(facts | changes)
@@ -72,16 +72,16 @@ def test_no_cards_no_table_and_strange_models_leave_the_table_alone():
 
 
 def test_own_measurements_come_before_given_ones_and_near_ones_before_far_ones():
-    given, own = card(giver="Ada"), card(POINT.model_copy(update={"micro_batch": 32}))
+    given, own = card(contributor="Ada"), card(POINT.model_copy(update={"micro_batch": 32}))
     known = nearest(LOAD, [given, own])
     assert known is not None and known.own and known.distance == 3.0
-    assert nearest(LOAD, [given]).because == "measured by Ada on a CPU on 2026-11-21 with 4 x 128 tokens"
+    assert nearest(LOAD, [given]).reason == "measured by Ada on a CPU on 2026-11-21 with 4 x 128 tokens"
     near = POINT.model_copy(update={"micro_batch": 8})
     assert nearest(LOAD, [card(own.points[0], near)]).point == near
 
 
 def test_a_given_card_is_believed_less():
-    found = corrected(PARTS, LOAD, [card(giver="Ada")], seconds=table)["attention"]
+    found = corrected(PARTS, LOAD, [card(contributor="Ada")], seconds=table)["attention"]
     assert found.high == pytest.approx(2 * 1.25)
 
 

@@ -176,7 +176,7 @@ def test_more_devices_leave_a_step_in_backward_as_large_as_it_was_asked_for():
 def test_fewer_rows_than_devices_is_refused_with_a_number():
     with pytest.raises(UserError, match="cannot be shared by 48 devices") as error:
         planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
-    assert "train.tokens_per_step=49152" in error.value.remedy
+    assert "train.tokens_per_step=49152" in error.value.fix
 
 
 def test_a_processor_is_one_device():

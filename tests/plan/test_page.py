@@ -148,7 +148,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
     assert result.return_value == 0
     assert set(said) == {
         "fits", "tokens", "steps", "epochs", "seconds", "energy_kwh", "step_seconds", "tokens_per_second", "memory",
-        "disk", "claims", "contradictions", "remedies", "choices", "step_parts", "mfu", "longest", "mesh",
+        "disk", "claims", "warnings", "suggestions", "choices", "step_parts", "mfu", "longest", "mesh",
     }  # fmt: skip
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)
     assert set(said["seconds"]) == {"value", "low", "high", "from"}
@@ -156,8 +156,8 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
     assert sum(said["memory"]["parts"].values()) == pytest.approx(said["memory"]["total"]["value"])
     assert said["mfu"]["peak"] == pytest.approx(0.20, abs=0.01)
     assert said["mfu"]["achievable"] is None
-    assert set(said["claims"][0]) == {"claim", "verdict", "because"}
-    assert set(said["choices"][0]) == {"key", "value", "because"}
+    assert set(said["claims"][0]) == {"claim", "verdict", "reason"}
+    assert set(said["choices"][0]) == {"key", "value", "reason"}
 
 
 def test_a_run_that_does_not_fit_ends_with_one(tmp_path, monkeypatch):

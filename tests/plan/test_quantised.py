@@ -20,7 +20,7 @@ def probe(outcome: str) -> Probe:
     return Probe(name="bitsandbytes", outcome=outcome)
 
 
-@pytest.mark.parametrize(("where", "base", "expected", "because"), [
+@pytest.mark.parametrize(("where", "base", "expected", "reason"), [
     (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "bitsandbytes", "its probe came out right"),
     (with_bitsandbytes("0.50.2", probe("wrong")), "nf4", "torch", "came out wrong"),
     (with_bitsandbytes("0.50.2"), "nf4", "torch", "has not tried"),
@@ -29,9 +29,9 @@ def probe(outcome: str) -> Probe:
     (with_bitsandbytes("0.50.2", probe("ok")), "int8", "torch", "each 64 of 8 bits"),
     (gpu_machine("MI300X"), "nf4", "torch", "not installed"),
 ])  # fmt: skip
-def test_whose_kernels_read_the_base(where, base, expected, because):
+def test_whose_kernels_read_the_base(where, base, expected, reason):
     plain = backend(where, base, device="cuda", compiled=False)
-    assert plain.value == expected and because in plain.because
+    assert plain.value == expected and reason in plain.reason
     compiled = backend(where, base, device="cuda", compiled=True)
     assert compiled.value == ("compiled" if expected == "torch" else expected)
     assert backend(where, base, device="cpu", compiled=True).value == "torch"
@@ -40,9 +40,9 @@ def test_whose_kernels_read_the_base(where, base, expected, because):
 def test_the_plan_says_it_and_keeps_it():
     recipe = loaded(adapter=LORA, quantize={"base": "nf4"})
     plan = planned(recipe, with_bitsandbytes("0.50.2", probe("ok")))
-    said = next(decision for decision in plan.decisions if decision.key == "quantize.base")
+    said = next(decision for decision in plan.choices if decision.key == "quantize.base")
     assert plan.quantised_by == "bitsandbytes"
-    assert said.because.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
+    assert said.reason.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
     here = planned(recipe, machine())
     assert here.quantised_by == "torch" and here.quantize.base == "nf4"
 
@@ -58,4 +58,4 @@ def test_memory_counts_the_quantised_bytes():
 def test_a_quantised_base_without_an_adapter_is_refused():
     with pytest.raises(UserError, match="cannot learn") as error:
         planned(loaded(quantize={"base": "int8"}), machine())
-    assert error.value.code == 2 and "adapter.kind=lora" in error.value.remedy
+    assert error.value.code == 2 and "adapter.kind=lora" in error.value.fix

@@ -24,17 +24,17 @@ def test_every_remedy_does_what_it_says(too_large):
     loaded, where, report = too_large
     plan = report.plan
     assert not plan.fits
-    assert report.remedies
-    for remedy in report.remedies:
-        again = planned(edited(loaded, remedy.edit), where)  # refuses what this version cannot do
+    assert report.suggestions
+    for fix in report.suggestions:
+        again = planned(edited(loaded, fix.edit), where)  # refuses what this version cannot do
         assert again.memory.total < plan.memory.total
-        assert again.fits == (", fits; " in remedy.saves)
+        assert again.fits == (", fits; " in fix.saves)
 
 
 def test_shorter_rows_come_last_and_say_what_they_cost(too_large):
     report = too_large[2]
-    single = [remedy for remedy in report.remedies if " " not in remedy.edit]
-    lengths = [index for index, remedy in enumerate(single) if remedy.edit.startswith("data.sequence_length")]
+    single = [fix for fix in report.suggestions if " " not in fix.edit]
+    lengths = [index for index, fix in enumerate(single) if fix.edit.startswith("data.sequence_length")]
     assert lengths == list(range(len(single) - len(lengths), len(single)))
     assert all("another training" in single[index].saves for index in lengths)
 
@@ -43,15 +43,15 @@ def test_a_recipe_that_slows_itself_down_is_told():
     slow = load_recipe("go-coder-125m", ["train.activation_checkpointing=full", "train.attention=math"])
     report = reported(slow, gpu_machine("RX 7900 XTX"))
     assert report.plan.fits
-    assert "train.activation_checkpointing=auto" in [remedy.edit for remedy in report.remedies]
+    assert "train.activation_checkpointing=auto" in [fix.edit for fix in report.suggestions]
 
 
 def test_dropout_that_keeps_fused_kernels_away_is_named_with_its_price():
     where = gpu_machine("H100")
     report = reported(load_recipe("go-coder-125m"), where)
-    (remedy,) = report.remedies
-    assert remedy.edit == "model.dropout=0"
-    assert "another training" in remedy.saves
+    (fix,) = report.suggestions
+    assert fix.edit == "model.dropout=0"
+    assert "another training" in fix.saves
     quicker = planned(load_recipe("go-coder-125m", ["model.dropout=0"]), where)
     assert quicker.model.attention == "varlen"
     assert quicker.step_seconds.value < 0.9 * report.plan.step_seconds.value
@@ -59,7 +59,7 @@ def test_dropout_that_keeps_fused_kernels_away_is_named_with_its_price():
 
 def test_a_run_that_fits_and_is_quick_needs_nothing():
     report = reported(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
-    assert report.remedies == ()
+    assert report.suggestions == ()
 
 
 @pytest.mark.parametrize("name", ["demo", "go-coder-125m", "go-coder-medium", "everything"])
@@ -75,10 +75,10 @@ def test_an_edit_changes_one_key_and_nothing_else(name):
 def test_memory_of_a_processor_has_remedies_too():
     report = reported(load_recipe("go-coder-125m"), machine(free_gib=2.0))
     assert not report.plan.fits
-    assert report.plan.remedies == tuple(remedy.edit for remedy in report.remedies) != ()
+    assert report.plan.suggestions == tuple(fix.edit for fix in report.suggestions) != ()
 
 
 def test_in_backward_a_smaller_step_is_offered():
     loaded = load_recipe("samantha-llama2-7b-full-24gb", ("train.tokens_per_step=65536",))
     report = reported(loaded, gpu_machine("RTX 4090"))
-    assert "train.tokens_per_step=16384" in [remedy.edit for remedy in report.remedies if ", fits; " in remedy.saves]
+    assert "train.tokens_per_step=16384" in [fix.edit for fix in report.suggestions if ", fits; " in fix.saves]

@@ -10,7 +10,7 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 import bloomery
 from bloomery.core.errors import UserError
 from bloomery.plan.store import read_plan, write_plan
-from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.plan.types import CorpusFacts, RunPlan
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,13 @@ from bloomery.plan.types import CorpusFacts, Plan
 )
 def test_nothing_is_left_to_decide(where):
     plan = planned(
-        loaded(train={"length": "1 epoch"}), where, corpus=CorpusFacts(rows_per_epoch=99, tokens=12_672, vocab_size=256)
+        loaded(train={"length": "1 epoch"}),
+        where,
+        corpus=CorpusFacts(sequences_per_epoch=99, tokens=12_672, vocab_size=256),
     )
     decided = plan.model_dump_json().replace('"pause_above":"auto"', "")  # each GPU says its own limit, at the start
     assert '"auto"' not in decided
-    assert all(decision.because for decision in plan.decisions)
+    assert all(decision.reason for decision in plan.choices)
 
 
 def test_a_plan_survives_the_disk(tmp_path):
@@ -68,7 +70,7 @@ def test_rows_longer_than_learned_positions_are_refused():
 
 def test_a_vocabulary_without_embeddings_is_refused():
     with pytest.raises(UserError, match="300"):
-        planned(loaded(), machine(), corpus=CorpusFacts(rows_per_epoch=9, tokens=999, vocab_size=300))
+        planned(loaded(), machine(), corpus=CorpusFacts(sequences_per_epoch=9, tokens=999, vocab_size=300))
 
 
 def test_an_attention_that_cannot_honour_the_recipe_is_refused():
@@ -101,13 +103,13 @@ def test_the_processor_repeats_to_the_last_bit():
     ],
 )
 def test_settings_that_contradict_the_run_are_said(sections, doubt):
-    assert any(doubt in text for text in reported(loaded(**sections), machine()).contradictions)
+    assert any(doubt in text for text in reported(loaded(**sections), machine()).warnings)
 
 
 def test_python_asks_for_a_plan_by_calling_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = bloomery.plan("go-coder-125m", gpu="RX 6700 XT")
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, RunPlan)
     assert plan.train.precision == "float16"
 
 

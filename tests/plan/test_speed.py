@@ -119,7 +119,7 @@ def test_an_unknown_device_has_no_speed():
 
 
 def test_disk_and_energy():
-    corpus = CorpusFacts(rows_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
+    corpus = CorpusFacts(sequences_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
     report = reported(load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), corpus=corpus)
     assert report.disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
     assert report.disk["checkpoint"] == 12 * 124_242_432

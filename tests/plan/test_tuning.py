@@ -59,7 +59,7 @@ def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
     report = reported(load_recipe("worldmodel-qwen2.5-lora-3b"), gpu_machine("RX 6700 XT"))
     assert not report.plan.fits
-    edits = [remedy.edit for remedy in report.remedies if ", fits; " in remedy.saves]
+    edits = [fix.edit for fix in report.suggestions if ", fits; " in fix.saves]
     assert {"quantize.base=nf4", "data.sequence_length=2048"} <= set(edits)
     for edit in edits:
         assert plan_of("worldmodel-qwen2.5-lora-3b", "RX 6700 XT", edit).fits
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
 
 def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
     report = reported(load_recipe("continued-pretraining"), gpu_machine("RX 6600"))
-    assert "adapter.kind=lora" in report.plan.remedies
+    assert "adapter.kind=lora" in report.plan.suggestions
 
 
 @pytest.mark.parametrize("name", ["worldmodel-qwen2.5-lora", "dpo", "samantha-llama2-7b-full-24gb"])

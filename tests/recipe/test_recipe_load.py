@@ -281,10 +281,10 @@ def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
     for name, meant in (("bda.yaml", "bad.yaml"), ("go-coder-tinny", "go-coder-tiny")):
         with pytest.raises(UserError, match="there is no recipe") as caught:
             load_recipe(name)
-        assert caught.value.remedy == f"did you mean {meant}?"
+        assert caught.value.fix == f"did you mean {meant}?"
     with pytest.raises(UserError) as caught:
         load_recipe(tmp_path / "nosuch.yaml")
-    assert "bad.yaml" not in caught.value.remedy, "a common folder makes no two names alike"
+    assert "bad.yaml" not in caught.value.fix, "a common folder makes no two names alike"
 
 
 def test_a_hook_is_looked_for_where_the_recipe_lies(write, tmp_path):

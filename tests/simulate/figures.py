@@ -12,7 +12,7 @@ from steps_for_tests import both_of_stage, counted, laid, measured, simulated, s
 from bloomery.core.units import MIB  # noqa: E402
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
-from bloomery.simulate.run import Cut  # noqa: E402
+from bloomery.simulate.run import MeshShape  # noqa: E402
 from bloomery.simulate.step import places  # noqa: E402
 
 STEPS = {
@@ -75,7 +75,7 @@ def shards() -> None:
         for layout in plan.parallel.layouts:
             if layout.shard > 1:
                 told = layout.memory.allocated
-                fake = simulated(laid(plan, layout), cut=Cut(layout.replicate, layout.shard))
+                fake = simulated(laid(plan, layout), cut=MeshShape(layout.replicate, layout.shard))
                 devices = f"{nodes * gpus} x {gpu}: {layout.replicate} x {layout.shard} shards"
                 row = f"| {name} | {devices} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
                 print(row, flush=True)

@@ -14,9 +14,9 @@ from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.estimate.states import StepShape, mode_of
-from bloomery.plan.types import NOT_TENSORS, LayoutPlan, Plan
+from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distil
-from bloomery.simulate.run import ONE, Cut
+from bloomery.simulate.run import ONE, MeshShape
 from bloomery.simulate.step import Place, simulated_stage, simulated_step
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
@@ -30,7 +30,7 @@ def small_plan(
     sizes: dict[str, int] | None = None, chunk: int | None = None, device: str = "cpu",
     attention: str = "per_document", adapter: dict[str, object] | None = None,
     lean: dict[str, object] | None = None, base: str = "none", **train: object,
-) -> Plan:  # fmt: skip
+) -> RunPlan:  # fmt: skip
     """Rows of 256 tokens in documents of 64; `train`: precision, compile, activation_checkpointing."""
     shape = SIZES | ({} if family == "gpt2" else {"num_kv_heads": 2}) | (sizes or {})
     settings = {"precision": "float32", "compile": False} | train
@@ -63,7 +63,7 @@ def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
             for case, name in zip(cases, names, strict=True)]  # fmt: skip
 
 
-def load_of(plan: Plan) -> StepShape:
+def load_of(plan: RunPlan) -> StepShape:
     train = plan.train
     return StepShape(
         config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch=train.micro_batch,
@@ -75,7 +75,7 @@ def load_of(plan: Plan) -> StepShape:
     )  # fmt: skip
 
 
-def counted(plan: Plan, *, cut: Cut = ONE) -> float:
+def counted(plan: RunPlan, *, cut: MeshShape = ONE) -> float:
     """Bytes from shapes alone."""
     if cut == ONE:
         return sum(tensor_bytes(load_of(plan)).values())
@@ -83,43 +83,47 @@ def counted(plan: Plan, *, cut: Cut = ONE) -> float:
     return mesh_memory(load_of(plan), split, vendor="amd", limit=0.0).allocated
 
 
-def simulated(plan: Plan, *, fused: bool = True, cut: Cut = ONE) -> float:
+def simulated(plan: RunPlan, *, fused: bool = True, cut: MeshShape = ONE) -> float:
     """Bytes on fake tensors."""
     return sum(simulated_step(plan, fused=fused, cut=cut).values())
 
 
-def laid(plan: Plan, layout: LayoutPlan) -> Plan:
+def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
     """The plan as if this layout had been chosen."""
     names = ("micro_batch", "accumulation", "activation_checkpointing")
     changed = {name: getattr(layout, name) for name in names}
     return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
 
 
-def both_of_stage(plan: Plan, place: Place, *, fused: bool = True) -> tuple[float, float]:
+def both_of_stage(plan: RunPlan, place: Place, *, fused: bool = True) -> tuple[float, float]:
     """Counted and simulated bytes of one stage."""
     parts = stage_bytes(load_of(plan), place.stages, place.index, plan.train.accumulation)
     told = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
     return told, sum(simulated_stage(plan, place, fused=fused).values())
 
 
-def measured(plan: Plan) -> float:
+def measured(plan: RunPlan) -> float:
     """Bytes that the CPU's allocator hands out, of the third step."""
     torch.set_num_threads(1)
-    trainee = build_state(plan).trainee
+    model_and_optimizer = build_state(plan).model_and_optimizer
     objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
     batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]  # a third holds what the second does
 
     def step() -> None:
-        train_step(trainee, batches, objective, plan=plan.train, share=1.0)
+        train_step(model_and_optimizer, batches, objective, plan=plan.train, share=1.0)
 
     step()
     step()
-    held = [*trainee.model.parameters(), *trainee.model.buffers(), *trainee.optimizer.named_tensors().values()]
+    held = [
+        *model_and_optimizer.model.parameters(),
+        *model_and_optimizer.model.buffers(),
+        *model_and_optimizer.optimizer.named_tensors().values(),
+    ]
     held += [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None]
     return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
 
 
-def _batch(plan: Plan) -> Batch:
+def _batch(plan: RunPlan) -> Batch:
     shape = plan.train.micro_batch, plan.data.sequence_length
     tokens = torch.randint(0, plan.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     places = torch.arange(shape[1]).repeat(shape[0], 1)

@@ -9,7 +9,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.recipe.load import load_recipe
-from bloomery.simulate.run import Cut
+from bloomery.simulate.run import MeshShape
 from bloomery.simulate.step import simulated_step
 
 WIDE = {"hidden_size": 512}
@@ -80,13 +80,13 @@ def all_agree(plan, *, apart):
 
 
 SHARDED = {
-    "bfloat16": (Cut(1, 8), {"precision": "bfloat16"}),
-    "compiled, small batches": (Cut(1, 8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}),
-    "accumulated": (Cut(1, 4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
-    "a large vocabulary": (Cut(1, 64), {"precision": "bfloat16", "activation_checkpointing": "full",
+    "bfloat16": (MeshShape(1, 8), {"precision": "bfloat16"}),
+    "compiled, small batches": (MeshShape(1, 8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}),
+    "accumulated": (MeshShape(1, 4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
+    "a large vocabulary": (MeshShape(1, 64), {"precision": "bfloat16", "activation_checkpointing": "full",
                                         "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
-    "float32": (Cut(1, 2), {"rows": 2, "sizes": WIDE}),
-    "copies of shards": (Cut(2, 8), {"precision": "bfloat16-pure", "family": "gpt2"}),
+    "float32": (MeshShape(1, 2), {"rows": 2, "sizes": WIDE}),
+    "copies of shards": (MeshShape(2, 8), {"precision": "bfloat16-pure", "family": "gpt2"}),
 }  # fmt: skip
 
 

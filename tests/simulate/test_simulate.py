@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.simulate import run
-from bloomery.simulate.run import ONE, Cut, notes_of, simulate
+from bloomery.simulate.run import ONE, MeshShape, notes_of, simulate
 from bloomery.simulate.step import simulated_step
 from bloomery.simulate.tensors import Tracker
 
@@ -42,8 +42,8 @@ def test_nothing_stands_in_on_a_cpu():
 
 
 def test_several_devices_say_how_they_were_cut():
-    assert "in 2 copies" in notes_of(small_plan(), fused=False, cut=Cut(2, 4))[0]
-    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, cut=Cut(8))[0]
+    assert "in 2 copies" in notes_of(small_plan(), fused=False, cut=MeshShape(2, 4))[0]
+    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, cut=MeshShape(8))[0]
 
 
 def test_whoever_simulates_needs_no_torch_of_its_own():
@@ -55,13 +55,13 @@ def test_without_torch_the_remedy_is_to_install_it(monkeypatch):
     monkeypatch.setattr(run, "find_spec", lambda _name: None)
     with pytest.raises(UserError) as caught:
         simulate(small_plan(), machine())
-    assert "bloomery doctor" in caught.value.remedy
+    assert "bloomery doctor" in caught.value.fix
 
 
 def test_it_ends_when_its_time_is_over():
     with pytest.raises(UserError, match="longer than 0 s") as caught:
         simulate(small_plan(), machine(), seconds=0.2)
-    assert "model.num_layers" in caught.value.remedy
+    assert "model.num_layers" in caught.value.fix
 
 
 def test_a_failure_names_the_last_line(monkeypatch):
@@ -73,7 +73,7 @@ def test_a_failure_names_the_last_line(monkeypatch):
 @pytest.mark.soak
 def test_shards_hold_less():
     plan = small_plan(attention="varlen", precision="bfloat16", device="cuda", rows=1)
-    assert simulated(plan, cut=Cut(shard=8)) < 0.7 * simulated(plan)
+    assert simulated(plan, cut=MeshShape(shard=8)) < 0.7 * simulated(plan)
 
 
 @pytest.mark.soak

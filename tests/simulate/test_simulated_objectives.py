@@ -29,17 +29,17 @@ def of_objective(plan, asked, **changes):
 def measured(plan, teacher=None) -> float:
     """As `steps_for_tests.measured`, of the plan's own objective."""
     torch.set_num_threads(1)
-    trainee, objective = build_state(plan).trainee, build_objective(plan, lambda _: teacher)
+    model_and_optimizer, objective = build_state(plan).model_and_optimizer, build_objective(plan, lambda _: teacher)
     batches = [completed(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))]
 
     def step() -> None:
-        train_step(trainee, batches, objective, plan=plan.train, share=1.0)
+        train_step(model_and_optimizer, batches, objective, plan=plan.train, share=1.0)
 
     step()
     step()
-    models = [trainee.model] + ([] if teacher is None else [teacher])
+    models = [model_and_optimizer.model] + ([] if teacher is None else [teacher])
     held = [tensor for model in models for tensor in weights(model)]
-    held += trainee.optimizer.named_tensors().values()
+    held += model_and_optimizer.optimizer.named_tensors().values()
     held += [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None]
     return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
 

@@ -9,7 +9,7 @@ from plan_help import gpu_machine, loaded, planned, reported
 from bloomery.cli import cli
 from bloomery.core.units import GIB
 from bloomery.plan.report.page import page
-from bloomery.simulate.run import Beside, Simulated, simulate
+from bloomery.simulate.run import Simulated, SimulationResult, simulate
 
 TINY = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "data.sequence_length=128"]
 
@@ -31,12 +31,12 @@ def test_json_has_parts_and_peak_and_stderr_the_progress():
 
 def test_all_cards_at_once_are_refused():
     result = invoke("--gpu", "all", "--simulate")
-    assert "MI300X --simulate" in result.exception.remedy
+    assert "MI300X --simulate" in result.exception.fix
 
 
 def beside(peak_gib):
     plan = planned(loaded(), gpu_machine("MI300X"))
-    return Beside(plan, Simulated({"weights": peak_gib * GIB}, ()))
+    return SimulationResult(plan, Simulated({"weights": peak_gib * GIB}, ()))
 
 
 def test_a_simulated_peak_that_does_not_fit_is_told():
@@ -48,7 +48,7 @@ def test_a_simulated_peak_that_does_not_fit_is_told():
 
 def test_what_the_plan_adds_to_its_own_tensors_is_added_to_the_simulated_ones():
     told = beside(1).plan.memory
-    same = Beside(beside(1).plan, Simulated({"all": told.allocated}, ()))
+    same = SimulationResult(beside(1).plan, Simulated({"all": told.allocated}, ()))
     assert same.total == pytest.approx(told.total)
     assert "the same" in same.lines()[0]
 
@@ -67,7 +67,7 @@ def test_what_no_code_runs_yet_is_not_simulated_and_says_so(optimizer):
     plan = planned(loaded(optimizer={"kind": optimizer}), here, gpus=2)
     (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.name == "shard"]
     chosen = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"chosen": index})})
-    found = Beside(chosen, simulate(chosen, here))
+    found = SimulationResult(chosen, simulate(chosen, here))
     assert found.document()["peak"] is None
     assert found.fits == chosen.fits
     assert optimizer in " ".join(found.lines())

@@ -6,7 +6,7 @@ from steps_for_tests import both_of_stage, laid, simulated, small_plan, some
 
 from bloomery.hardware.profile import build_profile
 from bloomery.recipe.load import load_recipe
-from bloomery.simulate.run import Beside, Cut, notes_of, simulate
+from bloomery.simulate.run import MeshShape, SimulationResult, notes_of, simulate
 from bloomery.simulate.step import Place, places, simulated_stage
 
 GPU = {"attention": "varlen", "device": "cuda", "rows": 2, "micro_batches": 8, "sizes": {"num_layers": 4}}
@@ -82,7 +82,7 @@ def pipelined():
 
 def test_the_page_and_json_have_the_fullest_stage_and_each():
     plan, here = pipelined()
-    found = Beside(plan, simulate(plan, here))
+    found = SimulationResult(plan, simulate(plan, here))
     told = found.document()
     assert [stage["stage"] for stage in told["stages"]] == [1, 2]
     assert told["peak"] == max(stage["peak"] for stage in told["stages"])
@@ -93,8 +93,8 @@ def test_the_page_and_json_have_the_fullest_stage_and_each():
 
 
 def test_notes_say_that_stages_stand_alone():
-    assert "one by one" in notes_of(small_plan(), fused=False, cut=Cut(pipeline=4))[0]
-    assert "of 2 copies one" in notes_of(small_plan(), fused=False, cut=Cut(replicate=2, pipeline=4))[0]
+    assert "one by one" in notes_of(small_plan(), fused=False, cut=MeshShape(pipeline=4))[0]
+    assert "of 2 copies one" in notes_of(small_plan(), fused=False, cut=MeshShape(replicate=2, pipeline=4))[0]
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from bloomery.data.loading.loader import Batch, Loader
 from bloomery.monitor.diagnose.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
 from bloomery.plan.explained import diagnosis_facts
-from bloomery.train import job
+from bloomery.train import context
 
 STEPS = 200
 Change = Callable[[Batch], Batch]
@@ -71,27 +71,27 @@ def through_the_loader(monkeypatch, change: Change) -> None:
 
 
 def through_the_objective(monkeypatch, change: Change) -> None:
-    made = job.build_objective
+    made = context.build_objective
 
     def broken(plan):
         sound = made(plan)
         return replace(sound, head=lambda batch: sound.head(change(batch)))
 
-    monkeypatch.setattr(job, "build_objective", broken)
+    monkeypatch.setattr(context, "build_objective", broken)
 
 
 def frozen_blocks(monkeypatch) -> None:
     """requires_grad is off inside the blocks, from before the optimizer is built."""
-    build = job.build_state
+    build = context.build_state
 
     def broken(plan, **rest):
         state = build(plan, **rest)
-        for name, parameter in state.trainee.model.named_parameters():
+        for name, parameter in state.model_and_optimizer.model.named_parameters():
             if ".layers." in name:
                 parameter.requires_grad_(False)
         return state
 
-    monkeypatch.setattr(job, "build_state", broken)
+    monkeypatch.setattr(context, "build_state", broken)
 
 
 def deaf_optimizer(monkeypatch) -> None:

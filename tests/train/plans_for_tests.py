@@ -15,7 +15,7 @@ from bloomery.plan.types import (
     ModelPlan,
     MonitorPlan,
     OptimizerPlan,
-    Plan,
+    RunPlan,
     TrainPlan,
 )
 
@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # models this small are slower on two threads, and muc
 THOUSAND = Duration(1000, "steps")
 LENGTHS = Lengths(
     train=Duration(1, "seconds"), warmup=Duration(1, "percent"), decay=None, checkpoint=THOUSAND,
-    evaluation=Duration(50, "percent"), monitor=THOUSAND, rows_per_epoch=None,
+    evaluation=Duration(50, "percent"), monitor=THOUSAND, sequences_per_epoch=None,
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def tiny_config(**changes) -> ModelConfig:
     return ModelConfig(**(facts | changes))
 
 
-def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **sections) -> Plan:
+def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **sections) -> RunPlan:
     """`sections`: changes by section, such as train={"steps": 4}."""
     parts = {
         "model": ModelPlan(config=config or tiny_config(), source=None, attention="mask", score_chunk=64),
@@ -61,7 +61,7 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
         "monitor": MonitorPlan(every_steps=1, sinks=(), commands=()),
     }  # fmt: skip
     changed = {name: part.model_copy(update=sections.get(name, {})) for name, part in parts.items()}
-    return Plan(
-        name="tiny", **changed, torch=torch.__version__, step_seconds=None, total_tokens=None, decisions=(),
+    return RunPlan(
+        name="tiny", **changed, torch=torch.__version__, step_seconds=None, total_tokens=None, choices=(),
         memory=MemoryEstimate(parts={}, low=0, high=0, limit=1, origin="table"), lengths=LENGTHS,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def test_what_cannot_be_exported_so_says_what_can(tuned, tmp_path):
     found = find_model(tuned)
     with pytest.raises(UserError, match="no whole model") as refused:
         export(tuned, tmp_path / "out")
-    assert "--to merged" in refused.value.remedy
+    assert "--to merged" in refused.value.fix
     for write in (export_adapter, export_merged):
         with pytest.raises(UserError, match="no adapter"):
             write(find_model(found.base), tmp_path / "out")

@@ -49,7 +49,7 @@ def test_a_resumed_adapter_equals_the_undisturbed_one_bitwise(prepared, base, tm
 def test_peft_opens_a_checkpoint_and_computes_the_same(prepared, base, tmp_path, adapter):
     plan = adapter_plan(prepared, base, adapter=adapter, train={"steps": 3}, optimizer={"learning_rate": 0.03})
     folder = Run(plan, tmp_path / "run").checkpoint(3)
-    ours = build_state(plan, resume_from=folder).trainee.model.eval()
+    ours = build_state(plan, resume_from=folder).model_and_optimizer.model.eval()
     reference = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
     tokens = torch.arange(24)[None] * 7 % CONFIG.vocab_size
     with torch.no_grad():

@@ -45,7 +45,7 @@ def logits(model):
 
 def test_a_run_is_loaded_with_its_base(tuned):
     run, plan, _ = tuned
-    trained = build_state(plan, resume_from=run.checkpoint(3)).trainee.model
+    trained = build_state(plan, resume_from=run.checkpoint(3)).model_and_optimizer.model
     for load in (load_model, load_to_evaluate):
         decoder, tokenizer = load(run.folder)
         assert_close(logits(decoder), logits(trained), atol=1e-5, rtol=0)
@@ -83,7 +83,7 @@ def test_a_base_with_other_weights_is_refused(tuned, tmp_path):
     write_model(model_state(fresh_decoder(CONFIG, seed=4)), CONFIG, other)
     with pytest.raises(UserError, match="trained on other weights") as refused:
         load_model(model_path(f"{other}+{run.folder}"))
-    words = refused.value.remedy.removeprefix("name the base that it was trained on: ")
+    words = refused.value.fix.removeprefix("name the base that it was trained on: ")
     load_model(model_path(words))
     with pytest.raises(UserError, match="not an adapter"):
         find_model(model_path(f"{other}+{base}"))

@@ -9,8 +9,8 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
 from bloomery.core.units import GIB
-from bloomery.monitor.events import GpuSampled, Vitals
-from bloomery.train import job, loop
+from bloomery.monitor.events import DeviceStats, StepHealth
+from bloomery.train import context, loop
 from bloomery.train.process import allocator_sample, training_device
 
 MACHINES = Path(__file__).parents[1] / "machines"
@@ -38,23 +38,23 @@ def test_the_device_is_the_one_that_the_profile_chose(tmp_path):
 
 
 def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, monkeypatch):
-    opened = loop.open_job
+    opened = loop.open_context
 
     def on_a_gpu(plan, *rest):
         made = opened(plan, *rest)
         made.plan = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
         return made
 
-    monkeypatch.setattr(loop, "open_job", on_a_gpu)
+    monkeypatch.setattr(loop, "open_context", on_a_gpu)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: STATS)
-    monkeypatch.setattr(job, "peak_memory_gib", lambda device: 0.0)
+    monkeypatch.setattr(context, "peak_memory_gib", lambda device: 0.0)
     run = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 4}), tmp_path / "run")
-    assert [event.step for event in run.of(GpuSampled)] == [event.step for event in run.of(Vitals)] != []
-    assert run.of(GpuSampled)[0].reserved_gib == 8.0
+    assert [event.step for event in run.of(DeviceStats)] == [event.step for event in run.of(StepHealth)] != []
+    assert run.of(DeviceStats)[0].reserved_gib == 8.0
 
 
 def test_on_a_processor_there_is_none(prepared, tmp_path):
-    assert Run(tiny_plan(prepared, config=CONFIG, train={"steps": 2}), tmp_path / "run").of(GpuSampled) == []
+    assert Run(tiny_plan(prepared, config=CONFIG, train={"steps": 2}), tmp_path / "run").of(DeviceStats) == []
 
 
 def test_a_process_does_not_count_the_memory_of_the_one_that_started_it():

@@ -237,7 +237,7 @@ def test_a_full_disk_never_ends_the_run(tmp_path: Path) -> None:
         saver.save(2, parts(2), {})
         saver.drain()
     assert [type(event) for event in events] == [Saved, Warned]
-    assert "step 2 was not saved" in events[1].because
+    assert "step 2 was not saved" in events[1].reason
     assert newest(tmp_path) == (tmp_path / "step-00000001", [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
     with pytest.raises(UserError, match="newest checkpoint is of step 1"):

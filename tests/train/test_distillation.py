@@ -14,7 +14,7 @@ from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distil
-from bloomery.train.objectives.build import build_objective, distillation, hollow_teacher, teachers_attention
+from bloomery.train.objectives.build import build_objective, distillation, meta_teacher, teachers_attention
 from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_model
@@ -97,12 +97,12 @@ def test_whole_logits_never_exist():
 
 
 def test_accumulation_takes_the_step_of_one_large_batch():
-    from test_step import halves, trainee, weights
+    from test_step import halves, model_and_optimizer, weights
 
     teacher = models()[1].float()
     asked, results = Distil(kind="distil", teacher="", temperature=2.0), []
     for batches in ([batch(5)], halves(batch(5))):
-        who, plan = trainee()
+        who, plan = model_and_optimizer()
         results.append((train_step(who, batches, distillation(asked, teacher, chunk=9), plan=plan, share=1.0), who))
     (one, ours), (two, theirs) = results
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
@@ -160,4 +160,4 @@ def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(t
     plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
     plan = plan.model_copy(update={"objective": Distil(kind="distil", teacher=str(tmp_path))})
     with torch.device("meta"):
-        assert hollow_teacher(plan).model.backend == "blockwise"
+        assert meta_teacher(plan).model.backend == "blockwise"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from bloomery.core.errors import UserError
 from bloomery.model.families.presets import build_config, read_config
 from bloomery.model.io.weights import load_decoder
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distil, Lora, Model, Peft, Quantize
 from bloomery.train.objectives import build as objectives_distil
 from bloomery.train.state import build_state
@@ -35,13 +35,13 @@ def bases(tmp_path_factory):
 
 
 def foreign_plan(prepared, base, *, adapter=None, base_in="none", **sections):
-    config = read_config(base, "foreign")
+    config = read_config(base, "transformers")
     plan = tiny_plan(prepared, config=config, **sections | {"model": {"source": base} | sections.get("model", {})})
     changed = {"quantize": Quantize(base=base_in)}
     if adapter is not None:
         changed["adapter"] = Lora(**{"kind": "lora", "rank": 4, "alpha": 8.0} | adapter)
     plan = plan.model_copy(update=changed)
-    return Plan.model_validate_json(plan.model_dump_json())  # as a run reads it
+    return RunPlan.model_validate_json(plan.model_dump_json())  # as a run reads it
 
 
 @pytest.mark.parametrize(("kind", "train"), crossed(
@@ -80,7 +80,7 @@ def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path,
     adapter = {"targets": TARGETS["opt"]}
     plan = foreign_plan(prepared, bases["opt"], adapter=adapter, base_in=base_in, train={"steps": 2})
     config = build_config(Model(**{"from": str(bases["opt"])}, safe_load=True), vocab_size=300)
-    assert config.foreign.safe_because == "model.safe_load asks for it"
+    assert config.transformers_backend.safe_reason == "model.safe_load asks for it"
     asked = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
     assert Run(asked, tmp_path / "safe").losses() == Run(plan, tmp_path / "fast").losses()
 
@@ -92,7 +92,7 @@ def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(prep
     adapter = None if also is None else {"targets": ["q_proj"], "train_also": also}
     plan = foreign_plan(prepared, bases["phi"], adapter=adapter, train={"steps": 3}, model={"config": config})
     plain = AutoModelForCausalLM.from_pretrained(bases["phi"]).eval()
-    begun = build_state(plan).trainee.model
+    begun = build_state(plan).model_and_optimizer.model
     for name, module in {"model.embed_tokens": plain.model.embed_tokens, "lm_head": plain.lm_head}.items():
         weight = begun.get_submodule(name).weight
         assert torch.equal(weight[:300], module.weight)

@@ -6,8 +6,8 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors  # noqa: F401  (RECIPE: the corpus of conftest)
 from test_step import OBJECTIVE, batch, poisoned, weights
 
-from bloomery.monitor.events import Vitals, Warned
-from bloomery.train import job
+from bloomery.monitor.events import StepHealth, Warned
+from bloomery.train import context
 from bloomery.train.optim.build import InBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -22,11 +22,11 @@ MODES = ["none", "selective", "full", "every-2"]
 CONFIGS = {"tied": tiny_config(), "untied": tiny_config(tie_embeddings=False, attention_bias=True)}
 
 
-def trainee(*, config="tied", train=None, **optimizer):
+def model_and_optimizer(*, config="tied", train=None, **optimizer):
     plan = tiny_plan(
         config=CONFIGS[config], optimizer=optimizer, train={"accumulation": 1, "clip": None} | (train or {})
     )
-    return build_state(plan).trainee, plan.train
+    return build_state(plan).model_and_optimizer, plan.train
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,8 +35,8 @@ def trainee(*, config="tied", train=None, **optimizer):
 def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precision):
     train = {"precision": precision}
     stochastic = {"stochastic_rounding": precision == "bfloat16-pure", "learning_rate": 0.02}
-    inside, plan = trainee(config=config, train=train, in_backward=True, **kind, **stochastic)
-    after, _ = trainee(
+    inside, plan = model_and_optimizer(config=config, train=train, in_backward=True, **kind, **stochastic)
+    after, _ = model_and_optimizer(
         config=config, train=train, **(kind | stochastic | ({} if "states" in kind else {"offload": True}))
     )
     for step in range(3):
@@ -56,8 +56,10 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, config):
-    plain, plan = trainee(config=config, in_backward=True, kind="adafactor")
-    again, _ = trainee(config=config, train={"activation_checkpointing": mode}, in_backward=True, kind="adafactor")
+    plain, plan = model_and_optimizer(config=config, in_backward=True, kind="adafactor")
+    again, _ = model_and_optimizer(
+        config=config, train={"activation_checkpointing": mode}, in_backward=True, kind="adafactor"
+    )
     for step in range(2):
         train_step(plain, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
         train_step(again, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
@@ -66,7 +68,7 @@ def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, con
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_two_gradients_stand_at_most(monkeypatch, config):
-    who, plan = trainee(config=config, in_backward=True, kind="adafactor")
+    who, plan = model_and_optimizer(config=config, in_backward=True, kind="adafactor")
     standing = []
     update = InBackward._update
 
@@ -85,7 +87,7 @@ def test_two_gradients_stand_at_most(monkeypatch, config):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_the_first_bad_gradient_on_nothing_moves(kind):
-    who, plan = trainee(config="untied", in_backward=True, **kind)
+    who, plan = model_and_optimizer(config="untied", in_backward=True, **kind)
     train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
     before = dict(zip(dict(who.model.named_parameters()), weights(who), strict=True))
     states, steps = {k: v.clone() for k, v in who.optimizer.named_tensors().items()}, who.optimizer.scalars()
@@ -110,7 +112,7 @@ def test_from_the_first_bad_gradient_on_nothing_moves(kind):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
-    who, plan = trainee(in_backward=True, kind="adafactor")
+    who, plan = model_and_optimizer(in_backward=True, kind="adafactor")
     before = weights(who)
     result = train_step(who, [batch(2)], poisoned(value), plan=plan, share=1.0)
     assert not result.taken
@@ -119,8 +121,8 @@ def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
 
 
 def test_adamw_clips_each_gradient_alone():
-    clipped, plan = trainee(in_backward=True, kind="adamw", train={"clip": 1e-3})
-    by_hand, _ = trainee(kind="adamw", offload=True)
+    clipped, plan = model_and_optimizer(in_backward=True, kind="adamw", train={"clip": 1e-3})
+    by_hand, _ = model_and_optimizer(kind="adamw", offload=True)
     train_step(clipped, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
     for parameter in by_hand.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: None)
@@ -136,7 +138,7 @@ def test_adamw_clips_each_gradient_alone():
 
 
 def test_a_backward_that_was_cut_short_leaves_nothing_armed():
-    who, plan = trainee(in_backward=True, kind="adafactor")
+    who, plan = model_and_optimizer(in_backward=True, kind="adafactor")
     bomb = who.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
@@ -172,24 +174,26 @@ def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
     assert_same_tensors(second.tensors(6), whole.tensors(6))
     assert whole.losses()[6] < whole.losses()[1] - 0.2
     assert not whole.of(Warned)
-    assert all(vitals.no_gradient_share is None for vitals in whole.of(Vitals)) == bool(optimizer.get("in_backward"))
+    assert all(health.no_gradient_share is None for health in whole.of(StepHealth)) == bool(
+        optimizer.get("in_backward")
+    )
 
 
 def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, monkeypatch):
     train = {"steps": 4, "accumulation": 1, "tokens_per_step": 64}
     plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": "adafactor", "in_backward": True})
-    build = job.build_state
+    build = context.build_state
 
     def poisoned(plan, **rest):
         state = build(plan, **rest)
-        weight, seen = state.trainee.model.model.layers[1].mlp.up_proj.weight, []
+        weight, seen = state.model_and_optimizer.model.model.layers[1].mlp.up_proj.weight, []
         weight.register_hook(lambda g: seen.append(g) or (g * math.nan if len(seen) == 2 else g))
         return state
 
-    monkeypatch.setattr(job, "build_state", poisoned)
+    monkeypatch.setattr(context, "build_state", poisoned)
     run = Run(plan, tmp_path / "run")
     (warned,) = run.of(Warned)
-    assert "the gradient of step 2 is not a finite number" in warned.because
-    assert "cut short in backward" in warned.because
+    assert "the gradient of step 2 is not a finite number" in warned.reason
+    assert "cut short in backward" in warned.reason
     assert [step for step, loss in run.losses().items() if loss is None] == [2]
     assert all(bool(tensor.isfinite().all()) for tensor in run.tensors(4).values())

@@ -187,11 +187,17 @@ def test_eight_bit_states_learn_as_float32_ones_do(steps, learned):
         for step in range(steps):
             tokens = walk(chain, rows=2, seed=step)
             result = train_step(
-                state.trainee, [next_tokens(tokens)], pretraining(score_chunk=64), plan=plan.train, share=1.0
+                state.model_and_optimizer,
+                [next_tokens(tokens)],
+                pretraining(score_chunk=64),
+                plan=plan.train,
+                share=1.0,
             )
             losses.append(result.loss)
         matrices = [
-            t for name, t in state.trainee.optimizer.named_tensors().items() if name.endswith("_proj.weight.exp_avg")
+            t
+            for name, t in state.model_and_optimizer.optimizer.named_tensors().items()
+            if name.endswith("_proj.weight.exp_avg")
         ]
         assert {t.dtype for t in matrices} == {torch.int8 if states == "int8" else torch.float32}
         last[states] = sum(losses[-50:]) / 50

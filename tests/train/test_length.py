@@ -9,10 +9,10 @@ from plans_for_tests import tiny_plan
 
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Wsd
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
-from bloomery.train.optim.schedules import planned_share, share_done
+from bloomery.train.optim.schedules import planned_lr_scale, share_done
 
 PLAN = tiny_plan(train={"steps": None, "seconds": 100.0})  # evaluates after each half, saves every 1,000 steps
 
@@ -42,7 +42,7 @@ class Machine:
 class Simulated:
     """The loop of a run without a model: what it decided and when it ended."""
 
-    plan: Plan
+    plan: RunPlan
     machine: Machine
     start: int = 0
     before: float = 0.0
@@ -61,7 +61,7 @@ class Simulated:
         while self.plan.train.steps is None or step < self.plan.train.steps:
             if step == self.kill_at:
                 return
-            self.shares[step] = planned_share(step, self.plan)
+            self.shares[step] = planned_lr_scale(step, self.plan)
             noise = 1 + self.machine.noise * self.machine.dice.uniform(-1, 1)
             self.machine.works(self.machine.first if step == self.start else 0.0)
             begun = self.machine.now
@@ -115,7 +115,7 @@ class Simulated:
         return max(abs(b - a) for a, b in itertools.pairwise(shares))
 
 
-def timed(seconds=100.0, *, min_steps=None, optimizer=None, **lengths) -> Plan:
+def timed(seconds=100.0, *, min_steps=None, optimizer=None, **lengths) -> RunPlan:
     train = {"steps": None, "seconds": seconds, "min_steps": min_steps}
     plan = tiny_plan(train=train, optimizer=optimizer or {}, checkpoint={"every_steps": 1000})
     return plan.model_copy(update={"lengths": plan.lengths.model_copy(update=lengths)})
@@ -177,7 +177,7 @@ def test_a_length_in_steps_and_one_in_time_that_holds_as_many_have_the_same_sche
     fixed = tiny_plan(train={"steps": run.steps}, optimizer={"schedule": "cosine", "warmup_steps": run.steps // 10})
     # Before a step is measured, the estimate is 1,000 steps too: the plans agree from the first step on.
     for step in range(run.steps):
-        assert planned_share(step, plan) == pytest.approx(planned_share(step, fixed), abs=0.01)
+        assert planned_lr_scale(step, plan) == pytest.approx(planned_lr_scale(step, fixed), abs=0.01)
 
 
 @pytest.mark.parametrize("seed", range(12))

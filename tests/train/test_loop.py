@@ -43,7 +43,7 @@ def test_it_learns_and_its_figures_add_up(undisturbed):
     assert [event.tokens for event in steps] == [128 * n for n in range(1, 9)]
     for event in steps:
         assert event.tokens_per_second == pytest.approx(128 / event.step_seconds)
-        assert event.samples_per_second == pytest.approx(4 / event.step_seconds)
+        assert event.sequences_per_second == pytest.approx(4 / event.step_seconds)
         assert 0 <= event.data_wait_seconds < event.step_seconds
         assert 0.05 < event.memory_gib < 64
     assert [event.learning_rate for event in steps][:2] == [0.005, 0.01]

@@ -65,7 +65,7 @@ def test_new_rows_begin_as_the_mean_of_the_old_ones(prepared, tmp_path, tied):
     config = build_config(schema.Model(**{"from": str(base)}), vocab_size=GROWN)
     assert config.vocab_size == GROWN
     state = build_state(tiny_plan(prepared, config=config, model={"source": base}))
-    model, old = state.trainee.model, fresh_decoder(tiny(tied), seed=3)
+    model, old = state.model_and_optimizer.model, fresh_decoder(tiny(tied), seed=3)
     for mine, theirs in ((model.model.embed_tokens, old.model.embed_tokens), (model.lm_head, old.lm_head)):
         assert torch.equal(mine.weight[: CONFIG.vocab_size], theirs.weight)
         assert_close(mine.weight[CONFIG.vocab_size :], theirs.weight.mean(0).expand(3, -1))
@@ -76,7 +76,7 @@ def test_rows_that_the_base_never_trained_begin_as_the_mean_when_a_token_takes_t
     """A vocabulary padded by 7 rows: two tokens take the fourth and third last, and what lies beyond stays as it is."""
     base, first = saved_base(prepared, tmp_path / "base", tied=tied), CONFIG.vocab_size - 4
     plan = tiny_plan(prepared, config=tiny(tied), model={"source": base, "new_ids": (first, first + 1)})
-    model, old = build_state(plan).trainee.model, fresh_decoder(tiny(tied), seed=3)
+    model, old = build_state(plan).model_and_optimizer.model, fresh_decoder(tiny(tied), seed=3)
     for mine, theirs in ((model.model.embed_tokens, old.model.embed_tokens), (model.lm_head, old.lm_head)):
         assert_close(mine.weight[first : first + 2], theirs.weight[:first].mean(0).expand(2, -1))
         kept = [*range(first), *range(first + 2, CONFIG.vocab_size)]
@@ -93,7 +93,7 @@ def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, ti
     plan = tiny_plan(prepared, config=config, model={"source": base}, train={"steps": 3})
     plan = plan.model_copy(update={"adapter": lora})
     run = Run(plan, tmp_path / "run")
-    again = build_state(plan, resume_from=run.checkpoint(3)).trainee.model.eval()
+    again = build_state(plan, resume_from=run.checkpoint(3)).model_and_optimizer.model.eval()
     loaded, _ = load_model(run.checkpoint(3))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     theirs.resize_token_embeddings(GROWN)
@@ -108,7 +108,7 @@ def test_rows_that_nothing_would_learn_are_refused():
     config = ModelConfig(**{**vars(tiny(False)), "vocab_size": GROWN})
     with pytest.raises(UserError, match="3 tokens are new") as refused:
         refuse_untrained_rows(config, schema.Lora(kind="lora", train_also=["norm"]), new=3)
-    assert "adapter.train_also=[norm, embed_tokens, lm_head]" in refused.value.remedy
+    assert "adapter.train_also=[norm, embed_tokens, lm_head]" in refused.value.fix
 
 
 def test_an_adapter_of_a_fresh_model_keeps_its_base_in_the_run(prepared, tmp_path):

@@ -10,7 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Cursor, Loader
 from bloomery.monitor.events import Recovered, StepDone, Warned
 from bloomery.plan import fallback as safer
-from bloomery.train import job, state
+from bloomery.train import context, state
 from bloomery.train.objectives.build import Objective, pretraining
 from bloomery.train.objectives.losses import LossParts
 from bloomery.train.run import Diverged
@@ -36,7 +36,7 @@ def poison(plan, monkeypatch):
             total, count, _ = clean.loss(output, batch)
             return LossParts(total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count)
 
-        monkeypatch.setattr(job, "build_objective", lambda _: Objective(clean.head, loss))
+        monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
 
     return poisoned_steps
 
@@ -49,8 +49,8 @@ def test_a_bad_step_is_skipped_told_and_never_printed_as_zero(plan, poison, tmp_
     assert all(math.isfinite(loss) and loss > 0 for loss in losses.values())
     assert [event.grad_norm for event in run.of(StepDone) if event.step == 5] == [None]
     (warned,) = run.of(Warned)
-    assert "step 5" in warned.because
-    assert "rows 16 to 19" in warned.because
+    assert "step 5" in warned.reason
+    assert "rows 16 to 19" in warned.reason
     assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
 
 
@@ -101,7 +101,7 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan,
         total, count, _ = clean.loss(output, batch)
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
-    monkeypatch.setattr(job, "build_objective", lambda _: Objective(clean.head, loss))
+    monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
     with pytest.raises(UserError, match="rows 60 to 63"):
         Run(plan, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -116,7 +116,7 @@ def test_an_overflow_of_float16_is_no_divergence(plan, tmp_path, monkeypatch):
     assert skipped
     assert skipped == list(range(1, len(skipped) + 1))
     assert run.of(Recovered) == []
-    assert all("overflowed float16" in event.because for event in run.of(Warned))
+    assert all("overflowed float16" in event.reason for event in run.of(Warned))
 
 
 def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, 
         total.register_hook(lambda gradient: gradient * math.inf)
         return LossParts(total, count)
 
-    monkeypatch.setattr(job, "build_objective", lambda _: Objective(clean.head, loss))
+    monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
     with pytest.raises(Diverged, match=r"the gradient is not a finite number .* lowering the loss scale to 1"):
         Run(half, tmp_path / "run")
 
@@ -140,8 +140,8 @@ def test_a_wider_precision_goes_on_from_a_checkpoint_of_the_narrow_one(plan, tmp
     for precision, wide in (("float16", "bfloat16"), ("bfloat16-pure", "float32")):
         narrow = plan.model_copy(update={"train": plan.train.model_copy(update={"precision": precision})})
         first = Run(narrow, tmp_path / precision, stop_after=3)
-        rung = safer._precise(narrow, wide, "the loss is NaN")
-        second = Run(rung.plan, tmp_path / precision, resume_from=first.checkpoint(3))
+        fallback = safer._precise(narrow, wide, "the loss is NaN")
+        second = Run(fallback.plan, tmp_path / precision, resume_from=first.checkpoint(3))
         assert second.outcome == "done"
         assert second.losses()[4] == pytest.approx(Run(plan, tmp_path / f"{wide}-all").losses()[4], abs=0.05)
         assert {tensor.dtype for name, tensor in second.tensors(10).items() if "rng" not in name} == {torch.float32}

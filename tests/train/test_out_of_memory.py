@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.detect import system as gpu
-from bloomery.hardware.detect.system import Tenant, tenants
+from bloomery.hardware.detect.system import GpuProcess, gpu_processes
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.train import checkpoint, loop
 from bloomery.train import recover as memory
 from bloomery.train.optim.build import Optimizer
@@ -52,21 +52,21 @@ class Allocator(TorchDispatchMode):
         self.steps = event.step if isinstance(event, StepDone) else self.steps
 
 
-def run_short_of_memory(plan: Plan, folder, allocator: Allocator) -> Run:
-    opened = loop.open_job
+def run_short_of_memory(plan: RunPlan, folder, allocator: Allocator) -> Run:
+    opened = loop.open_context
 
-    def open_job(plan, run_dir, emit, resume_from, stop):
-        job = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from, stop)
-        allocator.model = job.state.trainee.model
-        return job
+    def open_context(plan, run_dir, emit, resume_from, stop):
+        context = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from, stop)
+        allocator.model = context.state.model_and_optimizer.model
+        return context
 
     with allocator, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "open_job", open_job)
+        patch.setattr(loop, "open_context", open_context)
         return Run(plan, folder)
 
 
 @pytest.fixture
-def plan(prepared) -> Plan:
+def plan(prepared) -> RunPlan:
     sections = {
         "train": {"steps": 6, "micro_batch": 4, "accumulation": 1},
         "model": {"score_chunk": 128},
@@ -76,7 +76,7 @@ def plan(prepared) -> Plan:
     return tiny_plan(prepared, config=CONFIG, **sections)
 
 
-def cut(plan: Plan, rows: int) -> Plan:
+def cut(plan: RunPlan, rows: int) -> RunPlan:
     """The plan as it would have been made with smaller micro-batches."""
     train = plan.train.model_copy(update={"micro_batch": rows, "accumulation": 4 // rows})
     model = plan.model.model_copy(update={"score_chunk": min(plan.model.score_chunk, rows * 32)})
@@ -92,7 +92,7 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     assert short.losses() == small.losses()
     assert_same_tensors(short.tensors(6), small.tensors(6))
     told = short.of(Recovered)[0]
-    assert told.because == "memory ran out (2.50 GiB more were wanted) in step 1"
+    assert told.reason == "memory ran out (2.50 GiB more were wanted) in step 1"
     assert told.action == (
         "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
         "; what filled memory is listed in profile/step-00000001-full-1.memory.txt"
@@ -100,9 +100,9 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     stored = read_plan(tmp_path / "short/plan.json")
     assert (stored.train.micro_batch, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
     assert stored.model.score_chunk == 32
-    (decision,) = [decision for decision in stored.decisions if decision.key == "train.micro_batch"]
+    (decision,) = [decision for decision in stored.choices if decision.key == "train.micro_batch"]
     assert decision.value == "1"
-    assert "memory ran out" in decision.because
+    assert "memory ran out" in decision.reason
 
 
 @pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.soak)])
@@ -181,11 +181,11 @@ def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_
 
 
 def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_path):
-    looking = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": 3, "prompts": ("def f",)})})
-    short = run_short_of_memory(looking, tmp_path / "short", Allocator("evaluation", rows=1))
+    eval_mode = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": 3, "prompts": ("def f",)})})
+    short = run_short_of_memory(eval_mode, tmp_path / "short", Allocator("evaluation", rows=1))
     assert short.outcome == "done"
     assert short.of(EvalDone) == short.of(Sampled) == []
-    told = [event.because for event in short.of(Warned)]
+    told = [event.reason for event in short.of(Warned)]
     assert (
         "the evaluation after step 3 was left out: memory ran out (2.50 GiB more were wanted) for a single row" in told
     )
@@ -205,20 +205,20 @@ def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
     stored = read_plan(tmp_path / "run/plan.json")
     assert stored.train.steps == short.steps_done() > MEASURED_STEPS
     assert stored.eval.micro_batch == max(1, rows // 2)
-    assert any("not all samples were drawn" in event.because for event in short.of(Warned))
+    assert any("not all samples were drawn" in event.reason for event in short.of(Warned))
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
-    remedies = ("train.micro_batch=1", "train.activation_checkpointing=full")
-    advised = plan.model_copy(update={"remedies": remedies})
+    suggestions = ("train.micro_batch=1", "train.activation_checkpointing=full")
+    advised = plan.model_copy(update={"suggestions": suggestions})
     with pytest.raises(memory.MemoryFull, match="with a single row of 32 tokens at once") as caught:
         run_short_of_memory(advised, tmp_path / "run", Allocator("forward", rows=1, since=4))
-    assert "train.activation_checkpointing=full" in caught.value.remedy
-    assert "micro_batch=1" not in caught.value.remedy
+    assert "train.activation_checkpointing=full" in caught.value.fix
+    assert "micro_batch=1" not in caught.value.fix
     assert damage(tmp_path / "run/checkpoints/step-00000003") is None  # nothing is lost
     with pytest.raises(UserError) as unforeseen:
         run_short_of_memory(plan, tmp_path / "other", Allocator("forward", rows=1))
-    assert "train.activation_checkpointing=full or optimizer.kind=adafactor" in unforeseen.value.remedy
+    assert "train.activation_checkpointing=full or optimizer.kind=adafactor" in unforeseen.value.fix
 
 
 def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoint(plan, tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoi
     assert run.outcome == "done"
     assert run.checkpoint(6).is_dir()
     (warned,) = run.of(Warned)
-    assert "training waits while checkpoints are written" in warned.because
+    assert "training waits while checkpoints are written" in warned.reason
 
 
 def test_what_counts_as_full_memory():
@@ -276,13 +276,17 @@ def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
         (tmp_path / f"proc/{pid}").mkdir(parents=True)
         (tmp_path / f"proc/{pid}/comm").write_text(f"{name}\n")
     monkeypatch.setattr(gpu, "output_of", lambda *_, **__: "91, 1024\n92, [N/A]\nnot a line\n")
-    found = tenants(tmp_path / "sys", tmp_path / "proc")
-    assert found == (Tenant(77, "blender", 3 * GIB), Tenant(91, "unknown", GIB), Tenant(78, "firefox", GIB // 2))
-    said = memory.told_tenants(found[:1], others=4 * GIB, total=12 * GIB)
+    found = gpu_processes(tmp_path / "sys", tmp_path / "proc")
+    assert found == (
+        GpuProcess(77, "blender", 3 * GIB),
+        GpuProcess(91, "unknown", GIB),
+        GpuProcess(78, "firefox", GIB // 2),
+    )
+    said = memory.other_processes(found[:1], others=4 * GIB, total=12 * GIB)
     assert said == (
         "; others use 4.0 GiB of this GPU's 12.0 GiB (on the GPUs of this machine: blender (process 77) 3.0 GiB)"
     )
-    assert memory.told_tenants((), others=GIB // 2, total=12 * GIB) == ""
+    assert memory.other_processes((), others=GIB // 2, total=12 * GIB) == ""
 
 
 def test_a_step_whose_optimizer_is_in_backward_is_not_cut(plan, tmp_path):
@@ -291,6 +295,6 @@ def test_a_step_whose_optimizer_is_in_backward_is_not_cut(plan, tmp_path):
     short = Allocator("backward", 4, since=4)
     with pytest.raises(UserError, match="an optimizer in backward takes them all at once") as error:
         run_short_of_memory(plan.model_copy(update={"optimizer": inside}), tmp_path / "run", short)
-    assert "train.micro_batch=2 train.tokens_per_step=64" in error.value.remedy
+    assert "train.micro_batch=2 train.tokens_per_step=64" in error.value.fix
     assert damage(tmp_path / "run" / "checkpoints" / "step-00000002") is None
     assert not (tmp_path / "run" / "checkpoints" / "step-00000003").exists()

@@ -77,7 +77,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     state = build_state(plan.model_copy(update={"model": plan.model.model_copy(update={"config": dry})}))
     config = AdaLoraConfig(**{k: v for k, v in ADALORA.items() if k != "method"}, target_modules=["q_proj", "v_proj"])
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config)
-    mine = {name: p for name, p in state.trainee.model.named_parameters() if p.requires_grad}
+    mine = {name: p for name, p in state.model_and_optimizer.model.named_parameters() if p.requires_grad}
     named = {name.removeprefix("base_model.model."): p for name, p in theirs.named_parameters() if p.requires_grad}
     assert mine.keys() == named.keys()
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     for step in range(1, 5):
         batch = loader.batch(Cursor(0, 2 * step), 2)
         objective = build_objective(plan)
-        train_step(state.trainee, [batch], objective, plan=plan.train, share=1.0)
+        train_step(state.model_and_optimizer, [batch], objective, plan=plan.train, share=1.0)
         labels = batch.labels.masked_fill(batch.weights == 0, -100)
         logits = theirs(batch.tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -122,7 +122,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
 def test_what_peft_does_not_know_is_refused_with_a_remedy(said, words):
     with pytest.raises(UserError) as caught:
         method_config(Peft(kind="peft", **said), CONFIG, steps=10)
-    assert words in caught.value.remedy
+    assert words in caught.value.fix
 
 
 def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
@@ -140,7 +140,9 @@ def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
 
 
 def test_all_linear_maps_are_found_where_peft_would_look_for_them_in_its_own_models_alone(prepared, base):
-    model = build_state(method_plan(prepared, base, {"method": "vera", "target_modules": "all-linear"})).trainee.model
+    model = build_state(
+        method_plan(prepared, base, {"method": "vera", "target_modules": "all-linear"})
+    ).model_and_optimizer.model
     changed = {name.rpartition(".vera_lambda")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert changed == set(linear_modules(CONFIG))
 
@@ -154,7 +156,7 @@ def test_a_wall_time_length_has_no_steps_for_a_schedule_of_ranks():
     ("name", "leaves"), [("ia3", {"k_proj", "v_proj", "down_proj"}), ("ln_tuning", {"norm", "layernorm"})]
 )
 def test_a_method_that_is_not_about_queries_and_values_finds_its_own_modules(prepared, base, name, leaves):
-    model = build_state(method_plan(prepared, base, {"method": name})).trainee.model
+    model = build_state(method_plan(prepared, base, {"method": name})).model_and_optimizer.model
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(any(leaf in key for leaf in leaves) for key in trained)
     assert all(any(leaf in key for key in trained) for leaf in leaves)

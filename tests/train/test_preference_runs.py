@@ -12,11 +12,11 @@ from bloomery.core.choice import Choice
 from bloomery.data.loading.loader import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, Vitals, from_json, to_json
+from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, StepHealth, from_json, to_json
 from bloomery.plan.rules.objective import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
-from bloomery.train import job
-from bloomery.train.job import open_loader
+from bloomery.train import context
+from bloomery.train.context import open_loader
 from bloomery.train.loop import run
 from bloomery.train.objectives import build as objectives
 from bloomery.train.objectives import reference as references
@@ -137,9 +137,9 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
     plan = plan_of(prepared, asked, Lora(kind="lora", rank=4), **sections)
     disabled = Run(plan, tmp_path / "disabled")
     assert not reference_file(disabled.folder, "train").exists()
-    assert {vitals.update_ratio for vitals in disabled.of(Vitals)} == {None}  # an adapter begins at zero
+    assert {health.update_ratio for health in disabled.of(StepHealth)} == {None}  # an adapter begins at zero
     assert disabled.of(StepDone)[-1].loss < disabled.of(StepDone)[0].loss
-    for module in (job, objectives):
+    for module in (context, objectives):
         monkeypatch.setattr(module, "reference_of", lambda *_: Choice("precomputed", "as of a model trained in full"))
     precomputed = Run(plan, tmp_path / "precomputed")
     assert disabled.losses() == pytest.approx(precomputed.losses(), rel=1e-5)

@@ -132,14 +132,14 @@ def padded(batch: Batch) -> Batch:
     return Batch(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
 
 
-def trainee(asked, **sections):
+def model_and_optimizer(asked, **sections):
     plan = tiny_plan(**sections).model_copy(update={"objective": asked})
-    return build_state(plan).trainee, build_objective(plan), plan.train
+    return build_state(plan).model_and_optimizer, build_objective(plan), plan.train
 
 
 def gradients(asked, batches: list[Batch]) -> tuple[float, list[torch.Tensor]]:
     """Of the mean over all pairs."""
-    who, objective, _ = trainee(asked)
+    who, objective, _ = model_and_optimizer(asked)
     count, total = sum(objective.count(batch) for batch in batches), 0.0
     for batch in batches:
         parts = compute_loss(who.model, batch, objective, precision="float32")
@@ -153,7 +153,7 @@ def test_accumulation_takes_the_step_of_one_large_batch(asked):
     whole = batch_of_pairs(5)
     results = []
     for batches in ([whole], [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]):
-        who, objective, plan = trainee(asked)
+        who, objective, plan = model_and_optimizer(asked)
         result = train_step(who, batches, objective, plan=plan, share=1.0)
         results.append((result, [p.detach().clone() for p in who.model.parameters()]))
     (one, ours), (two, theirs) = results  # of kto the first estimates the drift in its forward, the other before it
@@ -167,7 +167,7 @@ def test_accumulation_takes_the_step_of_one_large_batch(asked):
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
-    who, objective, _ = trainee(Kto(kind="kto"), config=tiny_config(residual_dropout=rate))
+    who, objective, _ = model_and_optimizer(Kto(kind="kto"), config=tiny_config(residual_dropout=rate))
     whole = batch_of_pairs(5)
     cut = [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]
 
@@ -191,7 +191,7 @@ def test_packed_rows_train_as_padded_ones_do(asked):
 
 @pytest.mark.parametrize("asked", KINDS)
 def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
-    who, objective, _ = trainee(asked)
+    who, objective, _ = model_and_optimizer(asked)
     row = batch_of_pairs(1, pairs=3)
     others = row.sequences >= 2
     changed = replace(

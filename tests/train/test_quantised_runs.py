@@ -52,7 +52,7 @@ def test_losses_stay_near_those_of_a_float_base(prepared, base, tmp_path):
 
 
 def test_what_is_held_is_what_the_plan_says(prepared, base):
-    model = build_state(plan_of(prepared, base, train={"precision": "bfloat16"})).trainee.model
+    model = build_state(plan_of(prepared, base, train={"precision": "bfloat16"})).model_and_optimizer.model
     inside = {name: shape for name, shape in parameter_shapes(CONFIG).items() if ".layers." in name and len(shape) == 2}
     held = sum(buffer.nbytes for buffer in model.buffers())
     assert held == sum(storage_bytes(shape, "nf4", True) for shape in inside.values())

@@ -78,11 +78,11 @@ def test_what_autograd_keeps_is_counted_once_and_goes_with_backward(plan, tmp_pa
     weight = torch.randn(64, 64, requires_grad=True)
     held = torch.randn(64, 64)
     out = (weight * held).exp().exp()
-    kept = [live for live in live_tensors(state.trainee) if live.shape == (64, 64) and live.purpose == KEPT]
+    kept = [live for live in live_tensors(state.model_and_optimizer) if live.shape == (64, 64) and live.purpose == KEPT]
     assert len(kept) == 3  # the other factor and both results of exp, of which names hold two as well
     out.sum().backward()
     del out
-    left = [live for live in live_tensors(state.trainee) if live.shape == (64, 64) and live.purpose == KEPT]
+    left = [live for live in live_tensors(state.model_and_optimizer) if live.shape == (64, 64) and live.purpose == KEPT]
     assert left == []
 
 
@@ -94,9 +94,11 @@ def test_a_compilers_fake_tensors_are_passed_over(plan):
     with FakeTensorMode():
         fake = torch.empty(12345, requires_grad=True)
         made = fake.exp()
-    found = live_tensors(state.trainee)
+    found = live_tensors(state.model_and_optimizer)
     assert all(live.shape != (12345,) for live in found)
-    assert sum(live.purpose == "weights" for live in found) == sum(1 for _ in state.trainee.model.parameters())
+    assert sum(live.purpose == "weights" for live in found) == sum(
+        1 for _ in state.model_and_optimizer.model.parameters()
+    )
     del fake, made
 
 
@@ -108,7 +110,9 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
             "eval": plan.eval.model_copy(update={"micro_batch": 4}),
         }
     )
-    others = any(live.purpose == KEPT for live in live_tensors(build_state(plan).trainee))  # of earlier tests
+    others = any(
+        live.purpose == KEPT for live in live_tensors(build_state(plan).model_and_optimizer)
+    )  # of earlier tests
     short = run_short_of_memory(plan, tmp_path, Allocator(place, rows=4, times=1))
     (told,) = short.of(Recovered)
     step = 2 if place == "evaluation" else 1
@@ -141,7 +145,7 @@ def test_a_recording_that_cannot_be_written_is_a_warning(plan, tmp_path):
     (tmp_path / "profile").write_text("in the way")
     run = Run(traced(plan, 2, 3), tmp_path)
     assert run.outcome == "done"
-    assert {event.because.partition(":")[0] for event in run.of(Warned)} == {NOT_RECORDED}
+    assert {event.reason.partition(":")[0] for event in run.of(Warned)} == {NOT_RECORDED}
 
 
 def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
@@ -167,13 +171,13 @@ def test_equal_tensors_are_one_line():
 @needs_kept
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
     from bloomery.data.loading.loader import Cursor
-    from bloomery.train.job import open_loader
+    from bloomery.train.context import open_loader
     from bloomery.train.objectives.build import build_objective
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)
-    parts = compute_loss(state.trainee.model, batch, build_objective(plan), precision="float32")
-    kept = [live for live in live_tensors(state.trainee) if live.purpose == KEPT]
+    parts = compute_loss(state.model_and_optimizer.model, batch, build_objective(plan), precision="float32")
+    kept = [live for live in live_tensors(state.model_and_optimizer) if live.purpose == KEPT]
     wide = [live for live in kept if live.shape[-1:] == (CONFIG.intermediate_size,)]
     assert len(wide) >= 2 * CONFIG.num_layers  # gate and up of each layer at least
     del parts

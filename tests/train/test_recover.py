@@ -25,7 +25,7 @@ def test_the_fourth_bad_step_rewinds_and_the_third_rewind_is_the_end() -> None:
     assert judge(policy, *[False] * 3) == ["skip"] * 3
     with pytest.raises(UserError, match="step 11, rows 80 to 95") as caught:
         judge(policy, False)
-    assert "learning_rate" in caught.value.remedy
+    assert "learning_rate" in caught.value.fix
 
 
 def test_a_resumed_run_judges_as_the_undisturbed_one() -> None:

@@ -43,7 +43,7 @@ def test_accumulation_takes_the_step_of_one_large_batch_and_packed_rows_train_as
     whole, steps = batch_of_pairs(4), []
     for batches in ([whole], [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 4))], [padded(whole)]):
         plan = tiny_plan(config=CONFIG).model_copy(update={"objective": ASKED})
-        who = build_state(plan).trainee
+        who = build_state(plan).model_and_optimizer
         result = train_step(who, batches, build_objective(plan), plan=plan.train, share=1.0)
         steps.append((result.loss, result.grad_norm, [p.detach().clone() for p in who.model.parameters()]))
     for loss, norm, parameters in steps[1:]:
@@ -86,7 +86,7 @@ def test_it_begins_from_a_language_model_with_a_drawn_head(tmp_path):
     language = fresh_decoder(tiny_config(), seed=5)
     write_model(model_state(language), language.config, tmp_path)
     plan = tiny_plan(config=CONFIG, model={"source": tmp_path})
-    states = [build_state(plan).trainee.model.state_dict() for _ in range(2)]
+    states = [build_state(plan).model_and_optimizer.model.state_dict() for _ in range(2)]
     assert_close(states[0], states[1], atol=0, rtol=0)
     assert "lm_head.weight" not in states[0]
     assert 0.01 < states[0].pop("score.weight").std() < 0.03

@@ -105,4 +105,4 @@ def test_a_template_that_takes_no_question_alone_is_refused_before_the_first_ste
     plan = plan_of(prepared_rows(tmp_path, TALKS, template))
     with pytest.raises(UserError, match="say more") as caught:
         run(plan, run_dir=tmp_path / "run", emit=lambda event: None, stop=lambda: False)
-    assert "eval.prompts" in caught.value.where and "eval.prompts" in caught.value.remedy
+    assert "eval.prompts" in caught.value.where and "eval.prompts" in caught.value.fix

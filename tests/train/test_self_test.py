@@ -14,7 +14,7 @@ from bloomery.train.state import build_state
 def checked(backend: str, precision: str = "float32", **config) -> None:
     facts = tiny_config(**config)
     plan = tiny_plan(config=facts, model={"attention": backend}, train={"precision": precision})
-    check_attention(build_state(plan).trainee.model, plan)
+    check_attention(build_state(plan).model_and_optimizer.model, plan)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "bfloat16-pure"])
@@ -37,7 +37,7 @@ def test_a_kernel_that_computes_something_else_is_told(monkeypatch, change, said
     with pytest.raises(Unsound, match=said) as caught:
         checked("mask")
     assert "mask attention in float32 computes wrong numbers" in caught.value.problem
-    assert "train.attention=blockwise" in caught.value.remedy
+    assert "train.attention=blockwise" in caught.value.fix
 
 
 def test_a_wrong_gradient_is_told(monkeypatch):
@@ -55,7 +55,7 @@ def test_a_wrong_gradient_is_told(monkeypatch):
 def test_no_random_number_is_drawn():
     before = torch.get_rng_state()
     plan = tiny_plan(config=CONFIG)
-    model = build_state(plan).trainee.model
+    model = build_state(plan).model_and_optimizer.model
     torch.set_rng_state(before)
     check_attention(model, plan)
     assert torch.equal(torch.get_rng_state(), before)

@@ -12,14 +12,14 @@ from bloomery.train.state import Progress, build_state, go_back, random_states, 
 def worked_on(plan):
     """A state that differs from a fresh one in every part."""
     state = build_state(plan)
-    for number, parameter in enumerate(state.trainee.optimizer.parameters):
+    for number, parameter in enumerate(state.model_and_optimizer.optimizer.parameters):
         parameter.grad = torch.full_like(parameter, 0.01 * (number + 1))
-    state.trainee.optimizer.step(1.0)
+    state.model_and_optimizer.optimizer.step(1.0)
     state.cursor = Cursor(plan.train.seed, 24)
     state.progress = Progress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_saved=4.6)
     state.policy.judge(False, step=6, rows=range(20, 24))
-    if state.trainee.scale is not None:
-        state.trainee.scale.update(finite=False)
+    if state.model_and_optimizer.scale is not None:
+        state.model_and_optimizer.scale.update(finite=False)
     torch.rand(3)
     return state
 
@@ -53,27 +53,29 @@ def test_going_back_without_a_checkpoint_is_how_the_run_began():
     go_back(state, plan, None)
     assert torch.equal(torch.rand(4), drawn)
     assert state.progress == Progress()
-    assert state.trainee.optimizer.named_tensors() == {}
-    pairs = zip(state.trainee.model.parameters(), fresh.trainee.model.parameters(), strict=True)
+    assert state.model_and_optimizer.optimizer.named_tensors() == {}
+    pairs = zip(state.model_and_optimizer.model.parameters(), fresh.model_and_optimizer.model.parameters(), strict=True)
     assert all(torch.equal(p, q) for p, q in pairs)
 
 
 def test_nothing_is_left_on_the_meta_device_and_tied_weights_stay_tied():
-    model = build_state(tiny_plan()).trainee.model
+    model = build_state(tiny_plan()).model_and_optimizer.model
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_training_starts_from_pretrained_weights(tmp_path):
     config = tiny_config()
-    model = build_state(tiny_plan(train={"seed": 5})).trainee.model
+    model = build_state(tiny_plan(train={"seed": 5})).model_and_optimizer.model
     write_model(dict(model.named_parameters()), config, tmp_path)
-    started = build_state(tiny_plan(model={"source": tmp_path})).trainee.model
+    started = build_state(tiny_plan(model={"source": tmp_path})).model_and_optimizer.model
     assert all(torch.equal(p, q) for p, q in zip(started.parameters(), model.parameters(), strict=True))
 
 
 def test_seeds_decide_the_weights():
-    first, second = (build_state(tiny_plan(train={"seed": seed})).trainee.model.lm_head.weight for seed in (0, 1))
+    first, second = (
+        build_state(tiny_plan(train={"seed": seed})).model_and_optimizer.model.lm_head.weight for seed in (0, 1)
+    )
     assert not torch.equal(first, second)
 
 

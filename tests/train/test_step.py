@@ -11,7 +11,7 @@ from bloomery.parallel.apply import apply
 from bloomery.train.objectives.build import Objective, pretraining
 from bloomery.train.objectives.losses import LossParts
 from bloomery.train.state import build_state
-from bloomery.train.step import LossScale, Trainee, clip_factor, global_norm, train_step
+from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, train_step
 
 OBJECTIVE = pretraining(score_chunk=64)
 
@@ -32,12 +32,12 @@ def halves(whole: Batch) -> list[Batch]:
     return [Batch(*(t[:2] for t in tensors)), Batch(*(t[2:] for t in tensors))]
 
 
-def trainee(config=None, **sections) -> tuple[Trainee, object]:
+def model_and_optimizer(config=None, **sections) -> tuple[ModelAndOptimizer, object]:
     plan = tiny_plan(config=config, **sections)
-    return build_state(plan).trainee, plan.train
+    return build_state(plan).model_and_optimizer, plan.train
 
 
-def weights(who: Trainee) -> list[torch.Tensor]:
+def weights(who: ModelAndOptimizer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in who.model.parameters()]
 
 
@@ -47,8 +47,8 @@ def poisoned(value: float) -> Objective:
 
 
 def test_accumulation_takes_the_step_of_one_large_batch():
-    one, plan = trainee()
-    two, _ = trainee()
+    one, plan = model_and_optimizer()
+    two, _ = model_and_optimizer()
     whole = batch(5)
     a = train_step(one, [whole], OBJECTIVE, plan=plan, share=1.0)
     b = train_step(two, halves(whole), OBJECTIVE, plan=plan, share=1.0)
@@ -59,7 +59,7 @@ def test_accumulation_takes_the_step_of_one_large_batch():
 
 
 def test_loss_is_the_mean_over_learned_labels():
-    who, plan = trainee()
+    who, plan = model_and_optimizer()
     whole = batch(3)
     with torch.no_grad():
         logits = who.model(whole.tokens, positions_BT=whole.positions, documents_BT=whole.documents)
@@ -88,7 +88,7 @@ def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
 def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
-    who, plan = trainee(train={"precision": precision})
+    who, plan = model_and_optimizer(train={"precision": precision})
     train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
     before, states = weights(who), {k: v.clone() for k, v in who.optimizer.named_tensors().items()}
     scalars = who.optimizer.scalars()
@@ -104,7 +104,7 @@ def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_every_precision_learns_a_batch_by_heart(precision, kind):
-    who, plan = trainee(train={"precision": precision}, optimizer={"kind": kind, "learning_rate": 0.02})
+    who, plan = model_and_optimizer(train={"precision": precision}, optimizer={"kind": kind, "learning_rate": 0.02})
     results = [train_step(who, [batch(4)], OBJECTIVE, plan=plan, share=1.0) for _ in range(25)]
     assert results[0].loss == pytest.approx(math.log(97), abs=0.5)
     assert results[-1].loss < results[0].loss - 0.5
@@ -113,7 +113,7 @@ def test_every_precision_learns_a_batch_by_heart(precision, kind):
 
 
 def test_float16_overflow_is_skipped_and_halves_the_scale():
-    who, plan = trainee(train={"precision": "float16"})
+    who, plan = model_and_optimizer(train={"precision": "float16"})
     who.scale.value = 2.0**40
     before = weights(who)
     result = train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
@@ -126,7 +126,7 @@ def test_float16_overflow_is_skipped_and_halves_the_scale():
 def test_float16_gradients_do_not_depend_on_the_scale():
     norms = []
     for scale in (1.0, 2.0**10):
-        who, plan = trainee(train={"precision": "float16"})
+        who, plan = model_and_optimizer(train={"precision": "float16"})
         who.scale.value = scale
         norms.append(train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
@@ -151,8 +151,8 @@ def test_loss_scale_follows_torchs_grad_scaler():
 @pytest.mark.parametrize("attention", ["mask", "per_document", "blockwise"])
 def test_activation_checkpointing_changes_no_bit(mode, attention):
     config = tiny_config(residual_dropout=0.2)
-    plain, plan = trainee(config, model={"attention": attention})
-    saving, _ = trainee(config, model={"attention": attention}, train={"activation_checkpointing": mode})
+    plain, plan = model_and_optimizer(config, model={"attention": attention})
+    saving, _ = model_and_optimizer(config, model={"attention": attention}, train={"activation_checkpointing": mode})
     assert [n for n, _ in plain.model.named_parameters()] == [n for n, _ in saving.model.named_parameters()]
     losses = []
     for who in (plain, saving):
@@ -178,7 +178,7 @@ class Counted(TorchDispatchMode):
 def test_checkpointing_repeats_what_its_mode_says():
     calls = {}
     for mode in ("none", "selective", "every-2", "full"):
-        who, plan = trainee(tiny_config(num_layers=4), train={"activation_checkpointing": mode})
+        who, plan = model_and_optimizer(tiny_config(num_layers=4), train={"activation_checkpointing": mode})
         with Counted() as counted:
             train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
         calls[mode] = counted.calls
@@ -189,7 +189,7 @@ def test_checkpointing_repeats_what_its_mode_says():
 
 
 def test_compiled_blocks_are_asked_for_one_by_one(monkeypatch):
-    who, plan = trainee(tiny_config(num_layers=3))
+    who, plan = model_and_optimizer(tiny_config(num_layers=3))
     asked = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append((type(self).__name__, how)))
     apply(who.model, plan.model_copy(update={"compile": True}))

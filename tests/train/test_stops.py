@@ -96,7 +96,7 @@ def test_a_run_that_diverged_is_skipped_and_rewound_before_it_stops(prepared, tm
     events = []
     with pytest.raises(UserError, match="not a finite number at step") as caught:
         run(late, run_dir=tmp_path, emit=events.append, stop=lambda: False)
-    assert "optimizer.learning_rate" in caught.value.remedy
+    assert "optimizer.learning_rate" in caught.value.fix
     assert any(isinstance(event, StepDone) and event.loss is None for event in events)
     assert any(isinstance(event, Recovered) for event in events)
-    assert any(isinstance(event, Warned) and "no samples after step" in event.because for event in events)
+    assert any(isinstance(event, Warned) and "no samples after step" in event.reason for event in events)

@@ -146,11 +146,11 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     kept[:] = [90_000]
     with pytest.raises(UserError, match="and this model needs") as refused:
         load_model(run.folder, use=Use("cpu"))
-    assert "--quantize int8" in refused.value.remedy
+    assert "--quantize int8" in refused.value.fix
     kept[:] = [1000]
     with pytest.raises(UserError) as refused:
         load_model(run.folder, use=Use("cpu"))
-    assert "a smaller model" in refused.value.remedy
+    assert "a smaller model" in refused.value.fix
 
 
 PROBE = """

@@ -8,8 +8,8 @@ from runs_of_the_loop import Run, assert_same_tensors
 from torch import nn
 
 from bloomery.data.loading.loader import Batch
-from bloomery.monitor.events import StepDone, Vitals
-from bloomery.train.diagnostics.step_health import EARLY, Checkup, label_facts, pair_excess
+from bloomery.monitor.events import StepDone, StepHealth
+from bloomery.train.diagnostics.step_health import EARLY, HealthCheck, label_facts, pair_excess
 from bloomery.train.objectives.build import pretraining
 
 OBJECTIVE = pretraining(score_chunk=64)
@@ -28,11 +28,11 @@ def batch_of(tokens, labels, documents=None, weights=None) -> Batch:
 
 def test_the_ratio_is_that_of_root_mean_squares():
     moved, kept, vector = (nn.Parameter(torch.full(shape, 2.0)) for shape in ((300, 50), (40, 40), (7,)))
-    checkup = Checkup({"moved": moved, "kept": kept, "vector": vector})
+    health_check = HealthCheck({"moved": moved, "kept": kept, "vector": vector})
     moved.grad, kept.grad = torch.ones_like(moved), torch.zeros_like(kept)
-    with checkup.watching(), torch.no_grad():
+    with health_check.watching(), torch.no_grad():
         moved.mul_(1.25)
-    told = checkup.report(5, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False)
+    told = health_check.report(5, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False)
     every = 300 * 50 + 40 * 40 + 7
     assert told.update_ratio == pytest.approx((0.25 + 0.0) / 2)  # the median of the two matrices
     assert told.still_share == pytest.approx((40 * 40 + 7) / every) and told.still == "kept"
@@ -40,7 +40,7 @@ def test_the_ratio_is_that_of_root_mean_squares():
 
 
 def test_a_step_that_was_not_taken_has_no_ratio():
-    told = Checkup({"w": nn.Parameter(torch.ones(2, 2))}).report(
+    told = HealthCheck({"w": nn.Parameter(torch.ones(2, 2))}).report(
         1, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False
     )
     assert (told.update_ratio, told.still_share, told.no_gradient_share, told.still) == (None, None, None, "")
@@ -66,15 +66,15 @@ def test_pairs_of_a_text_repeat_and_those_of_chance_do_not():
 def test_looking_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
     plan = healthy_plan(prepared, train={"steps": 12}, config=tiny_config(vocab_size=300, residual_dropout=0.1))
     often = Run(plan.model_copy(update={"monitor": plan.monitor.model_copy(update={"every_steps": 1})}), tmp_path / "a")
-    monkeypatch.setattr(Checkup, "due", lambda self, step, every: False)
+    monkeypatch.setattr(HealthCheck, "due", lambda self, step, every: False)
     never = Run(plan, tmp_path / "b")
-    assert len(often.of(Vitals)) == 12 and never.of(Vitals) == []
+    assert len(often.of(StepHealth)) == 12 and never.of(StepHealth) == []
     assert often.losses() == never.losses()
     assert_same_tensors(often.tensors(12), never.tensors(12))
 
 
 def test_vitals_come_early_and_with_the_monitor(prepared, tmp_path):
     run = Run(healthy_plan(prepared, train={"steps": 26}, monitor={"every_steps": 13}), tmp_path / "run")
-    assert [told.step for told in run.of(Vitals)] == sorted({s for s in EARLY if s <= 26} | {13, 26})
-    assert all(told.labels_next == 1.0 and told.still_share == 0.0 for told in run.of(Vitals))
-    assert all(100 < step.learned_tokens <= 128 for step in run.of(StepDone))
+    assert [told.step for told in run.of(StepHealth)] == sorted({s for s in EARLY if s <= 26} | {13, 26})
+    assert all(told.labels_next == 1.0 and told.still_share == 0.0 for told in run.of(StepHealth))
+    assert all(100 < step.loss_tokens <= 128 for step in run.of(StepDone))

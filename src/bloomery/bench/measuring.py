@@ -17,7 +17,7 @@ from bloomery.plan.estimate.calibrated import compile_gain
 from bloomery.plan.local import child_environment, plan_here
 from bloomery.plan.rules.objective import setting
 from bloomery.plan.rules.unsupported import refuse_several_devices
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 CHILD = "bloomery.bench.child"
@@ -39,7 +39,7 @@ class Row:
     """
 
     words: tuple[str, ...]
-    plan: Plan | None
+    plan: RunPlan | None
     outcome: Outcome
     said: str = ""
     step_seconds: float | None = None
@@ -82,7 +82,7 @@ class Bench:
     machine: Machine
     memory_limit: float | None = None
 
-    def plan(self, *words: str) -> Plan:
+    def plan(self, *words: str) -> RunPlan:
         """Raises UserError for what the recipe or this version refuses."""
         loaded = load_recipe(self.recipe, (*self.overrides, *words))
         refuse_several_devices(loaded.recipe)
@@ -103,12 +103,15 @@ class Bench:
         """So many rows in a micro-batch, whether or not that divides the step; the step holds whole micro-batches."""
         base = self.plan()
         each = rows * base.data.sequence_length
-        words = (f"train.micro_batch={rows}", f"train.tokens_per_step={max(1, rows_per_step(base) // rows) * each}")
+        words = (
+            f"train.micro_batch={rows}",
+            f"train.tokens_per_step={max(1, sequences_per_step(base) // rows) * each}",
+        )
         row = run(self.plan(*words), words, seconds=SEARCH_SECONDS, on_phase=on_phase)
         return replace(row, words=words[:1])
 
 
-def compile_trial(plan: Plan, machine: Machine, *, on_phase: OnPhase) -> tuple[Row, ...]:
+def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[Row, ...]:
     """The plan compiled and uncompiled, measured one after the other; empty where `train.compile` needs no trial.
 
     A trial is worth its minute when a run on a CPU would train for at least TRIAL_PAYS_SECONDS and no card of this
@@ -125,11 +128,11 @@ def compile_trial(plan: Plan, machine: Machine, *, on_phase: OnPhase) -> tuple[R
     return tuple(run(way, (), seconds=SECONDS, on_phase=on_phase) for way in both)
 
 
-def rows_per_step(plan: Plan) -> int:
+def sequences_per_step(plan: RunPlan) -> int:
     return plan.train.micro_batch * plan.train.accumulation
 
 
-def run(plan: Plan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> Row:
+def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> Row:
     """One child from its start to its end, whatever that is."""
     prepared = (plan.data.prepared / "manifest.json").is_file()
     job = {
@@ -152,14 +155,14 @@ def run(plan: Plan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase
             on_phase(told["phase"])
 
 
-def _died(words: tuple[str, ...], plan: Plan, child: Child) -> Row:
+def _died(words: tuple[str, ...], plan: RunPlan, child: Child) -> Row:
     """SIGKILL from outside is what the system does when memory runs out."""
     if child.code == -9:
         return Row(words=words, plan=plan, outcome="memory", said="the system killed the process (SIGKILL)")
     return Row(words=words, plan=plan, outcome="crashed", said=child.ending()[:LONGEST])
 
 
-def _row(words: tuple[str, ...], plan: Plan, told: dict[str, Any]) -> Row:
+def _row(words: tuple[str, ...], plan: RunPlan, told: dict[str, Any]) -> Row:
     if told["outcome"] != "ok":
         return Row(words=words, plan=plan, outcome=told["outcome"], said=told["said"])
     times = told["step_seconds"]
@@ -187,7 +190,7 @@ class Largest:
     rows: int
     usable: int  # the largest that also divides the step
     bound: Literal["memory", "step", "time", "crash"]
-    because: str
+    reason: str
 
 
 def search(
@@ -199,20 +202,20 @@ def search(
     time_left: Callable[[], bool] = lambda: True,
 ) -> Largest:
     """Doubling until something gives way or a step is full, then bisection to an eighth; one trial at least."""
-    fits, fails, because = 0, most + 1, f"a step of the recipe has {most} rows"
+    fits, fails, reason = 0, most + 1, f"a step of the recipe has {most} rows"
     bound: Literal["memory", "step", "time", "crash"] = "step"
     for rows in _candidates(most):
         row = trial(rows)
         on_row(row)
         if row.outcome != "ok":
-            fails, bound, because = rows, "memory" if row.outcome == "memory" else "crash", row.said
+            fails, bound, reason = rows, "memory" if row.outcome == "memory" else "crash", row.said
             break
         fits = rows
         if row.step_seconds is not None and rows < most and _too_slow(row, slowest):
-            bound, because = "time", f"twice as many rows would take more than {slowest:.0f} s each time"
+            bound, reason = "time", f"twice as many rows would take more than {slowest:.0f} s each time"
             break
         if rows < most and not time_left():
-            bound, because = "time", "half of --limit was over"
+            bound, reason = "time", "half of --limit was over"
             break
     while bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left():
         middle = (fits + fails) // 2
@@ -223,7 +226,7 @@ def search(
         else:
             fails = middle
     usable = next((rows for rows in range(fits, 0, -1) if most % rows == 0), 0)
-    return Largest(rows=fits, usable=usable, bound=bound, because=because)
+    return Largest(rows=fits, usable=usable, bound=bound, reason=reason)
 
 
 def _candidates(most: int) -> Iterator[int]:
@@ -249,12 +252,12 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     keys = [words[0].partition("=")[0] for words in axes]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        remedy = f"put all values into one: --sweep {twice}=a,b,c"
-        raise UserError(f"{twice} is swept twice", where="--sweep", remedy=remedy, code=2)
+        fix = f"put all values into one: --sweep {twice}=a,b,c"
+        raise UserError(f"{twice} is swept twice", where="--sweep", fix=fix, code=2)
     found = list(itertools.product(*axes))
     if len(found) > MOST_POINTS:
         problem = f"that makes {len(found)} combinations; each is a run of its own"
-        raise UserError(problem, where="--sweep", remedy=f"ask for at most {MOST_POINTS} at once", code=2)
+        raise UserError(problem, where="--sweep", fix=f"ask for at most {MOST_POINTS} at once", code=2)
     return found
 
 
@@ -263,8 +266,8 @@ def axis(sweep: str) -> list[str]:
     key, equals, text = sweep.partition("=")
     values = [value for value in split(text) if value]
     if not equals or "." not in key or not values:
-        remedy = "write --sweep train.micro_batch=8,16,32"
-        raise UserError(f"{sweep!r} is no sweep", where="--sweep", remedy=remedy, code=2)
+        fix = "write --sweep train.micro_batch=8,16,32"
+        raise UserError(f"{sweep!r} is no sweep", where="--sweep", fix=fix, code=2)
     return [f"{key}={value}" for value in values]
 
 
@@ -287,7 +290,7 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def usual_points(plan: Plan, machine: Machine, *, largest: int) -> list[tuple[str, ...]]:
+def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple[str, ...]]:
     """The recipe as planned first, then what most often changes speed or memory: one thing at a time."""
     found: list[tuple[str, ...]] = [()]
     if largest > plan.train.micro_batch:
@@ -304,7 +307,7 @@ def usual_points(plan: Plan, machine: Machine, *, largest: int) -> list[tuple[st
     return found
 
 
-def other_attention(plan: Plan) -> str | None:
+def other_attention(plan: RunPlan) -> str | None:
     """The next best backend that computes the same here; None: there is no other worth a trial."""
     config, length = plan.model.config, plan.data.sequence_length
     if plan.train.device == "cuda" and plan.model.attention == "blockwise":

@@ -15,12 +15,12 @@ from bloomery.hardware.profile import build_profile
 from bloomery.hardware.specs.calibration import Card, Point, device_of
 from bloomery.model.counting import parameter_count
 from bloomery.plan.rules.objective import setting
-from bloomery.plan.types import Estimate, MemoryEstimate, Plan
+from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 
 ANONYMOUS = "anonymous"
 
 
-def make_card(rows: Sequence[Row], machine: Machine, *, giver: str = ANONYMOUS) -> Card | None:
+def make_card(rows: Sequence[Row], machine: Machine, *, contributor: str = ANONYMOUS) -> Card | None:
     """The settings of one model shape that could be measured, the recipe as planned first; None: there are none.
 
     A point whose model differs from the first one's is left out: a card is of one model.
@@ -44,7 +44,7 @@ def make_card(rows: Sequence[Row], machine: Machine, *, giver: str = ANONYMOUS) 
         model=plan.model_dump(mode="json")["model"]["config"],
         parameters=parameter_count(plan.model.config),
         text="prepared" if (plan.data.prepared / "manifest.json").is_file() else "random",
-        giver=giver_name(giver),
+        contributor=giver_name(contributor),
         day=time.strftime("%Y-%m-%d"),
         points=tuple(_point(row) for row in measured if row.plan and row.plan.model.config == plan.model.config),
     )
@@ -54,8 +54,8 @@ def giver_name(text: str) -> str:
     """A name as people sign with. Raises UserError for what is none, or could be markup."""
     name = " ".join(text.split())
     if not re.fullmatch(r"[\w .,'@+-]{1,60}", name):
-        remedy = 'write --giver "Ada L.", or leave it out to stay anonymous'
-        raise UserError(f"{text!r} is no name for a card", where="--giver", remedy=remedy, code=2)
+        fix = 'write --giver "Ada L.", or leave it out to stay anonymous'
+        raise UserError(f"{text!r} is no name for a card", where="--giver", fix=fix, code=2)
     return name
 
 
@@ -85,7 +85,7 @@ ORIGINS = {"table": "from the table", "probe": "from a probe", "measured": "meas
 WORDS = {"memory": "memory full", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
 
 
-def opening(plan: Plan, *, recipe: str, device: str, prepared: bool) -> Iterator[str]:
+def opening(plan: RunPlan, *, recipe: str, device: str, prepared: bool) -> Iterator[str]:
     """What is measured, on what."""
     train = plan.train
     kind = "compiled" if train.compile else "uncompiled"
@@ -96,7 +96,7 @@ def opening(plan: Plan, *, recipe: str, device: str, prepared: bool) -> Iterator
     yield _line("text", f"speed on {text}; memory on the longest documents")
 
 
-def heading(plan: Plan, label: str) -> Iterator[str]:
+def heading(plan: RunPlan, label: str) -> Iterator[str]:
     """`memory` is what tensors held on a GPU, what the whole process held on a CPU."""
     memory = "GiB of tensors" if plan.train.device == "cuda" else "GiB resident"
     yield ""
@@ -130,21 +130,21 @@ def _beside(measured: float | None, planned: float | None, form: str, widths: tu
     return f"{left:>{widths[0]}}{right:>{widths[1]}}{ratio:>7}"
 
 
-def planned_rate(plan: Plan) -> Estimate | None:
+def planned_rate(plan: RunPlan) -> Estimate | None:
     """Tokens a second."""
     return None if plan.step_seconds is None else plan.step_seconds.inverse(plan.train.tokens_per_step)
 
 
-def largest_lines(found: Largest, plan: Plan) -> Iterator[str]:
+def largest_lines(found: Largest, plan: RunPlan) -> Iterator[str]:
     """The largest micro-batch, and what bounds it."""
     bounds = {"memory": "memory is full", "step": "bounded by the step", "time": "not tried further", "crash": "crash"}
     if not found.rows:
-        yield _line("largest", f"no micro-batch fits, not even one row: {found.because}")
+        yield _line("largest", f"no micro-batch fits, not even one row: {found.reason}")
         return
     tokens = f"{found.rows:,} row{'s' * (found.rows > 1)}, {found.rows * plan.data.sequence_length:,} tokens"
     usable = "" if found.usable == found.rows else f"; {found.usable:,} of them divide the step"
     beyond = " beyond" if found.bound in ("memory", "crash") else ""
-    yield _line("largest", f"{tokens}{usable} ({bounds[found.bound]}{beyond}: {found.because})")
+    yield _line("largest", f"{tokens}{usable} ({bounds[found.bound]}{beyond}: {found.reason})")
 
 
 def verdict(row: Row) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.data.loading.loader import Batch, Cursor, Loader
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
 from bloomery.train.objectives.build import build_objective, completed
 from bloomery.train.process import peak_memory_gib, set_up_process
@@ -30,7 +30,7 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
 
     Raises what torch raises when memory runs out, and UserError when the text is damaged or no step stays finite.
     """
-    plan = Plan.model_validate(job["plan"])
+    plan = RunPlan.model_validate(job["plan"])
     set_up_process(plan)
     if plan.train.device == "cpu":
         bound_memory(plan.memory.limit)
@@ -56,9 +56,9 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
 class Rig:
     """What the loop holds when it takes a step."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._plan = plan.train
-        self._trainee = build_state(plan).trainee
+        self._model_and_optimizer = build_state(plan).model_and_optimizer
         self._objective = build_objective(plan)
 
     def warm_up(self, batches: list[Batch]) -> None:
@@ -66,7 +66,7 @@ class Rig:
         if not any(self._step(batches) for _ in range(OVERFLOWS)):
             raise UserError(
                 f"none of {OVERFLOWS} steps was finite",
-                remedy="train.precision=float32 tells whether fp16 is the cause",
+                fix="train.precision=float32 tells whether fp16 is the cause",
             )
 
     def seconds(self, batches: list[Batch]) -> float:
@@ -78,7 +78,7 @@ class Rig:
         return time.perf_counter() - begun
 
     def _step(self, batches: list[Batch]) -> bool:
-        return train_step(self._trainee, batches, self._objective, plan=self._plan, share=SHARE).taken
+        return train_step(self._model_and_optimizer, batches, self._objective, plan=self._plan, share=SHARE).taken
 
     def _wait(self) -> None:
         if self._plan.device == "cuda":
@@ -102,13 +102,13 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
             yield one + (accumulation - 1) * max(0.0, two - one)
 
 
-def longest_batches(plan: Plan, count: int) -> list[Batch]:
+def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
     """Random tokens, one document a row, every token learned: the most that a micro-batch can ask for."""
     numbers = torch.Generator().manual_seed(plan.train.seed)
     return [completed(_longest(plan, numbers), plan) for _ in range(count)]
 
 
-def _longest(plan: Plan, numbers: torch.Generator) -> Batch:
+def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
     rows, length = plan.train.micro_batch, plan.data.sequence_length
     text = torch.randint(plan.model.config.vocab_size, (rows, length + 1), generator=numbers)
     return Batch(
@@ -120,7 +120,7 @@ def _longest(plan: Plan, numbers: torch.Generator) -> Batch:
     )
 
 
-def text_batches(plan: Plan, count: int) -> list[Batch]:
+def text_batches(plan: RunPlan, count: int) -> list[Batch]:
     """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
     data, rows, seed = plan.data, plan.train.micro_batch, plan.train.seed
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)

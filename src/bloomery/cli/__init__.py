@@ -67,8 +67,8 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            remedy = did_you_mean(args[0], known, "`bloomery --help` lists the verbs", shown="`bloomery {}`")
-            raise UserError(f"there is no verb {args[0]!r}", where="the command line", remedy=remedy, code=2)
+            fix = did_you_mean(args[0], known, "`bloomery --help` lists the verbs", shown="`bloomery {}`")
+            raise UserError(f"there is no verb {args[0]!r}", where="the command line", fix=fix, code=2)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -129,7 +129,7 @@ def _run(arguments: list[str], debug: bool) -> int:
             Path.cwd()
         except FileNotFoundError as error:
             problem = "the working folder was deleted"
-            raise UserError(problem, where="this shell", remedy="cd to one that exists") from error
+            raise UserError(problem, where="this shell", fix="cd to one that exists") from error
         result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
     except UserError as error:
         if debug:
@@ -150,17 +150,17 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 def _tell(error: UserError) -> None:
     """A stranger's template, file or name may have said part of it."""
-    from bloomery.core.text import harmless, scrub
+    from bloomery.core.text import harmless, redact_secrets
 
-    click.echo(harmless(scrub(str(error))), err=True)
+    click.echo(harmless(redact_secrets(str(error))), err=True)
 
 
 def _wrong_words(error: click.ClickException, arguments: Sequence[str]) -> UserError:
     context = getattr(error, "ctx", None)  # none where a flag lacks its value
     command = context.command_path if context is not None else _verb(arguments)
     message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
-    remedy = f"`{command} --help` shows the words it knows"
-    return UserError(message[:1].lower() + message[1:], where=f"`{command}`", remedy=remedy, code=error.exit_code)
+    fix = f"`{command} --help` shows the words it knows"
+    return UserError(message[:1].lower() + message[1:], where=f"`{command}`", fix=fix, code=error.exit_code)
 
 
 def _verb(arguments: Sequence[str]) -> str:

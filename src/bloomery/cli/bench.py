@@ -17,7 +17,7 @@ from bloomery.core.units import parse_duration
 
 if TYPE_CHECKING:
     from bloomery.bench.measuring import Bench, Largest, Row
-    from bloomery.plan.types import Estimate, Plan
+    from bloomery.plan.types import Estimate, RunPlan
 
 
 @click.command()
@@ -32,7 +32,7 @@ def command(
     overrides: tuple[str, ...],
     sweeps: tuple[str, ...],
     card: Path | None,
-    giver: str,
+    contributor: str,
     limit: str | None,
     as_json: bool,
 ) -> int:
@@ -48,13 +48,13 @@ def command(
     from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.specs.calibration import remember, write_card
 
-    giver = giver_name(giver)
+    contributor = giver_name(contributor)
     asked = points(sweeps) if sweeps else None
     bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
     table = Table(to_stderr=as_json, limit=seconds_of(limit))
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, asked)
-    made = make_card([*rows, *trials], bench.machine, giver=giver)
+    made = make_card([*rows, *trials], bench.machine, contributor=contributor)
     kept = made is not None and not rows[0].disturbed and remember(made)
     source = shlex.join((recipe, *overrides))
     table.say("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
@@ -84,10 +84,10 @@ class Table:
             click.echo(line, err=self._to_stderr)
 
     def measure(
-        self, bench: "Bench", plan: "Plan", asked: list[tuple[str, ...]] | None
+        self, bench: "Bench", plan: "RunPlan", asked: list[tuple[str, ...]] | None
     ) -> tuple["Largest | None", list["Row"], list["Row"]]:
         """The largest micro-batch and its trials (none when micro-batches are swept), then the rows of the sweep."""
-        from bloomery.bench.measuring import rows_per_step, search, usual_points
+        from bloomery.bench.measuring import search, sequences_per_step, usual_points
         from bloomery.bench.page import heading, largest_lines, line, opening
         from bloomery.hardware.specs.calibration import device_of
 
@@ -107,7 +107,7 @@ class Table:
                 self.say(*heading(plan, "largest micro-batch"))
                 largest = search(
                     lambda rows: bench.trial(rows, on_phase=lambda phase: self._now(f"{rows} rows", phase)),
-                    most=rows_per_step(plan),
+                    most=sequences_per_step(plan),
                     on_row=seen,
                     time_left=lambda: self._time_left(share=0.5),
                 )
@@ -157,8 +157,8 @@ def seconds_of(limit: str | None) -> float:
         if duration.unit != "seconds" or duration.amount <= 0:
             raise ValueError(limit)
     except ValueError as error:
-        remedy = "write --limit 10m, or 90s, or 2h"
-        raise UserError(f"{limit!r} is no time", where="--limit", remedy=remedy, code=2) from error
+        fix = "write --limit 10m, or 90s, or 2h"
+        raise UserError(f"{limit!r} is no time", where="--limit", fix=fix, code=2) from error
     return duration.amount
 
 

@@ -86,7 +86,7 @@ class Session:
         raise UserError(
             f"this message has {len(ids):,} tokens, and the model reads {context:,} with its answer",
             where="the chat",
-            remedy="say it in fewer words" + (", or shorten the system prompt" if self.system else ""),
+            fix="say it in fewer words" + (", or shorten the system prompt" if self.system else ""),
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -101,7 +101,7 @@ class Session:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
-            raise UserError(problem, where=str(path), remedy="name another file") from error
+            raise UserError(problem, where=str(path), fix="name another file") from error
 
 
 INTERRUPTED = 130
@@ -212,8 +212,8 @@ class Terminal:
         if text.startswith("/") and not text.startswith("//"):
             name, _, rest = text[1:].partition(" ")
             if name.lower() not in self.commands:
-                remedy = did_you_mean(name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}")
-                raise UserError(f"there is no command /{name.lower()[:40]}", where="the chat", remedy=remedy)
+                fix = did_you_mean(name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}")
+                raise UserError(f"there is no command /{name.lower()[:40]}", where="the chat", fix=fix)
             self.commands[name.lower()](rest.strip())
         elif text:
             refuse_undecoded(line, what="this line", where="the chat")
@@ -255,14 +255,14 @@ class Terminal:
 
     def _save(self, rest: str) -> None:
         if not rest:
-            raise UserError("/save lacks the file's name", where="the chat", remedy="for example: /save talk.jsonl")
+            raise UserError("/save lacks the file's name", where="the chat", fix="for example: /save talk.jsonl")
         try:
             path = expanded(Path(shlex.split(rest)[0]) if rest[0] in "'\"" else rest)
         except ValueError as error:
-            remedy = "close it: /save 'my talk.jsonl'"
-            raise UserError("a quote is never closed", where=f"/save {rest}", remedy=remedy) from error
+            fix = "close it: /save 'my talk.jsonl'"
+            raise UserError("a quote is never closed", where=f"/save {rest}", fix=fix) from error
         if not self.session.said:
-            raise UserError("nothing has been said yet", where=f"/save {rest}", remedy="ask something first")
+            raise UserError("nothing has been said yet", where=f"/save {rest}", fix="ask something first")
         self.session.save(path)
         _tell(f"({len(self.session.turns)} messages were appended to {path})")
 

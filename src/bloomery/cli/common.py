@@ -66,8 +66,8 @@ def chosen_recipe(
         return loaded, shlex.join([recipe, *words])
     if model is None or data is None:
         missing = "a recipe is missing" if model is data else f"--{'data' if model else 'model'} is missing"
-        remedy = "name a recipe (`bloomery recipes` lists the packaged ones), or --model MODEL --data PATH"
-        raise UserError(missing, where="the command line", remedy=remedy, code=2)
+        fix = "name a recipe (`bloomery recipes` lists the packaged ones), or --model MODEL --data PATH"
+        raise UserError(missing, where="the command line", fix=fix, code=2)
     with text_flags():
         if fetch and is_hub_id(model):
             fetch_model(model)
@@ -90,11 +90,11 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
     for word in value:
         if word.startswith("-") and context.info_name == "train":  # a word behind `--`: others are flags
             problem = f"{word} behind -- is for a launcher of several processes, and this version trains in one"
-            remedy = "leave out -- and what follows; `bloomery plan RECIPE --gpus 2` plans for several devices"
-            raise UserError(problem, where=f"`{context.command_path}`", remedy=remedy, code=2)
+            fix = "leave out -- and what follows; `bloomery plan RECIPE --gpus 2` plans for several devices"
+            raise UserError(problem, where=f"`{context.command_path}`", fix=fix, code=2)
         if "=" not in word:
-            remedy = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
-            raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", remedy=remedy, code=2)
+            fix = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
+            raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", fix=fix, code=2)
     return tuple(value)
 
 
@@ -135,7 +135,7 @@ class NewPath(click.Path):
         if not str(value) or str(path).startswith("~"):
             problem = f"there is no user {path.parts[0][1:]!r} here" if str(value) else "an empty name is no place"
             where = f"{param.opts[0] if param else 'the path'} {value}".rstrip()
-            raise UserError(problem, where=where, remedy="name a folder or file that can be made", code=2)
+            raise UserError(problem, where=where, fix="name a folder or file that can be made", code=2)
         return path
 
 
@@ -153,27 +153,27 @@ def text_flags() -> Iterator[None]:
         yield
     except UserError as error:
         if error.where == "data.chat.template":
-            remedy = "name one: --template chatml, llama2, llama3, qwen, mistral, gemma, or a file"
-            raise UserError(error.problem, where="--template", remedy=remedy, code=2) from error
-        remedy = _of_flags("name a text: --data PATH" if error.remedy == "mend data.path" else error.remedy)
+            fix = "name one: --template chatml, llama2, llama3, qwen, mistral, gemma, or a file"
+            raise UserError(error.problem, where="--template", fix=fix, code=2) from error
+        fix = _of_flags("name a text: --data PATH" if error.fix == "mend data.path" else error.fix)
         where = error.where.removeprefix("data.path: ")
-        raise UserError(error.problem, where=where, remedy=remedy, code=error.code) from error
+        raise UserError(error.problem, where=where, fix=fix, code=error.code) from error
 
 
-def _of_flags(remedy: str) -> str:
+def _of_flags(fix: str) -> str:
     """A remedy without a recipe's keys: no flag skips rows or maps columns."""
     for words in (", or set data.on_error to skip", ", set data.on_error to skip"):
-        remedy = remedy.replace(words, "")
-    remedy = remedy.replace("set data.chat.template to another", "name another with --template")
-    remedy = re.sub(r"^name it: data\.columns=\{(\w+): NAME\}", r"rename its column to \1", remedy)
-    return remedy.replace("data.path=", "--data ")
+        fix = fix.replace(words, "")
+    fix = fix.replace("set data.chat.template to another", "name another with --template")
+    fix = re.sub(r"^name it: data\.columns=\{(\w+): NAME\}", r"rename its column to \1", fix)
+    return fix.replace("data.path=", "--data ")
 
 
 def refuse_undecoded(text: str, *, what: str = "the prompt", where: str = "--prompt") -> None:
     """Raises UserError (code 2) for bytes that this terminal's encoding does not know."""
     if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        problem, remedy = f"{what} is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
-        raise UserError(problem, where=where, remedy=remedy, code=2)
+        problem, fix = f"{what} is not text in this terminal's encoding", "write it in UTF-8: LANG=C.UTF-8"
+        raise UserError(problem, where=where, fix=fix, code=2)
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:

@@ -73,14 +73,14 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
         data = sys.stdin.buffer.read(_LONGEST_PROMPT + 1)  # a pipe, or a file behind `<`, less its last line's end
         if len(data) > _LONGEST_PROMPT:
             problem = f"the prompt is longer than {format_bytes(_LONGEST_PROMPT)}"
-            raise UserError(problem, where="standard input", remedy="a model reads a few pages: pipe in less", code=2)
+            raise UserError(problem, where="standard input", fix="a model reads a few pages: pipe in less", code=2)
         try:
             prompt = data.decode("utf-8").removesuffix("\n") or None
         except UnicodeDecodeError as error:
-            raise UserError("the prompt is not UTF-8", where="standard input", remedy="convert it", code=2) from error
+            raise UserError("the prompt is not UTF-8", where="standard input", fix="convert it", code=2) from error
     if (prompt is None) == (prompts is None):
-        problem, remedy = "say either --prompt TEXT or --prompts FILE", 'add --prompt "...", or pipe text in'
-        raise UserError(problem, where="`bloomery generate`", remedy=remedy, code=2)
+        problem, fix = "say either --prompt TEXT or --prompts FILE", 'add --prompt "...", or pipe text in'
+        raise UserError(problem, where="`bloomery generate`", fix=fix, code=2)
     if prompt is not None:
         refuse_undecoded(prompt)
         return [prompt]
@@ -88,11 +88,11 @@ def _asked(prompt: str | None, prompts: Path | None) -> list[str]:
     try:
         text = read_input(prompts, MOST_PROMPTS, pipes=True, code=2).decode("utf-8")
     except UnicodeDecodeError as error:
-        remedy = "name a text file in UTF-8"
-        raise UserError(f"the prompts cannot be read: {error}", where=str(prompts), remedy=remedy, code=2) from error
+        fix = "name a text file in UTF-8"
+        raise UserError(f"the prompts cannot be read: {error}", where=str(prompts), fix=fix, code=2) from error
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise UserError("the file holds no prompt", where=str(prompts), remedy="write one on each line", code=2)
+        raise UserError("the file holds no prompt", where=str(prompts), fix="write one on each line", code=2)
     return lines
 
 

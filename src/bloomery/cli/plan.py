@@ -12,19 +12,19 @@ from bloomery.core.errors import UserError
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import Plan
-    from bloomery.simulate.run import Beside
+    from bloomery.plan.types import RunPlan
+    from bloomery.simulate.run import SimulationResult
 
 
-def simulated(plan: "Plan", machine: "Machine") -> "Beside":
+def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
     """What the plan's step would hold, run on fake tensors. Raises UserError."""
-    from bloomery.simulate.run import Beside, simulate
+    from bloomery.simulate.run import SimulationResult, simulate
 
-    if plan.model.config.foreign is not None:
+    if plan.model.config.transformers_backend is not None:
         problem = "transformers' layers are not simulated: they do not run on tensors without memory here"
-        raise UserError(problem, where="--simulate", remedy="leave out --simulate", code=2)
+        raise UserError(problem, where="--simulate", fix="leave out --simulate", code=2)
     with progress() as say:
-        return Beside(plan, simulate(plan, machine, progress=say))
+        return SimulationResult(plan, simulate(plan, machine, progress=say))
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan, Plan, PlanReport
+    from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan, PlanReport, RunPlan
     from bloomery.recipe.load import LoadedRecipe
 
 
@@ -82,8 +82,8 @@ def command(
     loaded, source = chosen_recipe(recipe, overrides, model, data)
     if len(gpu) > 1 or "all" in gpu:
         if simulate:
-            remedy = f"name it: `bloomery plan {source} --gpu MI300X --simulate`"
-            raise UserError("--simulate is for one card, not for several", remedy=remedy, code=2)
+            fix = f"name it: `bloomery plan {source} --gpu MI300X --simulate`"
+            raise UserError("--simulate is for one card, not for several", fix=fix, code=2)
         names = () if "all" in gpu else gpu
         return show_cards(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
     one = gpu[0] if gpu else None
@@ -178,9 +178,9 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "disk": {name: value / GIB for name, value in report.disk.items()},
         "energy_kwh": report.energy_kwh,
         "claims": report.claims,
-        "contradictions": report.contradictions,
-        "remedies": report.remedies,
-        "choices": plan.decisions,
+        "warnings": report.warnings,
+        "suggestions": report.suggestions,
+        "choices": plan.choices,
         "step_parts": {name: _estimate(part) for name, part in report.step_parts.items()},
         "mfu": _utilisation(plan, machine),
         "longest": report.longest,
@@ -188,10 +188,10 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def brief_document(plan: "Plan") -> dict[str, Any]:
+def brief_document(plan: "RunPlan") -> dict[str, Any]:
     """What `plan --json` says of the plan alone, and not of its claims."""
     memory, seconds = _memory(plan.memory), _estimate(plan.seconds)
-    return {"fits": plan.fits, "memory": memory, "seconds": seconds, "choices": plan.decisions}
+    return {"fits": plan.fits, "memory": memory, "seconds": seconds, "choices": plan.choices}
 
 
 def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
     }
 
 
-def _utilisation(plan: "Plan", machine: "Machine") -> dict[str, Any] | None:
+def _utilisation(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     """Shares of the device's peak and of the best product published; None where either is unknown."""
     from bloomery.hardware.profile import build_profile
     from bloomery.plan.report.page import dtype_of, reached_flops
@@ -227,7 +227,7 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
         "nodes": mesh.nodes,
         "runs_here": False,  # this version trains on one device
         "chosen": mesh.layouts[mesh.chosen].name,
-        "because": mesh.because,
+        "reason": mesh.reason,
         "layouts": [{"chosen": at == mesh.chosen} | _layout(layout) for at, layout in enumerate(mesh.layouts)],
     }
 

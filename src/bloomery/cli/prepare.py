@@ -105,18 +105,20 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     )
     if manifest.formats:
         say(f"format     {', '.join(manifest.formats)}")
-    data, wants, title = loaded.recipe.data, wants_of(loaded.recipe), "sources"
+    data, required_format, title = loaded.recipe.data, wants_of(loaded.recipe), "sources"
     for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
         place = source.path.removeprefix(f"{Path.cwd()}/")
         say(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
         title = ""
-    held_out = validation_corpora(data, wants)
+    held_out = validation_corpora(data, required_format)
     for corpus in held_out:
         say(f"validation {one_line(corpus.path)}")
     read = {file.path for corpus in held_out for file in corpus.files}
-    others = [split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS).values()]
+    others = [
+        split for source in sources_of(data) for split in other_splits(source, rows=required_format in ROWS).values()
+    ]
     if aside := [file.shown for files in others for file in files if file.path not in read]:
         say(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
     for line in left_aside(loaded.recipe):
@@ -153,7 +155,7 @@ def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     from bloomery.data.shards.format import open_split
 
     train, data = manifest.train, loaded.recipe.data
-    share = (train.learned_tokens or 0) / max(1, train.tokens)
+    share = (train.loss_tokens or 0) / max(1, train.tokens)
     say(f"learned    {share:.1%} of the tokens to learn; the others are read")
     fill = fill_of(open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout)
     if fill is None:
@@ -204,8 +206,8 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
 
 
 def _facts(seen: "Previewed", sequence_length: int, *, pair: bool) -> str:
-    if seen.flaw:
-        return f"left out: {_visible(seen.flaw)}"
+    if seen.bad_row:
+        return f"left out: {_visible(seen.bad_row)}"
     from bloomery.core.units import counted
 
     cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
@@ -276,7 +278,7 @@ def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> 
         say(f"epochs     unknown: {error.problem}")
         return
     tokens = f"{plan.train.tokens_per_step:,} tokens per step"
-    say(f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.rows_per_epoch:,} sequences per epoch, {tokens}")
+    say(f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.sequences_per_epoch:,} sequences per epoch, {tokens}")
     if (repeated := too_many_epochs(plan)) is not None:
         say(f"warning    {repeated}")
 

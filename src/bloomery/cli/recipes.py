@@ -52,11 +52,11 @@ def copy(name: str, path: Path | None) -> None:
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError as error:
-        remedy = f"name another file: bloomery recipes copy {name} my-{name}.yaml"
-        raise UserError("that file exists; nothing is overwritten", where=str(target), remedy=remedy) from error
+        fix = f"name another file: bloomery recipes copy {name} my-{name}.yaml"
+        raise UserError("that file exists; nothing is overwritten", where=str(target), fix=fix) from error
     except OSError as error:
-        remedy = "choose another PATH"
-        raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target), remedy=remedy) from error
+        fix = "choose another PATH"
+        raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target), fix=fix) from error
     say(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
 
 
@@ -78,8 +78,8 @@ def _packaged(name: str) -> Path:
         return find_run(name) / "recipe.yaml"
     except UserError:  # what is said is of recipes
         pass
-    remedy = did_you_mean(name, known, "packaged recipes: " + ", ".join(known))
-    raise UserError(f"there is no packaged recipe {name!r}", remedy=remedy, code=2)
+    fix = did_you_mean(name, known, "packaged recipes: " + ", ".join(known))
+    raise UserError(f"there is no packaged recipe {name!r}", fix=fix, code=2)
 
 
 def _first_comment(path: Path) -> str:

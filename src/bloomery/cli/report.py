@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.report.heldout import Excerpt
-    from bloomery.report.model_page import Asked, Examined, ModelFacts
+    from bloomery.report.model_page import Asked, CheckedModel, ModelFacts
     from bloomery.train.model_folder import Found
     from bloomery.train.use import Use
 
@@ -88,7 +88,7 @@ def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str, 
     models = [("model" if found.base is None else "with the adapter", found)]
     if found.base is not None:
         models.insert(0, ("base", Found(found.base, None, found.tokenizer, found.trained)))
-    examined: list[Examined] = []
+    examined: list[CheckedModel] = []
     notes: list[str] = []
     for title, one in models:
         model, notes = _examine(
@@ -124,20 +124,20 @@ def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path |
 
 def _examine(
     title: str, one: "Found", put: _Put, data: Path | None, *, template: str | None, where: str, size: int, use: "Use"
-) -> "tuple[Examined, list[str]]":
+) -> "tuple[CheckedModel, list[str]]":
     from bloomery.report.heldout import stretches
-    from bloomery.report.model_page import Examined
+    from bloomery.report.model_page import CheckedModel
     from bloomery.runs.evaluate import evaluate, load_found
     from bloomery.train.evaluation.scoring import score_documents
 
     decoder, tokenizer = load_found(one, where=where, vocab_size=size, use=use)
     answers = tuple(_said(decoder, tokenizer, ids, put) for ids in put.prompts)
     if data is None:
-        return Examined(title, None, [], answers), []
+        return CheckedModel(title, None, [], answers), []
     result, notes = evaluate(decoder, tokenizer, data, template=template)
     tokens, learned = put.stretch
     priced = stretches(tokens, next(score_documents(decoder, [tokens])), tokenizer, learned) if tokens else []
-    return Examined(title, result, priced, answers), notes
+    return CheckedModel(title, result, priced, answers), notes
 
 
 def _said(decoder: "Decoder", tokenizer: "Tokenizer", ids: list[int], put: _Put) -> str:
@@ -153,7 +153,7 @@ def _said(decoder: "Decoder", tokenizer: "Tokenizer", ids: list[int], put: _Put)
 def refuse_prompts(prompts: tuple[str, ...]) -> None:
     """Raises UserError (code 2) for one that is empty."""
     if any(not prompt.strip() for prompt in prompts):
-        raise UserError("the prompt is empty", where="--prompt", remedy="write one, or leave out --prompt", code=2)
+        raise UserError("the prompt is empty", where="--prompt", fix="write one, or leave out --prompt", code=2)
 
 
 @click.command()
@@ -178,8 +178,8 @@ def command(
         refuse_undecoded(prompt)
     refuse_prompts(prompts)
     if template is not None and data is None and not prompts:
-        remedy = "add --data FILE or --prompt TEXT, or leave out --template"
-        raise UserError("there is nothing that a template writes", where="--template", remedy=remedy, code=2)
+        fix = "add --data FILE or --prompt TEXT, or leave out --template"
+        raise UserError("there is nothing that a template writes", where="--template", fix=fix, code=2)
     from bloomery.report import refuse_place, write_report
 
     words = Words(data, prompts, template, out, devices)

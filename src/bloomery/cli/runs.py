@@ -9,7 +9,7 @@ from bloomery.cli.common import print_json, say
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.monitor.events import read_events
-from bloomery.monitor.tally import Tally, tally_of
+from bloomery.monitor.summary import RunSummary, summary_of
 from bloomery.runs.names import all_runs
 
 _HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
@@ -59,19 +59,19 @@ def describe(folder: Path) -> RunLine:
     from bloomery.train.run import contradicted, name_of
 
     try:
-        tally, unknown = tally_of(read_events(folder / "events.jsonl")), "killed"
+        summary, unknown = summary_of(read_events(folder / "events.jsonl")), "killed"
     except UserError:
-        tally, unknown = Tally(), "unreadable"
+        summary, unknown = RunSummary(), "unreadable"
     state = "running" if worked_on(folder) else unknown
-    if state != "running" and tally.ended is not None and not contradicted(folder, tally.ended, tally.step):
-        state = tally.ended.why.partition(":")[0]
-    exam = tally.evaluation
+    if state != "running" and summary.ended is not None and not contradicted(folder, summary.ended, summary.step):
+        state = summary.ended.why.partition(":")[0]
+    exam = summary.evaluation
     return RunLine(
         name=folder.name,
         state=state,
-        step=tally.step,
-        steps=tally.steps,
-        loss=tally.smoothed,
+        step=summary.step,
+        steps=summary.steps,
+        loss=summary.smoothed,
         bits_per_byte=exam.bits_per_byte if exam else None,
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         command=None if state in ("running", "done") else f"bloomery resume {name_of(folder.absolute())}",

@@ -37,7 +37,7 @@ def finite(drawing: dict[str, Any]) -> dict[str, Any]:
     for name, value in drawing.items():
         if isinstance(value, float) and not math.isfinite(value):
             where = f"--{name.replace('_', '-')}"
-            raise UserError(f"{value} is no number to draw with", where=where, remedy="write a finite number", code=2)
+            raise UserError(f"{value} is no number to draw with", where=where, fix="write a finite number", code=2)
     return drawing
 
 
@@ -47,7 +47,7 @@ def setting(words: str) -> tuple[str, Value]:
     name, text = name.lstrip("-").replace("-", "_").lower(), text.strip()
     if name not in SETTINGS:
         known = did_you_mean(name, SETTINGS, f"there are {', '.join(SETTINGS)}")
-        raise UserError(f"there is no setting {name[:40]!r}", where="/set", remedy=known, code=2)
+        raise UserError(f"there is no setting {name[:40]!r}", where="/set", fix=known, code=2)
     kind, default, _ = SETTINGS[name]
     if default is None and text.lower() in ("", "off", "none"):
         return name, None
@@ -55,5 +55,5 @@ def setting(words: str) -> tuple[str, Value]:
         value: Value = kind.convert(text, None, None)
     except click.BadParameter as error:
         problem = f"{text[:40]!r} is no {name}: {error.message.rstrip('.')}" if text else f"{name} lacks its value"
-        raise UserError(problem, where="/set", remedy=f"for example: /set {name} {default or 40}", code=2) from error
+        raise UserError(problem, where="/set", fix=f"for example: /set {name} {default or 40}", code=2) from error
     return name, finite({name: value})[name]

@@ -45,15 +45,15 @@ def rehearse_run(loaded: "LoadedRecipe", *, words: str, run_dir: Path | None, de
     except UserError as error:
         kept = f"; what happened is in {folder / 'log.txt'}" if folder.exists() else ""
         raise UserError(
-            f"the rehearsal failed: {error.problem}", where=f"{error.where}{kept}", remedy=error.remedy, code=error.code
+            f"the rehearsal failed: {error.problem}", where=f"{error.where}{kept}", fix=error.fix, code=error.code
         ) from error
     except KeyboardInterrupt:
         _clear(folder, keep=run_dir is not None)
         click.echo("stopped    the rehearsal was ended early", err=True)
         return 130
     found = outlook(seen, folder, free=shutil.disk_usage(folder).free)
-    for because in incidents(folder):
-        say("warned", because)
+    for reason in incidents(folder):
+        say("warned", reason)
     code = _verdict(words, found)
     _clear(folder, keep=run_dir is not None)
     return code

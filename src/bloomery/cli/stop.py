@@ -30,8 +30,8 @@ def command(run: str) -> int:
         ended = stop_run(runner, on_event=told)
     if ended is None or ended.why not in ("stopped", "done"):
         why = "killed, and said nothing" if ended is None else ended.why
-        remedy = f"`bloomery resume {folder.name}` goes on from the last checkpoint"
-        raise UserError(f"the run ended otherwise: {why}", where=str(folder.log), remedy=remedy)
+        fix = f"`bloomery resume {folder.name}` goes on from the last checkpoint"
+        raise UserError(f"the run ended otherwise: {why}", where=str(folder.log), fix=fix)
     steps = saved_steps(folder.checkpoints)
     kept = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "there was nothing to save yet"
     say(f"{ended.why:<11}after step {ended.step:,}; {kept}")

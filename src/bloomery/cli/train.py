@@ -12,7 +12,7 @@ from bloomery.core.text import expanded
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import Plan
+    from bloomery.plan.types import RunPlan
     from bloomery.train.run import Run
 
 
@@ -75,7 +75,7 @@ def command(
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover, planned=trial))
 
 
-def time_compiling(plan: "Plan", machine: "Machine") -> None:
+def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile pays for this model."""
     from bloomery.bench.measuring import compile_trial
     from bloomery.bench.page import make_card
@@ -110,7 +110,7 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
     folder, name = given.pop("--models-dir", None), given.get("--model-name")
     if folder is not None and name is None:
         problem = "--models-dir says where models are, not which one"
-        raise UserError(problem, remedy="add --model-name NAME, a folder in it", code=2)
+        raise UserError(problem, fix="add --model-name NAME, a folder in it", code=2)
     words = {
         "--max-steps": "train.length={} steps",
         "--train-epochs": "train.length={:g} epochs",

@@ -14,7 +14,7 @@ from bloomery.runs.folder import worked_on
 from bloomery.runs.names import find_run
 
 if TYPE_CHECKING:
-    from bloomery.monitor.tally import RunFacts
+    from bloomery.monitor.summary import RunFacts
 
 WIDTH = 100  # of what is printed where there is no terminal
 REDRAW_SECONDS = 0.5
@@ -97,21 +97,21 @@ class _Watched:
         from bloomery.monitor.sinks import reached
 
         state, facts = self._look()
-        seen, tally, running = self._seen, self._seen.tally, state == "running"
+        seen, summary, running = self._seen, self._seen.summary, state == "running"
         return {
             "run": facts.name,
             "folder": str(self._folder),
             "state": state,
-            "phase": tally.phase.name if tally.phase is not None and running else None,
-            **reached(tally),
-            "steps_planned": tally.steps or facts.steps,
-            "seconds_left": tally.seconds_left if running else None,
-            "learning_rate": tally.last.learning_rate if tally.last else None,
-            "grad_norm": tally.last.grad_norm if tally.last else None,
-            "mfu": facts.utilisation(tally.tokens_per_second or 0.0) if tally.last else None,
+            "phase": summary.phase.name if summary.phase is not None and running else None,
+            **reached(summary),
+            "steps_planned": summary.steps or facts.steps,
+            "seconds_left": summary.seconds_left if running else None,
+            "learning_rate": summary.last.learning_rate if summary.last else None,
+            "grad_norm": summary.last.grad_norm if summary.last else None,
+            "mfu": facts.utilization(summary.tokens_per_second or 0.0) if summary.last else None,
             "memory_limit_gib": facts.memory_limit_gib,
             "saved_step": seen.saved.step if seen.saved else None,
-            "now": [asdict(device.latest) for device in tally.devices.all],
+            "now": [asdict(device.latest) for device in summary.devices.all],
             "incidents": [{"step": event.step, "time": event.time, "what": text} for event, text in seen.incidents],
             "unreadable_lines": self._tail.unknown_lines,
         }
@@ -120,18 +120,18 @@ class _Watched:
         """Reads what is new; the state of the run, and what its plan tells once there is one that can be read."""
         from bloomery.core.errors import UserError
         from bloomery.hardware.machine import read_machine
-        from bloomery.monitor.tally import RunFacts
+        from bloomery.monitor.summary import RunFacts
         from bloomery.plan.explained import run_facts
         from bloomery.plan.store import read_plan
 
-        folder, tally = self._folder, self._seen.tally
+        folder, summary = self._folder, self._seen.summary
         working = worked_on(folder)  # before the look: a run that ends meanwhile has told so
         for event in self._tail.read():
             self._seen.add(event)
         if not working:
-            state = "killed" if tally.ended is None else tally.ended.why.partition(":")[0]
+            state = "killed" if summary.ended is None else summary.ended.why.partition(":")[0]
         else:
-            state = "stopping" if tally.stopping else "paused" if (folder / "pause").exists() else "running"
+            state = "stopping" if summary.stopping else "paused" if (folder / "pause").exists() else "running"
         if self._known is None:
             try:
                 plan, machine = read_plan(folder / "plan.json"), read_machine(folder / "machine.json")

@@ -11,4 +11,4 @@ class Choice(Generic[T]):
     """A value that was decided, never "auto", with the reason that `plan` prints beside it."""
 
     value: T
-    because: str
+    reason: str

@@ -7,16 +7,16 @@ import re
 class UserError(Exception):
     """What is wrong, where, and what to do about it. The command line prints it and exits with `code`."""
 
-    def __init__(self, problem: str, *, where: str = "", remedy: str = "", code: int = 1) -> None:
-        super().__init__(problem, where, remedy)
-        self.problem, self.where, self.remedy, self.code = problem, where, remedy, code
+    def __init__(self, problem: str, *, where: str = "", fix: str = "", code: int = 1) -> None:
+        super().__init__(problem, where, fix)
+        self.problem, self.where, self.fix, self.code = problem, where, fix, code
 
     def __str__(self) -> str:
         parts = [f"error: {_own_lines(self.problem)}"]
         if self.where:
             parts.append(f"where: {_own_lines(self.where)}")
-        if self.remedy:
-            parts.append(f"mend:  {self.remedy}")
+        if self.fix:
+            parts.append(f"mend:  {self.fix}")
         return "\n".join(parts)
 
 
@@ -68,4 +68,4 @@ def shorten(text: str, width: int) -> str:
 def of_the_system(error: OSError) -> UserError | None:
     """Its sentence; None for an error that only a bug of ours explains."""
     known = _SYSTEM_ERRORS.get(error.errno or 0)
-    return known and UserError(known[0], where=shorten(str(error.filename or ""), 200), remedy=known[1])
+    return known and UserError(known[0], where=shorten(str(error.filename or ""), 200), fix=known[1])

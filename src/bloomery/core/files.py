@@ -55,7 +55,7 @@ def irregular(path: Path) -> UserError:
     return UserError(
         f"{path.name} is {what}: a run reads and writes only files in its own folder",
         where=str(path),
-        remedy="delete it, or put the file itself in its place",
+        fix="delete it, or put the file itself in its place",
     )
 
 
@@ -67,7 +67,7 @@ def read_whole(path: Path, most: int = LARGEST) -> bytes:
         raise UserError(
             f"{path.name} has more than {most:,} bytes, and is not what its name says",
             where=str(path),
-            remedy="delete it, or bring back the file that was there",
+            fix="delete it, or bring back the file that was there",
         )
     return content
 
@@ -79,18 +79,18 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
-        remedy = "check its name, its owner, its permissions and the disk"
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy, code=code) from error
+        fix = "check its name, its owner, its permissions and the disk"
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=fix, code=code) from error
     except ValueError as error:  # a NUL in the name, or a letter that this locale has no bytes for
-        problem, remedy = "no file can have this name here", "name another file, or set LANG=C.UTF-8"
-        raise UserError(problem, where=str(path), remedy=remedy, code=code) from error
+        problem, fix = "no file can have this name here", "name another file, or set LANG=C.UTF-8"
+        raise UserError(problem, where=str(path), fix=fix, code=code) from error
     mode = os.fstat(number).st_mode
     if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
         os.set_blocking(number, True)
         return os.fdopen(number, "rb")
     os.close(number)
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    raise UserError(f"is {kind}, not a file", where=str(path), remedy="name a file", code=code)
+    raise UserError(f"is {kind}, not a file", where=str(path), fix="name a file", code=code)
 
 
 def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: int = 1) -> bytes:
@@ -101,11 +101,11 @@ def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: in
             while piece := file.read(min(2**22, most + 1 - len(content))):
                 content += piece
                 if len(content) > most:
-                    problem, remedy = f"is larger than {most:,} bytes", "name another file, or a part of this one"
-                    raise UserError(problem, where=str(path), remedy=remedy, code=code)
+                    problem, fix = f"is larger than {most:,} bytes", "name another file, or a part of this one"
+                    raise UserError(problem, where=str(path), fix=fix, code=code)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
-            raise UserError(problem, where=str(path), remedy="check the disk", code=code) from error
+            raise UserError(problem, where=str(path), fix="check the disk", code=code) from error
     return bytes(content)
 
 

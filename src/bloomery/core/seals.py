@@ -75,11 +75,11 @@ def _read_at(descriptor: int, start: int, count: int) -> bytes:
 class Blocks:
     """The mapped content of a file, of which each block is checked once."""
 
-    def __init__(self, content: memoryview, digests: tuple[str, ...], path: Path, *, remedy: str) -> None:
+    def __init__(self, content: memoryview, digests: tuple[str, ...], path: Path, *, fix: str) -> None:
         """Raises UserError when there is another number of blocks."""
-        self._content, self._digests, self._path, self._remedy = content.cast("B"), digests, path, remedy
+        self._content, self._digests, self._path, self._fix = content.cast("B"), digests, path, fix
         if -(-len(self._content) // BLOCK) != len(digests):
-            raise changed(path, remedy=remedy)
+            raise changed(path, fix=fix)
         self._checked = bytearray(len(digests))
 
     def check(self, start: int, stop: int) -> None:
@@ -93,21 +93,21 @@ class Blocks:
         for number in numbers:
             if not self._checked[number]:
                 if digest_of(self._content[number * BLOCK : (number + 1) * BLOCK]) != self._digests[number]:
-                    raise changed(self._path, remedy=self._remedy)
+                    raise changed(self._path, fix=self._fix)
                 self._checked[number] = 1
 
 
-def changed(path: Path, *, remedy: str) -> UserError:
-    return UserError("the file has changed since it was written: it is damaged", where=str(path), remedy=remedy)
+def changed(path: Path, *, fix: str) -> UserError:
+    return UserError("the file has changed since it was written: it is damaged", where=str(path), fix=fix)
 
 
-def check_file(path: Path, size: int, digests: tuple[str, ...], *, remedy: str) -> None:
+def check_file(path: Path, size: int, digests: tuple[str, ...], *, fix: str) -> None:
     """Raises UserError when the file is missing, has another size, or differs from what was written."""
     if not path.is_file() or (found := path.stat().st_size) != size:
         problem = f"has {found:,} bytes instead of {size:,}" if path.is_file() else "is missing"
-        raise UserError(problem, where=str(path), remedy=remedy)
+        raise UserError(problem, where=str(path), fix=fix)
     if digests_of_file(path) != digests:
-        raise changed(path, remedy=remedy)
+        raise changed(path, fix=fix)
 
 
 def added_to(folder: Path, listed: Iterable[str]) -> Path | None:

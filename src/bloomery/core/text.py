@@ -27,7 +27,7 @@ _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
 HIDDEN = "[hidden]"
 
 
-def scrub(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def redact_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """`text` without tokens of known shapes, logins in URLs, and the values of this process's secret variables."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name.upper()):

@@ -12,7 +12,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.families.registry import architecture_of
 from bloomery.monitor.events import EvalDone, RunStarted, StepDone, read_events
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Recipe
 
@@ -22,7 +22,7 @@ class Training:
     """What a run folder tells of the checkpoint that is exported."""
 
     recipe: Recipe
-    plan: Plan | None
+    plan: RunPlan | None
     step: int
     tokens: int
     seconds: float

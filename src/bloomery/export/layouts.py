@@ -68,7 +68,7 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
     if is_adapter_folder(source):
         raise UserError(
             "this is an adapter: there is no whole model to copy", where=str(source), code=2,
-            remedy="--to merged writes a whole model, --to adapter the adapter alone",
+            fix="--to merged writes a whole model, --to adapter the adapter alone",
         )  # fmt: skip
     config, proofs = read_config(source), []
     with draft_of(out) as draft:
@@ -88,7 +88,7 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
                     one, other = (reader.read(each, 0, rows).view(torch.uint8) for each in (stored, copies[name]))
                     if not torch.equal(one, other):
                         problem = f"{name} changed while it was copied"
-                        raise UserError(problem, where=str(draft), remedy="check the disk")
+                        raise UserError(problem, where=str(draft), fix="check the disk")
             proofs.append(f"read back: all {len(tensors)} tensors are the same")
             proofs += _opens_elsewhere(draft, *_probed(draft, use or Use("cpu"), where=source))
     return _exported(out, proofs)
@@ -101,8 +101,8 @@ def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | N
     UserError.
     """
     if found.base is None:
-        problem, remedy = "this is a whole model: it has no adapter", "--to hf copies a whole model"
-        raise UserError(problem, where=str(found.weights), remedy=remedy, code=2)
+        problem, fix = "this is a whole model: it has no adapter", "--to hf copies a whole model"
+        raise UserError(problem, where=str(found.weights), fix=fix, code=2)
     base, proofs = base_of(found.base).name, []
     with draft_of(out) as draft:
         write_json(draft / CONFIG, read_settings(found.weights) | {"base_model_name_or_path": base})
@@ -115,7 +115,7 @@ def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | N
         (draft / "README.md").write_text(card, encoding="utf-8")
         if verify:
             if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
-                raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), remedy="check the disk")
+                raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), fix="check the disk")
             probed = _probed(draft, use or Use("cpu"), base=found.base, where=found.weights)
             proofs.append("read back: the tensors are the same, and the base takes them")
             proofs += _opens_elsewhere(draft, *probed, base=found.base)
@@ -132,8 +132,8 @@ def export_merged(
     with those of base and adapter, and opens it in transformers where that is installed. Raises UserError.
     """
     if found.base is None:
-        remedy = "--to hf copies a whole model"
-        raise UserError("there is no adapter to merge here", where=str(found.weights), remedy=remedy, code=2)
+        fix = "--to hf copies a whole model"
+        raise UserError("there is no adapter to merge here", where=str(found.weights), fix=fix, code=2)
     use, proofs = use or Use("cpu"), []
     if found.trained is not None and (bits := found.trained.quantize.base) != "none":
         proofs.append(
@@ -150,7 +150,7 @@ def export_merged(
             error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
             if error > TOLERANCES[kept] * scale:
                 problem = f"the merged model computes other logits (they differ by {error:.2g} of {scale:.2g})"
-                raise UserError(problem, where=str(draft), remedy="choose --type float32, which rounds less")
+                raise UserError(problem, where=str(draft), fix="choose --type float32, which rounds less")
             proofs.append(f"base and adapter compute the same: logits within {error:.1e}")
             proofs += _opens_elsewhere(draft, logits, config)
     return _exported(out, proofs)
@@ -160,7 +160,7 @@ def export_merged(
 def draft_of(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when the block ends well, and disappears when it does not."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("this place is taken; nothing is overwritten", where=str(out), remedy="choose another --out")
+        raise UserError("this place is taken; nothing is overwritten", where=str(out), fix="choose another --out")
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
         for left in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
@@ -171,7 +171,7 @@ def draft_of(out: Path) -> Iterator[Path]:
         draft.replace(out)
     except OSError as error:
         problem = f"the export cannot be written: {error.strerror or error}"
-        raise UserError(problem, where=str(out), remedy="choose another --out, or make room") from error
+        raise UserError(problem, where=str(out), fix="choose another --out, or make room") from error
     finally:
         if draft.exists():
             shutil.rmtree(draft)
@@ -183,13 +183,13 @@ def _exported(out: Path, proofs: list[str]) -> Exported:
 
 def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
     """The settings that came with the model, else its token ids."""
-    stated = source / "generation_config.json"
-    if stated.is_file():
+    raw_config = source / "generation_config.json"
+    if raw_config.is_file():
         try:
-            settings: dict[str, object] = json.loads(stated.read_text(encoding="utf-8"))
+            settings: dict[str, object] = json.loads(raw_config.read_text(encoding="utf-8"))
         except ValueError as error:
             problem = f"generation_config.json is not JSON: {error}"
-            raise UserError(problem, where=str(stated), remedy="mend or delete that file") from error
+            raise UserError(problem, where=str(raw_config), fix="mend or delete that file") from error
         return settings
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
@@ -208,8 +208,8 @@ def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) ->
         needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
         if needed > free:
             problem = f"to check the export takes {format_bytes(needed)}, and {use.name} has {format_bytes(free)} free"
-            remedy = "--no-verify leaves the check out" + (", or --devices cpu" if use.device == "cuda" else "")
-            raise UserError(problem, where=str(folder), remedy=remedy)
+            fix = "--no-verify leaves the check out" + (", or --devices cpu" if use.device == "cuda" else "")
+            raise UserError(problem, where=str(folder), fix=fix)
 
     decoder = load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
     with torch.no_grad():
@@ -217,7 +217,7 @@ def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) ->
         logits: Tensor = decoder(_probe_tokens(decoder.config).to(device)).cpu()
     if not bool(torch.isfinite(logits).all()):
         problem = "the exported model answers with numbers that are not finite"
-        raise UserError(problem, where=str(where), remedy="choose an earlier --step")
+        raise UserError(problem, where=str(where), fix="choose an earlier --step")
     return logits, decoder.config
 
 
@@ -251,7 +251,7 @@ def _opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: 
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"{name} computes other logits (they differ by {error:.2g})"
-        raise UserError(problem, where=str(draft), remedy="--no-verify exports it unseen; please report this")
+        raise UserError(problem, where=str(draft), fix="--no-verify exports it unseen; please report this")
     return [f"{name} {program.__version__} opens it: logits within {error:.1e}"]
 
 
@@ -317,7 +317,7 @@ def _write_merged(
     found: Found, base: Path, draft: Path, asked: str | None, use: Use
 ) -> tuple[ModelConfig, torch.dtype]:
     """Piece by piece where that can be; PEFT's own methods and foreign layers merge as a whole."""
-    if read_settings(found.weights)["peft_type"] == "LORA" and read_config(base).foreign is None:
+    if read_settings(found.weights)["peft_type"] == "LORA" and read_config(base).transformers_backend is None:
         stored = find_tensors(base)
         kept = next(iter(stored.values())).dtype if asked is None else DTYPES[asked]
         with merged_pieces(found.weights, base, kept, use.device) as (piece, config):

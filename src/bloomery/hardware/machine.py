@@ -166,8 +166,8 @@ def read_machine(path: Path) -> Machine:
     try:
         return Machine.model_validate_json(read_whole(path))
     except (OSError, ValidationError) as error:
-        remedy = "delete it: resuming then plans again for the machine at hand"
-        raise UserError("the record of the run's machine cannot be read", where=str(path), remedy=remedy) from error
+        fix = "delete it: resuming then plans again for the machine at hand"
+        raise UserError("the record of the run's machine cannot be read", where=str(path), fix=fix) from error
 
 
 # In the order in which they apply. Not GPU_DEVICE_ORDINAL, which Slurm sets, too: AMD's runtime asks it for OpenCL

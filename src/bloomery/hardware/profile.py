@@ -40,7 +40,7 @@ class Overridden(NamedTuple):
 
     theirs: str
     ours: str
-    because: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def build_profile(machine: Machine) -> Profile:
         prefetch=Choice(4 if accelerator else 2, "batches kept ready, a few kilobytes each"),
         environment=Choice(
             {each.name: each.value for each in unset},
-            "; ".join(dict.fromkeys(each.because for each in unset)) or "nothing needs to be set",
+            "; ".join(dict.fromkeys(each.reason for each in unset)) or "nothing needs to be set",
         ),
         overridden=_overridden(machine, wanted),
     )
@@ -108,10 +108,8 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
     firsts = {device.vendor: device for device in reversed(usable) if mask_of(machine, device.vendor)}
     best = _best([device for device in usable or seen if firsts.get(device.vendor, device) is device])
     if not usable:
-        because = (
-            f"{best.name} is here, but the installed PyTorch is a {build} build: it needs a {_build_for(best)} one"
-        )
-        return None, Choice("cpu", because)
+        reason = f"{best.name} is here, but the installed PyTorch is a {build} build: it needs a {_build_for(best)} one"
+        return None, Choice("cpu", reason)
     barred = _barred(machine, best)
     if barred:
         return None, Choice("cpu", f"{best.name} is here, but {barred}")
@@ -216,10 +214,10 @@ def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | No
         return Choice("plain", f"no fused kernel for {family_name(device.arch)}")
     if kernels == "wrong":
         return Choice("plain", f"the fused kernels of PyTorch {machine.software.torch} give NaN on {device.arch}")
-    because = f"PyTorch has fused kernels for {device.arch}"
+    reason = f"PyTorch has fused kernels for {device.arch}"
     if kernels == "experimental":
-        because += ", switched on by TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
-    return Choice("fused", because)
+        reason += ", switched on by TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+    return Choice("fused", reason)
 
 
 def _pinned(device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
@@ -256,7 +254,7 @@ def _gpu_compile(machine: Machine, device: Accelerator, arch: ArchSpec | None) -
         return Choice(False, "torch.compile needs Triton, and none is installed")
     if arch.compile and here and machine.host.compiler is None:
         return Choice(False, "Triton needs a C compiler, and there is none on PATH")
-    return Choice(arch.compile, arch.compile_because)
+    return Choice(arch.compile, arch.compile_reason)
 
 
 def _cpu_compile(machine: Machine) -> Choice[bool]:
@@ -279,7 +277,7 @@ def _memory_share(device: Accelerator | None) -> Choice[float]:
 class _Wanted(NamedTuple):
     name: str
     value: str
-    because: str
+    reason: str
 
 
 def _wanted(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> list[_Wanted]:
@@ -353,7 +351,7 @@ def _set(machine: Machine, name: str) -> tuple[str, ...]:
 def _overridden(machine: Machine, wanted: list[_Wanted]) -> dict[str, Overridden]:
     said = machine.software.environment
     return {
-        name: Overridden(said[name], each.value, each.because)
+        name: Overridden(said[name], each.value, each.reason)
         for each in wanted
         for name in _set(machine, each.name)
         if said[name] != each.value
@@ -431,7 +429,7 @@ def _made(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def adopt(machine: Machine, environment: MutableMapping[str, str] = os.environ) -> None:
+def apply_environment(machine: Machine, environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets in `environment` what `machine` wants and the user has not, as for a run's child."""
     wanted = private_caches(build_profile(machine).environment.value)
     for name, value in wanted.items():

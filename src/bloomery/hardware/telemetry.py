@@ -20,7 +20,7 @@ from typing import Any, Protocol, final
 from bloomery.core.child import Child, accept, requests, tell
 from bloomery.core.units import GIB
 
-PROCESSOR = -1  # as `Reading.device`
+CPU_DEVICE = -1  # as `Reading.device`
 DEADLINE_SECONDS = 8.0  # for one look, and its process must be started
 DYING_SECONDS = 0.5
 MODULE = "bloomery.hardware.telemetry"
@@ -49,7 +49,7 @@ class Reading:
     device: int  # of the machine's accelerators, or PROCESSOR
     name: str = ""
     source: str = ""  # that was asked: sysfs, amdsmi, nvml, proc
-    utilisation: float | None = None  # percent
+    utilization: float | None = None  # percent
     memory_gib: float | None = None  # in use by everybody
     memory_total_gib: float | None = None
     temperature: float | None = None  # degrees Celsius, at the junction where it is known
@@ -62,7 +62,7 @@ class Reading:
     @property
     def says_something(self) -> bool:
         """Whether a source knew more than the size of the memory."""
-        return any(figure is not None for figure in (self.utilisation, self.temperature, self.power))
+        return any(figure is not None for figure in (self.utilization, self.temperature, self.power))
 
 
 class Source(Protocol):
@@ -156,7 +156,7 @@ def read_amdgpu(folder: Path, device: Device) -> Reading:
         device=device.index,
         name=device.name,
         source=Sysfs.name,
-        utilisation=_number(folder / "gpu_busy_percent"),
+        utilization=_number(folder / "gpu_busy_percent"),
         memory_gib=_number(folder / "mem_info_vram_used", GIB),
         memory_total_gib=_number(folder / "mem_info_vram_total", GIB),
         temperature=_number(sensors / f"{place}_input", 1e3),
@@ -209,10 +209,10 @@ class Processor:
         """`now`: seconds of any clock. The first look has neither load nor power."""
         used, total = self._memory()
         return Reading(
-            device=PROCESSOR,
+            device=CPU_DEVICE,
             name=self._title,
             source=self.name,
-            utilisation=self._load(),
+            utilization=self._load(),
             memory_gib=used,
             memory_total_gib=total,
             temperature=self._temperature(),
@@ -336,7 +336,7 @@ def _through_amdsmi(library: Any, handle: Any, device: Device) -> Reading:
         device=device.index,
         name=device.name,
         source=AmdSmi.name,
-        utilisation=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
+        utilization=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
         memory_gib=None if used is None else used / 1024,
         memory_total_gib=None if total is None else total / 1024,
         temperature=figure(heat),
@@ -394,7 +394,7 @@ def _through_nvml(library: Any, handle: Any, device: Device) -> Reading:
         device=device.index,
         name=device.name,
         source=Nvml.name,
-        utilisation=None if load is None else float(load.gpu),
+        utilization=None if load is None else float(load.gpu),
         memory_gib=None if memory is None else memory.used / 2**30,
         memory_total_gib=None if memory is None else memory.total / 2**30,
         temperature=figure(ask("nvmlDeviceGetTemperature", 0)),  # 0: NVML_TEMPERATURE_GPU

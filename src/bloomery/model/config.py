@@ -27,20 +27,20 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreign:
+class TransformersBackend:
     """An architecture that transformers computes (`model.foreign`), and what plans, files and adapters ask of it.
 
     `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of a layer as
     `counting.Matrix` has them; `factor`: of the last hidden states, before the head.
     """
 
-    stated: str  # its config.json
+    raw_config: str  # its config.json
     attention: str  # of transformers: sdpa or eager
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     matrices: tuple[tuple[str, int, int, bool], ...]
     architecture: str = ""  # the name of its class in transformers
     factor: float = 1.0
-    safe_because: str = ""  # why transformers itself loads the weights; empty: it does not
+    safe_reason: str = ""  # why transformers itself loads the weights; empty: it does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
-    foreign: Foreign | None = None  # then the facts above are those that a plan needs, and the layers transformers'
+    transformers_backend: TransformersBackend | None = (
+        None  # then the facts above are those that a plan needs, and the layers transformers'
+    )
 
     def window(self, layer: int) -> int | None:
         """How many keys, itself included, a query of this layer sees; None: all of them."""
@@ -123,7 +125,7 @@ class ModelConfig:
 def refuse_values(config: ModelConfig, *, where: str) -> None:
     """Raises UserError for a reward model, where text is wanted."""
     if config.head == "values":
-        raise UserError("a reward model gives values and no text", where=where, remedy="name a language model")
+        raise UserError("a reward model gives values and no text", where=where, fix="name a language model")
 
 
 def checked(config: ModelConfig, *, where: str) -> ModelConfig:
@@ -138,5 +140,5 @@ def checked(config: ModelConfig, *, where: str) -> ModelConfig:
     elif config.rotary_layers and len(config.rotary_layers) != config.num_layers:
         problem = f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
     if problem:
-        raise UserError(problem, where=where, remedy="mend one of the two values")
+        raise UserError(problem, where=where, fix="mend one of the two values")
     return config

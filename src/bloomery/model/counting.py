@@ -56,12 +56,15 @@ def layers(config: ModelConfig) -> tuple[Layer, ...]:
     found = []
     for index in range(config.num_layers):
         name = f"model.layers.{index}"
-        if config.foreign is None:
+        if config.transformers_backend is None:
             matrices = tuple(_matrices(config))
             shapes = tuple(_block(config, matrices))
         else:
-            matrices = tuple(Matrix(*stated) for stated in config.foreign.matrices)
-            inside = ((ours.removeprefix(f"{name}."), ours, shape) for ours, _, shape in config.foreign.parameters)
+            matrices = tuple(Matrix(*raw_config) for raw_config in config.transformers_backend.matrices)
+            inside = (
+                (ours.removeprefix(f"{name}."), ours, shape)
+                for ours, _, shape in config.transformers_backend.parameters
+            )
             shapes = tuple((leaf, shape) for leaf, ours, shape in inside if leaf != ours)
         found.append(Layer(name, matrices, shapes))
     return tuple(found)
@@ -74,8 +77,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 @cache  # a plan asks for the same model thousands of times
 def _shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
-    if config.foreign is not None:
-        return tuple((name, shape) for name, _, shape in config.foreign.parameters)
+    if config.transformers_backend is not None:
+        return tuple((name, shape) for name, _, shape in config.transformers_backend.parameters)
     width = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     if config.positions == "learned":

@@ -171,7 +171,7 @@ class Backbone(nn.Module):
         if self.config.positions == "learned" and end > self.config.max_positions and positions_BT is None:
             raise UserError(
                 f"{end:,} tokens are more than the {self.config.max_positions:,} positions this model has learned",
-                remedy="shorten the text",
+                fix="shorten the text",
             )
         return torch.arange(first, end, device=tokens_BT.device) if positions_BT is None else positions_BT
 
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model: Backbone | ForeignBackbone
-        if config.foreign is not None:
+        if config.transformers_backend is not None:
             self.model = ForeignBackbone(config, attention or plain_backend(config))
             self.lm_head = output_of(self.model.whole)
             self.tie()

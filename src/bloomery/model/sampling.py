@@ -97,7 +97,7 @@ def sample_tokens(
         if not bool(logits.isfinite().all()):
             raise NotFinite(
                 "the model answers with numbers that are not finite: its weights are damaged or have diverged",
-                where="the model", remedy="try an earlier checkpoint with --step, or another copy of the model",
+                where="the model", fix="try an earlier checkpoint with --step, or another copy of the model",
             )  # fmt: skip
         token = _draw(logits, seen, sampling, random)
         if token in sampling.stop_ids:

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, final, get_args, get_origin
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular
-from bloomery.core.text import harmless, scrub
+from bloomery.core.text import harmless, redact_secrets
 
 E = TypeVar("E", bound="Event")
 
@@ -36,7 +36,7 @@ class RunStarted(Event):
     steps: int
     attention: str  # the kernel that runs
     device: str
-    because: dict[str, str] = field(default_factory=dict)
+    reason: dict[str, str] = field(default_factory=dict)
     per: str = "token"  # what a loss is of: nats a learned token, or an objective's number a pair or an answer
     epochs: str = ""  # how many the run makes, in words
 
@@ -61,19 +61,19 @@ class StepDone(Event):
     grad_norm: float | None
     tokens: int  # since the start of training, positions of the layout
     tokens_per_second: float
-    samples_per_second: float
+    sequences_per_second: float
     step_seconds: float
     data_wait_seconds: float
     memory_gib: float
-    learned_tokens: int | None = None  # labels that counted in the loss of this step
+    loss_tokens: int | None = None  # labels that counted in the loss of this step
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vitals(Event):
+class StepHealth(Event):
     """What a few early steps and every `monitor.every`-th tell of a run's health; None is not known.
 
-    Shares of parameters count their elements. Times are those since the `Vitals` before.
+    Shares of parameters count their elements. Times are those since the `StepHealth` before.
     """
 
     update_ratio: float | None = None  # the step's change of a matrix beside its size, root mean squares, the median
@@ -122,13 +122,13 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuSampled(Event):
+class DeviceStats(Event):
     """One device at work; None is what nothing here can read. Training tells the last four, the launcher the rest."""
 
     device: int  # of the machine's accelerators; PROCESSOR is the processor
     name: str = ""
     seconds: float = 0.0  # that this sample stands for: utilisation and power are means over them, temperature the peak
-    utilisation: float | None = None  # percent of the time
+    utilization: float | None = None  # percent of the time
     memory_gib: float | None = None  # in use by everybody
     memory_total_gib: float | None = None
     temperature: float | None = None  # degrees Celsius, at the junction where it is known
@@ -142,18 +142,18 @@ class GpuSampled(Event):
     alloc_retries: int | None = None  # times that the allocator had to give everything back and ask again
 
 
-PROCESSOR = -1  # as `GpuSampled.device`
+CPU_DEVICE = -1  # as `DeviceStats.device`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    because: str
+    reason: str
     cause: str = ""  # what a diagnosis found, in one word, so that it is said once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    because: str
+    reason: str
     action: str  # what the run does now
 
 
@@ -200,7 +200,7 @@ def _finite(value: object) -> object:
 
 def without_secrets(event: E) -> E:
     """The event with its texts scrubbed: what a failing child said last may hold a token."""
-    return _reworded(event, scrub)
+    return _reworded(event, redact_secrets)
 
 
 def as_shown(event: E) -> E:
@@ -283,7 +283,7 @@ class EventLog:
             raise UserError(
                 "the run's folder was moved or deleted while it went on, so it ends here",
                 where=str(self.path),
-                remedy="what was saved is resumed where the folder is now: `bloomery resume FOLDER`",
+                fix="what was saved is resumed where the folder is now: `bloomery resume FOLDER`",
             )
         try:
             rest = line if self._on_fresh_line() else b"\n" + line
@@ -293,7 +293,7 @@ class EventLog:
             raise UserError(
                 f"an event could not be written: {error.strerror}",
                 where=str(self.path),
-                remedy=f"free some space, then `bloomery resume {shlex.quote(str(self.path.parent))}`",
+                fix=f"free some space, then `bloomery resume {shlex.quote(str(self.path.parent))}`",
             ) from error
 
     def _on_fresh_line(self) -> bool:

@@ -16,18 +16,18 @@ from tempfile import TemporaryFile
 from typing import Any, Protocol, final
 
 from bloomery.core.files import open_regular, write_durably
-from bloomery.core.text import harmless, scrub
+from bloomery.core.text import harmless, redact_secrets
 from bloomery.core.units import MIB
 from bloomery.monitor.console.words import sentence
 from bloomery.monitor.events import (
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     read_events,
     to_json,
     without_secrets,
 )
-from bloomery.monitor.tally import JOULES_IN_KWH, Tally, summary, tally_of
+from bloomery.monitor.summary import JOULES_IN_KWH, RunSummary, device_figures, summary_of
 from bloomery.monitor.trackers import TrackerSink, paced
 
 Warn = Callable[[str], None]
@@ -54,7 +54,7 @@ class Pace:
         self._sampled: dict[int, float] = {}
 
     def lets_through(self, event: Event) -> bool:
-        if not isinstance(event, GpuSampled):
+        if not isinstance(event, DeviceStats):
             return paced(event, self._every)
         due = event.time - self._sampled.get(event.device, -math.inf) >= _SAMPLE_SECONDS
         if due and event.seconds:
@@ -82,7 +82,7 @@ class LogFile:
     def text(self, text: str, when: float | None = None) -> None:
         """Any text, each line stamped."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-        for line in map(harmless, scrub(text).splitlines() or [""]):
+        for line in map(harmless, redact_secrets(text).splitlines() or [""]):
             with suppress(OSError):
                 self._file.write(f"{stamp}  {line}\n".encode("utf-8", errors="backslashreplace"))
 
@@ -180,36 +180,36 @@ def open_sinks(
 
 def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:
     """`metrics.json`: what the run reached, computed from its events, beside what was `planned`; replaced whole."""
-    tally = tally_of(read_events(run_dir / "events.jsonl"))
+    summary = summary_of(read_events(run_dir / "events.jsonl"))
     path = run_dir / "metrics.json"
-    write_durably(path, json.dumps({**reached(tally), "planned": dict(planned or {})}, indent=2) + "\n")
+    write_durably(path, json.dumps({**reached(summary), "planned": dict(planned or {})}, indent=2) + "\n")
     return path
 
 
-def reached(tally: Tally) -> dict[str, Any]:
+def reached(summary: RunSummary) -> dict[str, Any]:
     """What a run has come to, under the names that programs read."""
-    joules = tally.devices.joules
+    joules = summary.devices.joules
     return {
-        "steps": tally.step,
-        "steps_planned": tally.steps,
-        "tokens": tally.tokens,
-        "loss": tally.last.loss if tally.last else None,
-        "smoothed_loss": tally.smoothed,
-        "evaluation": _plain(tally.evaluation),
-        "best_evaluation": _plain(tally.best),
-        "tokens_per_second": tally.tokens_per_second,
-        "seconds": tally.seconds,
-        "step_seconds_total": tally.trained_seconds,
-        "peak_memory_gib": tally.peak_gib,
+        "steps": summary.step,
+        "steps_planned": summary.steps,
+        "tokens": summary.tokens,
+        "loss": summary.last.loss if summary.last else None,
+        "smoothed_loss": summary.smoothed,
+        "evaluation": _plain(summary.evaluation),
+        "best_evaluation": _plain(summary.best),
+        "tokens_per_second": summary.tokens_per_second,
+        "seconds": summary.seconds,
+        "step_seconds_total": summary.trained_seconds,
+        "peak_memory_gib": summary.peak_gib,
         "energy_kwh": None if joules is None else joules / JOULES_IN_KWH,
-        "energy_seconds": round(tally.devices.covered_seconds, 1),
-        "joules_per_token": tally.joules_per_token,
-        "devices": [summary(device) for device in tally.devices.all],
-        "skipped_steps": tally.skipped,
-        "resumes": tally.resumes,
-        "recoveries": tally.recoveries,
-        "warnings": [scrub(text) for text in tally.warnings],
-        "ended": scrub(tally.ended.why) if tally.ended else None,
+        "energy_seconds": round(summary.devices.covered_seconds, 1),
+        "joules_per_token": summary.joules_per_token,
+        "devices": [device_figures(device) for device in summary.devices.all],
+        "skipped_steps": summary.skipped,
+        "resumes": summary.resumes,
+        "recoveries": summary.recoveries,
+        "warnings": [redact_secrets(text) for text in summary.warnings],
+        "ended": redact_secrets(summary.ended.why) if summary.ended else None,
     }
 
 

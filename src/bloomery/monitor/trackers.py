@@ -23,16 +23,16 @@ from typing import Any, Protocol, TextIO, cast, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
-from bloomery.core.text import scrub
+from bloomery.core.text import redact_secrets
 from bloomery.monitor.events import (
-    PROCESSOR,
+    CPU_DEVICE,
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     Resumed,
     RunEnded,
     StepDone,
-    Vitals,
+    StepHealth,
     without_secrets,
 )
 
@@ -42,7 +42,7 @@ LONGEST_PARAMETER = 500  # letters, the least that any MLflow server takes
 PARAMETERS_AT_ONCE = 100  # what one MLflow call takes
 INSTALLED_BY_THE_USER = ("wandb", "trackio", "mlflow")
 _DEVICE_FIGURES = (
-    "utilisation", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
+    "utilization", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
 )  # fmt: skip
 _JOB = threading.Lock()  # the first tracker of a run makes its id
 _COMPARED = ("model", "data", "optimizer", "train", "checkpoint", "eval")  # sections of a plan that runs differ by
@@ -62,13 +62,13 @@ def scalars(event: Event) -> dict[str, float]:
                 "train/learning_rate": event.learning_rate,
                 "train/grad_norm": event.grad_norm,
                 "speed/tokens_per_second": event.tokens_per_second,
-                "speed/samples_per_second": event.samples_per_second,
+                "speed/sequences_per_second": event.sequences_per_second,
                 "speed/step_seconds": event.step_seconds,
                 "speed/data_wait_seconds": event.data_wait_seconds,
                 "memory/gib": event.memory_gib,
                 **{f"train/{name}": value for name, value in event.metrics.items()},
             }
-        case Vitals():
+        case StepHealth():
             figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
         case EvalDone():
             figures = {
@@ -77,8 +77,8 @@ def scalars(event: Event) -> dict[str, float]:
                 "eval/bits_per_byte": event.bits_per_byte,
                 **{f"eval/{name}": value for name, value in event.metrics.items()},
             }
-        case GpuSampled():
-            folder = "processor" if event.device == PROCESSOR else f"gpu{event.device}"
+        case DeviceStats():
+            folder = "processor" if event.device == CPU_DEVICE else f"gpu{event.device}"
             figures = {f"{folder}/{name}": getattr(event, name) for name in _DEVICE_FIGURES}
         case _:
             figures = {}
@@ -103,7 +103,7 @@ class TrackerSink:
     def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1) -> None:
         self._name = "tensorboard" if name == "auto" else name
         self._asked_for, self._run_dir, self._every = name != "auto", run_dir, every_steps
-        self._warn: Callable[[str], None] = lambda text: warn(scrub(text)[:300])
+        self._warn: Callable[[str], None] = lambda text: warn(redact_secrets(text)[:300])
         self._events: queue.Queue[Event | None] = queue.Queue(WAITING_EVENTS)
         self._lost = False
         self._thread = threading.Thread(target=self._track, name=self._name, daemon=True)
@@ -328,7 +328,7 @@ def require(names: Sequence[str]) -> None:
             raise UserError(
                 f"{name} is not installed in this environment",
                 where=f"monitor.to={name}",
-                remedy=f"{sys.executable} -m pip install {name}\n       or take it out of monitor.to",
+                fix=f"{sys.executable} -m pip install {name}\n       or take it out of monitor.to",
             )
 
 
@@ -348,7 +348,7 @@ def job_of(run_dir: Path) -> dict[str, Any]:
         for key, value in values.items() if isinstance(values, dict) else ():
             for name, item in value.items() if isinstance(value, dict) else [("", value)]:
                 if isinstance(item, str):
-                    item = scrub(Path(item).name if Path(item).is_absolute() else item)
+                    item = redact_secrets(Path(item).name if Path(item).is_absolute() else item)
                 if isinstance(item, str | int | float | bool):
                     settings[f"{section}.{key}.{name}".rstrip(".")] = item
     return {

@@ -28,7 +28,7 @@ def choose_tokens_per_step(
     config: ModelConfig,
     sequence_length: int,
     *,
-    rows_per_epoch: int | None = None,
+    sequences_per_epoch: int | None = None,
     tuning: bool = False,
 ) -> Choice[int]:
     """Depends on the model and the dataset alone, so that one recipe is one training run on every machine.
@@ -41,9 +41,9 @@ def choose_tokens_per_step(
     if asked == "auto":
         best = _fitting_batch(config, sequence_length)
         if tuning and best.value > TUNING_TOKENS:
-            because = f"fine-tuning: no more than {TUNING_TOKENS:,} tokens (Alpaca: 128 examples of 512)"
-            best = Choice(max(1, TUNING_TOKENS // sequence_length) * sequence_length, because)
-        return _within_an_epoch(best, sequence_length, rows_per_epoch)
+            reason = f"fine-tuning: no more than {TUNING_TOKENS:,} tokens (Alpaca: 128 examples of 512)"
+            best = Choice(max(1, TUNING_TOKENS // sequence_length) * sequence_length, reason)
+        return _within_an_epoch(best, sequence_length, sequences_per_epoch)
     assert isinstance(asked, int)
     if asked % sequence_length:
         below, above = asked // sequence_length * sequence_length, -(-asked // sequence_length) * sequence_length
@@ -51,22 +51,22 @@ def choose_tokens_per_step(
         raise UserError(
             f"a step of {asked:,} tokens does not hold whole rows of {sequence_length:,}",
             where="train.tokens_per_step",
-            remedy=f"set train.tokens_per_step={near}",
+            fix=f"set train.tokens_per_step={near}",
             code=2,
         )
     return Choice(asked, ASKED)
 
 
-def _within_an_epoch(best: Choice[int], sequence_length: int, rows_per_epoch: int | None) -> Choice[int]:
+def _within_an_epoch(best: Choice[int], sequence_length: int, sequences_per_epoch: int | None) -> Choice[int]:
     """The largest power of two of sequences of which an epoch holds EPOCH_STEPS."""
-    if rows_per_epoch is None or rows_per_epoch * sequence_length >= EPOCH_STEPS * best.value:
+    if sequences_per_epoch is None or sequences_per_epoch * sequence_length >= EPOCH_STEPS * best.value:
         return best
-    rows = 2 ** max(0, (rows_per_epoch // EPOCH_STEPS).bit_length() - 1)
+    rows = 2 ** max(0, (sequences_per_epoch // EPOCH_STEPS).bit_length() - 1)
     if rows * sequence_length >= best.value:
         return best
-    steps = counted(rows_per_epoch // rows, "steps")
-    because = f"an epoch of {counted(rows_per_epoch, 'sequences')} has {steps} then; the model alone would take"
-    return Choice(rows * sequence_length, f"{because} {best.value:,} tokens per step")
+    steps = counted(sequences_per_epoch // rows, "steps")
+    reason = f"an epoch of {counted(sequences_per_epoch, 'sequences')} has {steps} then; the model alone would take"
+    return Choice(rows * sequence_length, f"{reason} {best.value:,} tokens per step")
 
 
 def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
@@ -75,11 +75,11 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
     rows = 1
     while rows * 2 * sequence_length <= best * 2**0.5:  # the nearest power of two on a logarithmic scale
         rows *= 2
-    because = (
+    reason = (
         f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each learn best in batches of about"
         f" {float(f'{best:.3g}'):,.0f} tokens (arXiv:2401.02954)"
     )
-    return Choice(rows * sequence_length, because)
+    return Choice(rows * sequence_length, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class MicroBatching:
     memory: MemoryEstimate
 
 
-def cut_step(train: Train, step: StepShape, *, rows_per_step: int, measure: Measure) -> MicroBatching:
+def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure) -> MicroBatching:
     """The largest micro-batch that fits, uncheckpointed where that is possible; `step` is everything but the cut.
 
     When nothing fits the smallest is planned and the plan says that it does not fit. Raises UserError for a micro-batch
@@ -101,11 +101,11 @@ def cut_step(train: Train, step: StepShape, *, rows_per_step: int, measure: Meas
     """
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
     several = not step.mode.in_backward
-    for mode, rows in ((mode, rows) for mode in modes for rows in _sizes(train, step, rows_per_step)):
+    for mode, rows in ((mode, rows) for mode in modes for rows in _sizes(train, step, sequences_per_step)):
         tokens = rows * step.sequence_length
         tried = replace(
             step,
-            accumulating=several and rows < rows_per_step,
+            accumulating=several and rows < sequences_per_step,
             micro_batch=rows,
             checkpointing=mode,
             score_chunk=min(SMALL_CHUNK, tokens),
@@ -118,8 +118,8 @@ def cut_step(train: Train, step: StepShape, *, rows_per_step: int, measure: Meas
         chunk = Choice(tokens, "all logits of a micro-batch fit at once, and are kept for backward")
         tried = whole
     else:
-        because = "all logits at once would take too much memory, and larger chunks are no faster"
-        chunk = Choice(tried.score_chunk, because)
+        reason = "all logits at once would take too much memory, and larger chunks are no faster"
+        chunk = Choice(tried.score_chunk, reason)
     largest = (
         "the largest power of two that divides the step and fits" if step.on_gpu else "more would leave the caches"
     )
@@ -133,20 +133,20 @@ def cut_step(train: Train, step: StepShape, *, rows_per_step: int, measure: Meas
     )
 
 
-def _sizes(train: Train, step: StepShape, rows_per_step: int) -> list[int]:
+def _sizes(train: Train, step: StepShape, sequences_per_step: int) -> list[int]:
     """Micro-batches to try, largest first: powers of two that divide the step."""
     if step.mode.in_backward and train.tokens_per_step != "auto":  # one micro-batch is a step
-        return [rows_per_step]
+        return [sequences_per_step]
     if train.micro_batch != "auto":
-        if rows_per_step % train.micro_batch and not step.mode.in_backward:
-            divisors = [str(n) for n in range(1, min(rows_per_step, 1024) + 1) if rows_per_step % n == 0]
+        if sequences_per_step % train.micro_batch and not step.mode.in_backward:
+            divisors = [str(n) for n in range(1, min(sequences_per_step, 1024) + 1) if sequences_per_step % n == 0]
             raise UserError(
-                f"{rows_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
+                f"{sequences_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
                 where="train.micro_batch",
-                remedy="set train.micro_batch to one of " + ", ".join(divisors),
+                fix="set train.micro_batch to one of " + ", ".join(divisors),
                 code=2,
             )
         return [train.micro_batch]
-    most = rows_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
-    sizes = [2**n for n in range(rows_per_step.bit_length()) if rows_per_step % 2**n == 0]
+    most = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
+    sizes = [2**n for n in range(sequences_per_step.bit_length()) if sequences_per_step % 2**n == 0]
     return [size for size in reversed(sizes) if size <= most]

@@ -6,13 +6,13 @@ from bloomery.data.prepare.stats import Traits, read_traits
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.diagnose.diagnosis import Facts
-from bloomery.monitor.tally import RunFacts
+from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import mode_of
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 
 
-def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
+def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
     """MFU has a denominator only where the table knows the device's peak in the precision of the plan."""
     config, train = plan.model.config, plan.train
     rate = None
@@ -32,9 +32,9 @@ def run_facts(plan: Plan, machine: Machine | None) -> RunFacts:
     )
 
 
-def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
+def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> Facts:
     """Reads a sample of the shards: a tenth of a second. Text that is gone or damaged is not known."""
-    config, train, optimizer, traits = plan.model.config, plan.train, plan.optimizer, _traits(plan)
+    config, train, optimizer, stats = plan.model.config, plan.train, plan.optimizer, _stats(plan)
     estimate, aim = plan.step_seconds, plan.objective.spec
     nats = aim.loss_unit == "token"
     return Facts(
@@ -51,10 +51,10 @@ def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
         warmup_steps=optimizer.warmup_steps,
         clip=train.clip,
         precision=train.precision,
-        unigram_nats=traits.unigram_nats if traits and aim.reads_text else None,  # counted over all of the text
-        bytes_per_token=traits.bytes_per_token if traits else None,
-        duplicates=traits.duplicates if traits else None,
-        text_tokens=traits.tokens if traits else None,
+        unigram_nats=stats.unigram_nats if stats and aim.reads_text else None,  # counted over all of the text
+        bytes_per_token=stats.bytes_per_token if stats else None,
+        duplicates=stats.duplicates if stats else None,
+        text_tokens=stats.tokens if stats else None,
         device=train.device,
         fused_attention=None if machine is None else build_profile(machine).attention.value == "fused",
         checkpointing=train.activation_checkpointing,
@@ -65,7 +65,7 @@ def diagnosis_facts(plan: Plan, machine: Machine | None) -> Facts:
     )
 
 
-def _traits(plan: Plan) -> Traits | None:
+def _stats(plan: RunPlan) -> Traits | None:
     try:
         return read_traits(plan.data.prepared)
     except (UserError, OSError):

@@ -4,33 +4,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from bloomery.plan.types import Decision, Plan
+from bloomery.plan.types import Decision, RunPlan
 
 MOST_HALVINGS = 3  # of the learning rate: what still diverges at an eighth of it has another cause
 
 
 @final
 @dataclass(frozen=True)
-class Rung:
+class Fallback:
     """The plan one rung safer, and in a few words what the run does from here on and what that costs.
 
     `only_time`: it computes the same, up to the order of sums, so that nobody needs to ask for it.
     """
 
-    plan: Plan
+    plan: RunPlan
     action: str
     only_time: bool = False
 
 
-def decided(plan: Plan, key: str, value: object, because: str) -> Plan:
+def decided(plan: RunPlan, key: str, value: object, reason: str) -> RunPlan:
     """The plan's table of choices says so; what it said of this key before is replaced."""
-    new = Decision(key=key, value=str(value), because=because)
-    kept = [old for old in plan.decisions if old.key != key]
-    place = next((index for index, old in enumerate(plan.decisions) if old.key == key), len(kept))
-    return plan.model_copy(update={"decisions": (*kept[:place], new, *kept[place:])})
+    new = Decision(key=key, value=str(value), reason=reason)
+    kept = [old for old in plan.choices if old.key != key]
+    place = next((index for index, old in enumerate(plan.choices) if old.key == key), len(kept))
+    return plan.model_copy(update={"choices": (*kept[:place], new, *kept[place:])})
 
 
-def smaller_micro_batch(plan: Plan, because: str) -> Rung | None:
+def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
     """Half the rows at once, twice as often (or the next divisor); None at one row. Everything else of a step stays.
 
     Tokens per step, order of the data and the gradient's mathematics are the same; sums are formed in another order.
@@ -46,104 +46,106 @@ def smaller_micro_batch(plan: Plan, because: str) -> Rung | None:
             update={"score_chunk": min(plan.model.score_chunk, fewer * plan.data.sequence_length)}
         ),
     }
-    smaller = decided(plan.model_copy(update=cut), "train.micro_batch", fewer, because)
+    smaller = decided(plan.model_copy(update=cut), "train.micro_batch", fewer, reason)
     action = f"micro-batch {fewer} instead of {rows}, accumulated {more} times: the same tokens a step"
-    return Rung(smaller, action, only_time=True)
+    return Fallback(smaller, action, only_time=True)
 
 
-def smaller_evaluation(plan: Plan, because: str) -> Rung | None:
+def smaller_evaluation(plan: RunPlan, reason: str) -> Fallback | None:
     """Half the rows at once in an evaluation; None at one row."""
     rows = plan.eval.micro_batch
     if rows == 1:
         return None
     smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch": rows // 2})})
     action = f"evaluation in micro-batches of {rows // 2} instead of {rows}: the same score"
-    return Rung(decided(smaller, "eval.micro_batch", rows // 2, because), action, only_time=True)
+    return Fallback(decided(smaller, "eval.micro_batch", rows // 2, reason), action, only_time=True)
 
 
-def plainer(plan: Plan, because: str) -> Rung | None:
+def plainer(plan: RunPlan, reason: str) -> Fallback | None:
     """The next of: no compilation, blockwise attention, float32, a smaller micro-batch; None when all are taken."""
     if plan.train.compile:
-        return Rung(_trained(plan, "train.compile", False, because), "without compilation")
+        return Fallback(_trained(plan, "train.compile", False, reason), "without compilation")
     if plan.model.attention != "blockwise":
-        return blockwise(plan, because)
+        return blockwise(plan, reason)
     if plan.train.precision != "float32":
-        return _precise(plan, "float32", because)
-    return smaller_micro_batch(plan, because)
+        return _precise(plan, "float32", reason)
+    return smaller_micro_batch(plan, reason)
 
 
-def blockwise(plan: Plan, because: str) -> Rung | None:
+def blockwise(plan: RunPlan, reason: str) -> Fallback | None:
     """Attention in plain PyTorch; None where it is."""
     if plan.model.attention == "blockwise":
         return None
     changed = plan.model_copy(update={"model": plan.model.model_copy(update={"attention": "blockwise"})})
     action = f"blockwise attention instead of {plan.model.attention}"
-    return Rung(decided(changed, "train.attention", "blockwise", because), action)
+    return Fallback(decided(changed, "train.attention", "blockwise", reason), action)
 
 
-def roomier(plan: Plan, because: str) -> Rung | None:
+def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """The next of what takes less memory, or takes it elsewhere; None when all are taken.
 
     A smaller micro-batch, in evaluations too; recomputed activations; on a GPU activations, then optimizer states, in
     the host's memory; last, and the only one that changes numbers, optimizer states in 8 bits.
     """
-    rung = smaller_micro_batch(plan, because)
-    if rung is not None:
-        rows = min(plan.eval.micro_batch, rung.plan.train.micro_batch)
-        looked = rung.plan.model_copy(update={"eval": rung.plan.eval.model_copy(update={"micro_batch": rows})})
-        return Rung(looked, rung.action, only_time=True)
+    fallback = smaller_micro_batch(plan, reason)
+    if fallback is not None:
+        rows = min(plan.eval.micro_batch, fallback.plan.train.micro_batch)
+        looked = fallback.plan.model_copy(update={"eval": fallback.plan.eval.model_copy(update={"micro_batch": rows})})
+        return Fallback(looked, fallback.action, only_time=True)
     optimizer, gpu = plan.optimizer, plan.train.device != "cpu"
     if plan.train.activation_checkpointing != "full":
         action = "activations are recomputed: less memory, a third more compute"
-        return Rung(_trained(plan, "train.activation_checkpointing", "full", because), action, only_time=True)
+        return Fallback(_trained(plan, "train.activation_checkpointing", "full", reason), action, only_time=True)
     if gpu and not plan.train.offload_activations:
         action = "activations wait in the host's memory: they travel twice a step"
-        return Rung(_trained(plan, "train.offload_activations", True, because), action, only_time=True)
+        return Fallback(_trained(plan, "train.offload_activations", True, reason), action, only_time=True)
     if gpu and optimizer.kind == "adamw" and not (optimizer.offload or optimizer.paged):
         action = "optimizer states wait in the host's memory: they travel twice a step"
-        return Rung(_optimized(plan, {"offload": True}, "optimizer.offload", "true", because), action, only_time=True)
+        return Fallback(
+            _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason), action, only_time=True
+        )
     if optimizer.kind != "adamw" or optimizer.states == "int8":
         return None
-    changed = _optimized(plan, {"states": "int8"}, "optimizer.states", "int8", because)
+    changed = _optimized(plan, {"states": "int8"}, "optimizer.states", "int8", reason)
     action = f"optimizer states in int8 instead of {optimizer.states}: nearly the same training"
-    return Rung(_noted(changed, "optimizer.states"), action)
+    return Fallback(_noted(changed, "optimizer.states"), action)
 
 
-def steadier(plan: Plan, because: str, *, bfloat16: bool) -> Rung | None:
+def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
     """What losses that stay non-finite may need; None when all is taken.
 
     float16, whose numbers end at 65,504, becomes bfloat16 where the device has it (`bfloat16`), else float32. Then half
     the learning rate, three times at most; last, bfloat16 becomes float32.
     """
     if plan.train.precision == "float16":
-        return _precise(plan, "bfloat16" if bfloat16 else "float32", because)
+        return _precise(plan, "bfloat16" if bfloat16 else "float32", reason)
     if plan.recovered.count("optimizer.learning_rate") < MOST_HALVINGS:
         old = plan.optimizer
         halves = {"learning_rate": old.learning_rate / 2, "matrix_learning_rate": old.matrix_learning_rate / 2}
-        changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", because)
+        changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", reason)
         rate = f"{old.learning_rate / 2:g} instead of {old.learning_rate:g}"
         action = f"learning rate {rate}: another training from here on"
-        return Rung(_noted(changed, "optimizer.learning_rate"), action)
-    return _precise(plan, "float32", because) if plan.train.precision != "float32" else None
+        return Fallback(_noted(changed, "optimizer.learning_rate"), action)
+    return _precise(plan, "float32", reason) if plan.train.precision != "float32" else None
 
 
-def _precise(plan: Plan, precision: str, because: str) -> Rung:
+def _precise(plan: RunPlan, precision: str, reason: str) -> Fallback:
     cost = ": more memory, and slower" if precision == "float32" else ": the same memory"
     action = f"matrix products in {precision} instead of {plan.train.precision}{cost}"
-    return Rung(_noted(_trained(plan, "train.precision", precision, because), "train.precision"), action)
+    return Fallback(_noted(_trained(plan, "train.precision", precision, reason), "train.precision"), action)
 
 
-def _noted(plan: Plan, key: str) -> Plan:
+def _noted(plan: RunPlan, key: str) -> RunPlan:
     return plan.model_copy(update={"recovered": (*plan.recovered, key)})
 
 
-def _optimized(plan: Plan, update: Mapping[str, object], key: str, value: str, because: str) -> Plan:
+def _optimized(plan: RunPlan, update: Mapping[str, object], key: str, value: str, reason: str) -> RunPlan:
     changed = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=update)})
-    return decided(changed, key, value, because)
+    return decided(changed, key, value, reason)
 
 
-def _trained(plan: Plan, key: str, value: object, because: str) -> Plan:
+def _trained(plan: RunPlan, key: str, value: object, reason: str) -> RunPlan:
     field = key.partition(".")[2]
     changed = plan.model_copy(update={"train": plan.train.model_copy(update={field: value})})
     said = {True: "compiled", False: "uncompiled"}[bool(value)] if field == "compile" else value
-    return decided(changed, key, said, because)
+    return decided(changed, key, said, reason)

@@ -23,9 +23,9 @@ from bloomery.data.prepare.pipeline import no_text, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
 from bloomery.data.prepare.split import validation_corpora
 from bloomery.data.shards.format import Manifest, Texts
-from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents
+from bloomery.data.sources.documents import Corpus, Document, ReadStats, open_corpora, read_documents
 from bloomery.data.sources.files import unread
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import (
     TOKENIZER_FILES,
     Tokenizer,
@@ -116,11 +116,11 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
     folder = cached_model(start)
     if folder is None:
         return
-    stated, taken = stated_config(folder), architecture_of(config)
-    kind, name = stated.get("model_type"), folder.name if Path(start).exists() else start
-    if stated.get("auto_map"):
+    raw_config, taken = stated_config(folder), architecture_of(config)
+    kind, name = raw_config.get("model_type"), folder.name if Path(start).exists() else start
+    if raw_config.get("auto_map"):
         yield f"{name} names a program of its own (auto_map), which is never run: taken as {taken}"
-    elif isinstance(kind, str) and config.foreign is None and kind != config.family:
+    elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
         yield f"{name} is of a kind that nobody here knows ({kind[:60]}): taken as {taken}, as architectures says"
 
 
@@ -167,7 +167,7 @@ def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
     if (folder / "config.json").is_file():
         find_tensors(folder)  # what is wrong with the files themselves comes first
     config = read_config(folder, model.implementation)
-    if config.foreign is not None and (model.safe_load or config.foreign.safe_because):
+    if config.transformers_backend is not None and (model.safe_load or config.transformers_backend.safe_reason):
         return  # transformers itself says what it makes of the tensors
     stored_parameters(folder, replace(config, head="values") if reward else config, headless=reward)
 
@@ -210,7 +210,7 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
     laid = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
     rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
     return CorpusFacts(
-        rows_per_epoch=sum(map(round, rows)),
+        sequences_per_epoch=sum(map(round, rows)),
         left_out=sum(fitted.dropped + fitted.unlearned for fitted in laid.fitted),
         cut_short=sum(fitted.truncated for fitted in laid.fitted),
         template=manifest.template,
@@ -226,7 +226,7 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
 
 
 def _learned(manifest: Manifest) -> float:
-    learned, tokens = manifest.train.learned_tokens, manifest.train.tokens
+    learned, tokens = manifest.train.loss_tokens, manifest.train.tokens
     return 1.0 if learned is None or not tokens else learned / tokens
 
 
@@ -268,7 +268,7 @@ def guessed(recipe: Recipe) -> CorpusFacts | None:
     size = sum(corpus.text_bytes * corpus.weight for corpus in open_corpora(data, wants_of(recipe)))
     tokens = round(size / BYTES_PER_TOKEN)
     return CorpusFacts(
-        rows_per_epoch=max(1, tokens // data.sequence_length),
+        sequences_per_epoch=max(1, tokens // data.sequence_length),
         tokens=tokens,
         vocab_size=planned_vocabulary(recipe),
         spread=SPREAD,
@@ -282,9 +282,9 @@ class _Enough(Exception):
 
 
 @dataclass
-class _Patience(Tally):
-    def skip(self, flaw: Flaw) -> None:
-        super().skip(flaw)
+class _Patience(ReadStats):
+    def skip(self, bad_row: BadRow) -> None:
+        super().skip(bad_row)
         if self.skipped >= SKIPPED:
             raise _Enough
 
@@ -325,7 +325,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
 
 def _first_rows(corpus: Corpus, on_error: str, count: int) -> list[Document]:
     some = replace(corpus, files=corpus.files[:FILES]) if corpus.builtin else corpus
-    return list(islice(read_documents(some, on_error=on_error, tally=_Patience()), count))
+    return list(islice(read_documents(some, on_error=on_error, stats=_Patience()), count))
 
 
 def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> str:
@@ -343,7 +343,7 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
     if tokenizer is not None:
         with Renderer(tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays) as renderer:
             for encoded in renderer.encode_batch(examples):
-                if isinstance(encoded, Flaw) and recipe.data.on_error == "stop":
+                if isinstance(encoded, BadRow) and recipe.data.on_error == "stop":
                     raise encoded.error()
     return found.origin
 
@@ -418,6 +418,6 @@ def refuse_absent(name: str) -> None:
         raise UserError(
             "there is no such file or folder, and the model takes its vocabulary from it",
             where=f"tokenizer.from: {name}",
-            remedy="mend the path, or set model.vocab_size to plan without the tokenizer",
+            fix="mend the path, or set model.vocab_size to plan without the tokenizer",
             code=2,
         )

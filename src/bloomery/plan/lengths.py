@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_count
-from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.plan.types import CorpusFacts, RunPlan
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
@@ -29,7 +29,7 @@ REPEATS = {
 } | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
 
 
-def in_epochs(plan: Plan) -> str:
+def in_epochs(plan: RunPlan) -> str:
     """ "about 3 epochs"; empty where nothing can tell how many."""
     epochs = plan.epochs
     if epochs is None:
@@ -38,13 +38,13 @@ def in_epochs(plan: Plan) -> str:
     return f"{'about ' if plan.epochs_about else ''}{number} {'epoch' if number == '1' else 'epochs'}"
 
 
-def too_many_epochs(plan: Plan) -> str | None:
+def too_many_epochs(plan: RunPlan) -> str | None:
     """A warning with the edit, where the dataset is repeated so often that it is learned by heart."""
     repeats, epochs, corpus = REPEATS.get(plan.objective.kind), plan.epochs, plan.corpus
     if repeats is None or epochs is None or corpus is None or epochs <= repeats.most * (1 + corpus.spread) + 0.05:
         return None
     edit = f'set train.length="{repeats.usual} epochs"'
-    return f"the run makes {in_epochs(plan)} of its {corpus.rows_per_epoch:,} sequences: {repeats.reason}; {edit}"
+    return f"the run makes {in_epochs(plan)} of its {corpus.sequences_per_epoch:,} sequences: {repeats.reason}; {edit}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Scale:
     """What one step is, in every unit; None where it is unknown."""
 
     tokens_per_step: int
-    rows_per_step: int
-    rows_per_epoch: int | None
+    sequences_per_step: int
+    sequences_per_epoch: int | None
     steps: int | None  # of the whole run
     step_seconds: float | None
     guessed: bool = False  # rows_per_epoch, from the size of files
@@ -63,8 +63,8 @@ def scale_of(length: Duration, sequence_length: int, corpus: CorpusFacts | None,
     """Of a run of `length`, before anybody knows how long its steps take. Raises UserError."""
     scale = Scale(
         tokens_per_step=tokens_per_step,
-        rows_per_step=tokens_per_step // sequence_length,
-        rows_per_epoch=corpus.rows_per_epoch if corpus else None,
+        sequences_per_step=tokens_per_step // sequence_length,
+        sequences_per_epoch=corpus.sequences_per_epoch if corpus else None,
         guessed=bool(corpus and corpus.spread),
         steps=None,
         step_seconds=None,
@@ -83,20 +83,20 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
         raise UserError(
             f"train.length is {length}: a share of what?",
             where="train.length",
-            remedy="write steps, tokens, epochs or a time",
+            fix="write steps, tokens, epochs or a time",
             code=2,
         )
     if length.unit == "epochs":
-        if scale.rows_per_epoch is None:
+        if scale.sequences_per_epoch is None:
             return None
-        rows = int(scale.rows_per_epoch * length.amount)
-        steps = rows // scale.rows_per_step
+        rows = int(scale.sequences_per_epoch * length.amount)
+        steps = rows // scale.sequences_per_step
         if steps == 0 and not scale.guessed:
             told = f"the text fills {format_count(rows)} rows in {length.amount:g} epochs"
             raise UserError(
-                f"{told}, less than the {scale.rows_per_step} rows of one step",
+                f"{told}, less than the {scale.sequences_per_step} rows of one step",
                 where="train.length",
-                remedy="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
+                fix="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
             )
         return max(1, steps)
     per_unit = scale.tokens_per_step if length.unit == "tokens" else 1
@@ -105,10 +105,10 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
 
 def left_out(length: Duration, scale: Scale) -> int:
     """Rows at the end of so many epochs that fill no step; 0 for any other length."""
-    if length.unit != "epochs" or scale.rows_per_epoch is None:
+    if length.unit != "epochs" or scale.sequences_per_epoch is None:
         return 0
-    rows = int(scale.rows_per_epoch * length.amount)
-    return rows % scale.rows_per_step if rows >= scale.rows_per_step else 0
+    rows = int(scale.sequences_per_epoch * length.amount)
+    return rows % scale.sequences_per_step if rows >= scale.sequences_per_step else 0
 
 
 def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
@@ -125,16 +125,20 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
         # Rounded up: every 20% of 366 steps is five times, the last at the end, and not once more a step before it.
         amount = math.ceil(round(length.amount / 100 * (scale.steps or UNKNOWN_STEPS), 6))
     elif length.unit == "epochs":
-        amount = length.amount * _known(scale.rows_per_epoch, key, "the text is not prepared") / scale.rows_per_step
+        amount = (
+            length.amount
+            * _known(scale.sequences_per_epoch, key, "the text is not prepared")
+            / scale.sequences_per_step
+        )
     elif length.unit == "seconds":
         amount = length.amount / _known(scale.step_seconds, key, "nothing is known of this device's speed")
     return max(1, round(amount))
 
 
-def _known(value: float | None, key: str, because: str) -> float:
+def _known(value: float | None, key: str, reason: str) -> float:
     if value is None:
-        problem = f"{key} cannot be turned into steps: {because}"
-        raise UserError(problem, where=key, remedy="write it in steps or in %", code=2)
+        problem = f"{key} cannot be turned into steps: {reason}"
+        raise UserError(problem, where=key, fix="write it in steps or in %", code=2)
     return value
 
 
@@ -150,11 +154,11 @@ def evaluation_rows(every_steps: int, scale: Scale, *, tokens: int | None) -> in
     trained on since the last (3% of the time), or 64.
     """
     if tokens is not None:
-        return -(-tokens * scale.rows_per_step // scale.tokens_per_step)
-    return max(64, every_steps * scale.rows_per_step // 10)
+        return -(-tokens * scale.sequences_per_step // scale.tokens_per_step)
+    return max(64, every_steps * scale.sequences_per_step // 10)
 
 
-def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
+def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
     """The plan of a wall-time run once its number of steps is measured: shares of the run become steps.
 
     The last part of `wsd` becomes a share where it was given in steps: the number of steps is only an estimate.
@@ -163,8 +167,8 @@ def complete(plan: Plan, *, steps: int, step_seconds: float) -> Plan:
     wanted = plan.lengths
     scale = Scale(
         tokens_per_step=plan.train.tokens_per_step,
-        rows_per_step=plan.train.tokens_per_step // plan.data.sequence_length,
-        rows_per_epoch=wanted.rows_per_epoch,
+        sequences_per_step=plan.train.tokens_per_step // plan.data.sequence_length,
+        sequences_per_epoch=wanted.sequences_per_epoch,
         steps=steps,
         step_seconds=step_seconds,
     )

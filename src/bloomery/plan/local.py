@@ -10,19 +10,19 @@ from bloomery.hardware.profile import private_caches, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.resolve import refuse, resolve
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
 
 
-def wanted(plan: Plan) -> dict[str, str]:
+def wanted(plan: RunPlan) -> dict[str, str]:
     """What must be set before torch is imported, whatever the user has set."""
     fixed = DETERMINISM if plan.train.deterministic and plan.train.device == "cuda" else {}
     return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed}
 
 
-def child_environment(plan: Plan, own: Mapping[str, str]) -> dict[str, str]:
+def child_environment(plan: RunPlan, own: Mapping[str, str]) -> dict[str, str]:
     """`own` with what is wanted, where `own` has nothing."""
     return private_caches(wanted(plan)) | dict(own)
 
@@ -41,7 +41,7 @@ def facts_here(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
 
 def plan_here(
     loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None, gpus: int = 1, nodes: int = 1
-) -> tuple[Plan, Facts]:
+) -> tuple[RunPlan, Facts]:
     """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
 
     Raises UserError as `facts_here` does, and for what this machine cannot do.

@@ -30,14 +30,14 @@ class _Way:
 
     method: str
     objective: str
-    because: str
+    reason: str
     settings: str
     epochs: int
 
 
-def _way(method: str, objective: str, because: str, *, rate: str, epochs: int, warmup: str = "3%") -> _Way:
+def _way(method: str, objective: str, reason: str, *, rate: str, epochs: int, warmup: str = "3%") -> _Way:
     decay, adapter = ("0.1", "") if objective == "{kind: pretrain}" else ("0.0", _LORA)
-    return _Way(method, objective, because, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
+    return _Way(method, objective, reason, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
 
 
 _SFT = _way("lora", "{kind: sft}", "the answers are trained on", rate="2e-4", epochs=3)
@@ -68,7 +68,7 @@ def made_recipe(model: str, data: str) -> tuple[str, str]:
         f"  sequence_length: {length}",
         "  validation: 5%",
         *(template if way is not _TEXT else []),
-        f"objective: {way.objective}   # {way.because}",
+        f"objective: {way.objective}   # {way.reason}",
     ]
     train = f"train: {{length: {way.epochs} epochs}}\n"
     text = "\n".join(lines) + "\n" + way.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
@@ -125,16 +125,16 @@ def refuse_data(name: str) -> None:
         return
     if path.is_dir() and (path / "config.json").is_file():
         command = f"bloomery train --model {shlex.quote(name)} --data FILE"
-        raise UserError("that is a model, not a recipe", where=name, remedy=f"`{command}` trains it", code=2)
+        raise UserError("that is a model, not a recipe", where=name, fix=f"`{command}` trains it", code=2)
     if not _is_data(path):
         return
     source = Source(path=str(path))
     if peek(source) is None:
         command = f"bloomery train go-coder-tiny data.path={shlex.quote(name)}"
-        remedy = f"`{command}` trains a new model on its text"
+        fix = f"`{command}` trains a new model on its text"
     else:
-        remedy = f"`bloomery train --model {SUGGESTED} --data {shlex.quote(name)}` trains a chat model on it"
-    raise UserError("that is a dataset, not a recipe", where=name, remedy=remedy, code=2)
+        fix = f"`bloomery train --model {SUGGESTED} --data {shlex.quote(name)}` trains a chat model on it"
+    raise UserError("that is a dataset, not a recipe", where=name, fix=fix, code=2)
 
 
 def _is_data(path: Path) -> bool:

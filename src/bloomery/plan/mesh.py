@@ -28,7 +28,7 @@ class Link:
 
     name: str
     gbs: float
-    because: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +82,15 @@ def fabric_of(spec: GpuSpec, *, per_node: int, nodes: int, sockets: bool = False
     if nodes > 1:
         between = _first(_BETWEEN, spec.link)
         if sockets:
-            between = Link(name="TCP sockets", gbs=SOCKET_GBS, because="assumed: no network plugin was loaded")
+            between = Link(name="TCP sockets", gbs=SOCKET_GBS, reason="assumed: no network plugin was loaded")
     return Fabric(per_node=per_node, nodes=nodes, inside=_first(_INSIDE, spec.link), between=between)
 
 
 def _first(rows: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
-    for pattern, name, gbs, because in rows:
+    for pattern, name, gbs, reason in rows:
         if re.search(pattern, link):
-            return Link(name=name, gbs=gbs, because=because)
-    return Link(name="PCIe", gbs=10.0, because="assumed: the table names no link")
+            return Link(name=name, gbs=gbs, reason=reason)
+    return Link(name="PCIe", gbs=10.0, reason="assumed: the table names no link")
 
 
 def gather_seconds(amount: float, fabric: Fabric, *, nodes: int | None = None, calls: int = 1) -> float:
@@ -152,7 +152,7 @@ class MeshWorkload:
     """What every layout is planned from. `limit`: bytes of one device that a plan may use."""
 
     step: StepShape
-    rows_per_step: int
+    sequences_per_step: int
     fabric: Fabric
     rate: Rate | None
     vendor: str
@@ -161,13 +161,13 @@ class MeshWorkload:
     @classmethod
     def of(
         cls, profile: Profile, step: StepShape, rate: Rate | None, *,
-        rows_per_step: int, gpus: int, nodes: int, limit: float,
+        sequences_per_step: int, gpus: int, nodes: int, limit: float,
     ) -> "MeshWorkload":  # fmt: skip
         """Over `nodes` nodes of `gpus` devices, as the table has them."""
         assert profile.gpu is not None, "a mesh is of devices that the table knows"
         return cls(
             step=step,
-            rows_per_step=rows_per_step,
+            sequences_per_step=sequences_per_step,
             fabric=fabric_of(profile.gpu, per_node=gpus, nodes=nodes),
             rate=rate,
             vendor=profile.arch.vendor if profile.arch else "amd",
@@ -175,7 +175,7 @@ class MeshWorkload:
         )
 
     def memory(self, split: Split) -> Callable[[StepShape], MemoryEstimate]:
-        rows = self.rows_per_step // split.data_parallel
+        rows = self.sequences_per_step // split.data_parallel
         return lambda step: mesh_memory(
             step, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // step.micro_batch
         )
@@ -192,7 +192,7 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
         return asked, 1
     if gpus * nodes % asked or ("auto" not in sizes and gpus * nodes != asked):
         problem = f"the recipe splits over {asked:,} devices, the command line names {gpus * nodes:,}"
-        raise UserError(problem, where="parallel", remedy="leave out --gpus and --nodes, or change the recipe", code=2)
+        raise UserError(problem, where="parallel", fix="leave out --gpus and --nodes, or change the recipe", code=2)
     return gpus, nodes
 
 
@@ -221,12 +221,12 @@ def _splits(job: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, Split]
 
 def _lay(job: MeshWorkload, asked: Train, name: str, split: Split) -> Layout | None:
     """None where some device would have no row of the step."""
-    if job.rows_per_step % split.data_parallel:
+    if job.sequences_per_step % split.data_parallel:
         return None
-    rows = job.rows_per_step // split.data_parallel
+    rows = job.sequences_per_step // split.data_parallel
     best: Layout | None = None
     for train in _micro_batches(asked, rows, split):
-        cut = cut_step(train, job.step, rows_per_step=rows, measure=job.memory(split))
+        cut = cut_step(train, job.step, sequences_per_step=rows, measure=job.memory(split))
         laid = Layout(name=name, split=split, cut=cut, parts=layout_parts(job, split, cut.step, rows))
         if best is None or _order(laid) < _order(best):
             best = laid
@@ -263,10 +263,8 @@ def choose(found: list[Layout]) -> tuple[Layout, str]:
         if laid.fits and laid.seconds is not None and laid.seconds.value <= best.seconds.value * NEARLY:
             fitting = {other.name for other in found if other.fits}
             others = [other.name for other in found if other.name not in fitting]
-            because = (
-                "the fastest that fits" if laid is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
-            )
-            return laid, because + (f"; {', '.join(dict.fromkeys(others))} would not fit" if others else "")
+            reason = "the fastest that fits" if laid is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
+            return laid, reason + (f"; {', '.join(dict.fromkeys(others))} would not fit" if others else "")
     raise AssertionError("the best layout is one of those found")
 
 
@@ -326,18 +324,18 @@ def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
 
     Raises UserError where the step has too few rows for so many devices.
     """
-    fabric, rows_per_step = job.fabric, job.rows_per_step
+    fabric, sequences_per_step = job.fabric, job.sequences_per_step
     found = [
         laid
         for name, split in _splits(job, recipe.parallel)
         if (laid := _lay(job, recipe.train, name, split)) is not None
     ]
     if not found:
-        need = -(-rows_per_step // fabric.devices) * fabric.devices * job.step.sequence_length
+        need = -(-sequences_per_step // fabric.devices) * fabric.devices * job.step.sequence_length
         raise UserError(
-            f"{rows_per_step:,} rows of a step cannot be shared by {fabric.devices:,} devices",
+            f"{sequences_per_step:,} rows of a step cannot be shared by {fabric.devices:,} devices",
             where="train.tokens_per_step",
-            remedy=f"set train.tokens_per_step={need}, or take a number of devices that divides {rows_per_step:,}",
+            fix=f"set train.tokens_per_step={need}, or take a number of devices that divides {sequences_per_step:,}",
             code=2,
         )
 
@@ -350,7 +348,7 @@ def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
             shard=split.shard,
             pipeline=split.pipeline,
             micro_batch=micro_batch,
-            accumulation=rows_per_step // split.data_parallel // micro_batch,
+            accumulation=sequences_per_step // split.data_parallel // micro_batch,
             activation_checkpointing=laid.cut.checkpointing.value,
             memory=laid.cut.memory,
             step_seconds=laid.seconds,
@@ -358,14 +356,14 @@ def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
             bubble_seconds=bubble.value if bubble else 0.0,
         )
 
-    chosen, because = choose(found)
+    chosen, reason = choose(found)
     inside, between = fabric.inside, fabric.between
     return chosen, ParallelPlan(
         gpus=fabric.per_node,
         nodes=fabric.nodes,
-        link=f"{inside.name}: {inside.gbs:g} GB/s ({inside.because})",
-        network=f"{between.name}: {between.gbs:g} GB/s ({between.because})" if between else "",
+        link=f"{inside.name}: {inside.gbs:g} GB/s ({inside.reason})",
+        network=f"{between.name}: {between.gbs:g} GB/s ({between.reason})" if between else "",
         layouts=tuple(map(entry, found)),
         chosen=found.index(chosen),
-        because=because,
+        reason=reason,
     )

@@ -21,7 +21,7 @@ from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_b
 from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.plan.gather import Facts
 from bloomery.plan.rules import adapters, objective, unsupported
-from bloomery.plan.rules.backend import foreign_choices, refuse_foreign_misfits
+from bloomery.plan.rules.backend import refuse_transformers_misfits, transformers_choices
 from bloomery.plan.rules.choices import (
     ASKED,
     arithmetic_choices,
@@ -42,7 +42,7 @@ from bloomery.plan.types import (
     MonitorPlan,
     OptimizerPlan,
     ParallelPlan,
-    Plan,
+    RunPlan,
     TrainPlan,
 )
 from bloomery.recipe.load import LoadedRecipe
@@ -51,7 +51,7 @@ from bloomery.recipe.schema import Command, Recipe, Wsd
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
 
-def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1) -> Plan:
+def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1) -> RunPlan:
     """The plan of a training run on the facts' machine, or on `nodes` nodes with `gpus` devices like its own each.
 
     Raises UserError for what this version cannot do and for what contradicts itself; that a run does not fit is part
@@ -68,7 +68,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     asked, every_eval = recipe.train, lengths.steps_of(recipe.eval.every, scale, key="eval.every")
     timed = asked.length.unit == "seconds"
     steps = None if timed else scale.steps
-    return Plan(
+    return RunPlan(
         name=loaded.name,
         model=ModelPlan(
             config=config,
@@ -92,7 +92,9 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             tokens_per_step=step.tokens.value,
             micro_batch=cut.micro_batch.value,
             accumulation=(
-                step.parallel.layout.accumulation if step.parallel else scale.rows_per_step // cut.micro_batch.value
+                step.parallel.layout.accumulation
+                if step.parallel
+                else scale.sequences_per_step // cut.micro_batch.value
             ),
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
@@ -128,7 +130,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
         memory=cut.memory,
         step_seconds=step.seconds,
         total_tokens=None if steps is None else steps * step.tokens.value,
-        decisions=tuple(_decisions(recipe, facts, step)),
+        choices=tuple(_decisions(recipe, facts, step)),
         lengths=_lengths(recipe, facts),
         corpus=facts.corpus,
         environment=profile.environment.value,
@@ -140,7 +142,7 @@ def refuse(recipe: Recipe, facts: Facts, *, devices: int = 1) -> None:
     """Raises UserError for what no machine could train, and for what several devices could not."""
     unsupported.refuse_recipe(recipe)
     unsupported.refuse_misfits(recipe, facts.config, facts.corpus, known=facts.known_vocabulary, added=facts.new_tokens)
-    refuse_foreign_misfits(recipe, facts.config, devices=devices)
+    refuse_transformers_misfits(recipe, facts.config, devices=devices)
     length = recipe.train.length
     adapters.refuse_settings(recipe, facts.config, steps=round(length.amount) if length.unit == "steps" else None)
 
@@ -167,7 +169,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     estimator = StepEstimator.of(recipe, facts.machine, profile)
     tokens = batch.choose_tokens_per_step(
         train.tokens_per_step, config, length,
-        rows_per_epoch=corpus.rows_per_epoch if corpus else None,
+        sequences_per_epoch=corpus.sequences_per_epoch if corpus else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
     )  # fmt: skip
     precision = profile.dtype if train.precision == "auto" else Choice[str](train.precision, ASKED)
@@ -184,21 +186,21 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         if gpus * nodes > 1:
             job = mesh.MeshWorkload.of(
                 profile, shape, estimator.rate(shape),
-                rows_per_step=rows, gpus=gpus, nodes=nodes, limit=estimator.limit,
+                sequences_per_step=rows, gpus=gpus, nodes=nodes, limit=estimator.limit,
             )  # fmt: skip
             best, plan = mesh.plan_mesh(job, recipe)
             return best.cut, best.seconds, plan
-        cut = batch.cut_step(train, shape, rows_per_step=rows, measure=estimator.memory)
+        cut = batch.cut_step(train, shape, sequences_per_step=rows, measure=estimator.memory)
         parts = estimator.step_parts(cut.step, rows * length)
         return cut, speed.total(parts) if parts else None, None
 
-    cut, seconds, parallel = laid_out(scale.rows_per_step)
+    cut, seconds, parallel = laid_out(scale.sequences_per_step)
     freed = shape.mode.in_backward and train.tokens_per_step == "auto"
-    if freed and cut.micro_batch.value < scale.rows_per_step:
-        because = "optimizer.in_backward: a step is one micro-batch, the largest that fits"
-        tokens = Choice(cut.step.tokens_per_micro_batch, because)
+    if freed and cut.micro_batch.value < scale.sequences_per_step:
+        reason = "optimizer.in_backward: a step is one micro-batch, the largest that fits"
+        tokens = Choice(cut.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, corpus, tokens.value)
-        cut, seconds, parallel = laid_out(scale.rows_per_step)
+        cut, seconds, parallel = laid_out(scale.sequences_per_step)
     typical = seconds.value if seconds else None
     return _Step(
         tokens=tokens,
@@ -216,7 +218,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
 
 
 def shape_of(
-    asked: Recipe | Plan,
+    asked: Recipe | RunPlan,
     config: ModelConfig,
     profile: Profile,
     corpus: CorpusFacts | None,
@@ -252,7 +254,7 @@ def _compiled(
     recipe: Recipe, facts: Facts, estimator: StepEstimator, eager: StepShape, scale: lengths.Scale
 ) -> Choice[bool]:
     """By how long the run would take uncompiled, and by what this machine measured of both."""
-    if facts.config.foreign is not None:
+    if facts.config.transformers_backend is not None:
         return Choice(False, "transformers' layers are not compiled here")
     gain = compile_gain(estimator.cards, model=facts.config, precision=eager.precision, setting=eager.setting)
     seconds, length = None, recipe.train.length
@@ -270,32 +272,30 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
         value = choice.value
         if isinstance(value, bool):
             value = "yes" if value else "no"
-        return Decision(key=key, value=str(value), because=choice.because)
+        return Decision(key=key, value=str(value), reason=choice.reason)
 
     profile, config, cut = facts.profile, facts.config, step.cut
     scaled = step.precision.value == "float16"  # which never trains without loss scaling
-    yield told(
-        "train.precision", Choice("float16 + loss scaling", step.precision.because) if scaled else step.precision
-    )
+    yield told("train.precision", Choice("float16 + loss scaling", step.precision.reason) if scaled else step.precision)
     attention = step.attention
     if profile.attention.value == "plain" and not keeps_scores(cut.step):
         layers = max(1, kept_layers(cut.step.checkpointing, config.num_layers))
         price = quadratic_bytes(cut.step) * layers / GIB
         added = f"PyTorch's fallback would add {int(price * 10 + 0.5) / 10:.1f} GiB"
-        attention = Choice(attention.value, f"{attention.because}; {added}")
+        attention = Choice(attention.value, f"{attention.reason}; {added}")
     yield told("train.attention", attention)
-    yield told("train.compile", Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.because))
+    yield told("train.compile", Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason))
     yield told("train.tokens_per_step", step.tokens)
     rows = lengths.left_out(recipe.train.length, step.scale)
     if rows and step.scale.steps is not None:
-        because = f"the last {rows:,} rows of {recipe.train.length} fill no step and are left out"
-        yield told("train.length", Choice(f"{step.scale.steps:,} steps", because))
+        reason = f"the last {rows:,} rows of {recipe.train.length} fill no step and are left out"
+        yield told("train.length", Choice(f"{step.scale.steps:,} steps", reason))
     yield told("train.micro_batch", cut.micro_batch)
     yield told("train.activation_checkpointing", cut.checkpointing)
     yield told("train.deterministic", choose_deterministic(recipe, profile))
     yield told("train.device", profile.device)
     yield told("model.score_chunk", cut.score_chunk)
-    workers, reads = recipe.data.workers, profile.workers.because
+    workers, reads = recipe.data.workers, profile.workers.reason
     by_size = f"small texts are prepared in one process, large ones on every core; {reads}"
     prepares = Choice(str(workers), f"{ASKED}: processes that prepare the text; {reads}")
     yield told("data.workers", Choice("by size", by_size) if workers == "auto" else prepares)
@@ -303,10 +303,10 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
     yield told("data.prefetch", _prefetch(recipe, profile))
     yield told("optimizer.fused", _fused(recipe, profile))
     if words := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
-        yield told("environment", Choice(words, profile.environment.because))
+        yield told("environment", Choice(words, profile.environment.reason))
     for key, choice in (
         *adapters.quantised_choices(recipe, step.reader),
-        *foreign_choices(recipe, config),
+        *transformers_choices(recipe, config),
         *adapters.adapter_choices(recipe, config, known=facts.known_vocabulary, added=facts.new_tokens),
         *objective.objective_choices(recipe, facts.corpus, facts.teacher),
         *arithmetic_choices(recipe, config, precision=step.precision.value),
@@ -360,15 +360,17 @@ def _lengths(recipe: Recipe, facts: Facts) -> Lengths:
         evaluation=recipe.eval.every,
         evaluation_tokens=_number(recipe.eval.tokens),
         monitor=recipe.monitor.every,
-        rows_per_epoch=facts.corpus.rows_per_epoch if facts.corpus else None,
+        sequences_per_epoch=facts.corpus.sequences_per_epoch if facts.corpus else None,
     )
 
 
 def _fused(recipe: Recipe, profile: Profile) -> Choice[bool]:
     """Whether torch's fused AdamW does the update: what saves memory is of our own, in backward or after it."""
     asked = recipe.optimizer
-    lean = asked.in_backward or asked.paged or asked.offload or asked.stochastic_rounding or asked.states != "float32"
-    if asked.kind == "adafactor" or (lean and asked.kind == "adamw"):
+    optimizer_memory = (
+        asked.in_backward or asked.paged or asked.offload or asked.stochastic_rounding or asked.states != "float32"
+    )
+    if asked.kind == "adafactor" or (optimizer_memory and asked.kind == "adamw"):
         name = "Adafactor" if asked.kind == "adafactor" else "AdamW"
         return Choice(False, f"Bloomery's {name}, in float32 pieces of bounded size")
     return profile.fused_optimizer

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
 from bloomery.core.seals import digest_of, stamped, unstamped
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 
 HEAD = "run.json"
 PLAN = "plan.json"
@@ -40,7 +40,7 @@ def read_head(folder: Path) -> Head | None:
         return None
     except (ValueError, ValidationError) as error:
         problem = "the seal of the run is damaged: its other files cannot be checked"
-        raise UserError(problem, where=str(path), remedy="put it back from a copy, or start a new run") from error
+        raise UserError(problem, where=str(path), fix="put it back from a copy, or start a new run") from error
 
 
 def require_head(folder: Path) -> Head:
@@ -48,7 +48,7 @@ def require_head(folder: Path) -> Head:
     head = read_head(folder)
     if head is None:
         problem = "the seal of the run is missing: its other files cannot be checked"
-        raise UserError(problem, where=str(folder / HEAD), remedy="put it back from a copy, or start a new run")
+        raise UserError(problem, where=str(folder / HEAD), fix="put it back from a copy, or start a new run")
     return head
 
 
@@ -76,11 +76,11 @@ def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
     _write(folder, head.model_copy(update={"files": head.files | only}))
 
 
-def read_sealed(path: Path, *, remedy: str = _AS_IT_WAS) -> bytes:
+def read_sealed(path: Path, *, fix: str = _AS_IT_WAS) -> bytes:
     """A file of a run, as it was written. Raises UserError when it changed since, and OSError."""
     content, head = read_whole(path), read_head(path.parent)
     if head is not None and digest_of(content) not in head.files.get(path.name, ()):
-        raise UserError(f"{path.name} has changed since the run wrote it", where=str(path), remedy=remedy)
+        raise UserError(f"{path.name} has changed since the run wrote it", where=str(path), fix=fix)
     return content
 
 
@@ -93,7 +93,7 @@ def note_model(folder: Path, role: str, digest: str) -> None:
         raise UserError(
             f"the {role} model is not the one that the run began with: its weights or its config.json changed",
             where=str(folder),
-            remedy="put that model back, or start a new run",
+            fix="put that model back, or start a new run",
         )
     _write(folder, head.model_copy(update={"models": head.models | {role: digest}}))
 
@@ -102,26 +102,24 @@ def _write(folder: Path, head: Head) -> None:
     write_durably(folder / HEAD, stamped(head.model_dump(mode="json")))
 
 
-def write_plan(plan: Plan, path: Path) -> None:
+def write_plan(plan: RunPlan, path: Path) -> None:
     """Replaces the file in one step: a reader sees the old plan or the new one. The run's head lists both."""
     write_sealed(path.parent, {path.name: dumped(plan)})
 
 
-def dumped(plan: Plan) -> str:
+def dumped(plan: RunPlan) -> str:
     """What the file holds."""
     return plan.model_dump_json(indent=1) + "\n"
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> RunPlan:
     """Raises UserError when there is no plan, it changed since it was written, or this version does not know it."""
     try:
-        return Plan.model_validate_json(read_sealed(path))
+        return RunPlan.model_validate_json(read_sealed(path))
     except FileNotFoundError as missing:
-        raise UserError(
-            "this run has no plan yet", where=str(path), remedy="bloomery resume starts it over"
-        ) from missing
+        raise UserError("this run has no plan yet", where=str(path), fix="bloomery resume starts it over") from missing
     except ValidationError as broken:
         first = broken.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         problem = f"the plan cannot be read: {place}: {first['msg']}"
-        raise UserError(problem, where=str(path), remedy="start a new run from its recipe.yaml") from broken
+        raise UserError(problem, where=str(path), fix="start a new run from its recipe.yaml") from broken

@@ -67,12 +67,12 @@ class MemoryEstimate(Part):
 class CorpusFacts(Part):
     """What the prepared text is like, as far as a plan needs it. Ids are those of the tokenizer, None when absent.
 
-    `rows_per_epoch`: rows of the layout in one epoch of the training split. `spread`: the relative half-width of an
-    estimate from the size of files that are not tokenised yet; 0 once they are. `left_out` and `cut_short`: units of
-    conversations and pairs of which no row holds what is learned, or the end.
+    `sequences_per_epoch`: those of the training split. `spread`: the relative half-width of an estimate from the
+    size of files that are not tokenized yet; 0 once they are. `left_out` and `cut_short`: conversations and
+    pairs of which no sequence holds a token to train on, or the end.
     """
 
-    rows_per_epoch: int
+    sequences_per_epoch: int
     tokens: int
     vocab_size: int | None  # None: of a tokenizer that nobody has read yet
     bos_id: int | None = None
@@ -92,7 +92,7 @@ class Decision(Part):
 
     key: str
     value: str
-    because: str
+    reason: str
 
 
 class Verdict(Part):
@@ -100,7 +100,7 @@ class Verdict(Part):
 
     claim: str
     verdict: Literal["fits", "wrong", "open", "high", "low"]
-    because: str
+    reason: str
 
 
 class ModelPlan(Part):
@@ -215,7 +215,7 @@ class Lengths(Part):
     evaluation: Duration
     evaluation_tokens: int | None = None  # None: auto
     monitor: Duration
-    rows_per_epoch: int | None
+    sequences_per_epoch: int | None
 
 
 class LayoutPlan(Part):
@@ -243,7 +243,7 @@ class ParallelPlan(Part):
     network: str  # empty: one node
     layouts: tuple[LayoutPlan, ...]
     chosen: int
-    because: str
+    reason: str
 
     @property
     def devices(self) -> int:
@@ -254,7 +254,7 @@ class ParallelPlan(Part):
         return self.layouts[self.chosen]
 
 
-class Plan(Part):
+class RunPlan(Part):
     """What a run executes. Stored as `plan.json`; what only a page shows of it is in `PlanReport`."""
 
     name: str
@@ -273,8 +273,8 @@ class Plan(Part):
     memory: MemoryEstimate
     step_seconds: Estimate | None  # None: nothing is known of this device
     total_tokens: int | None
-    decisions: tuple[Decision, ...]
-    remedies: tuple[str, ...] = ()  # edits of the recipe that make it fit where it may not, cheapest first
+    choices: tuple[Decision, ...]
+    suggestions: tuple[str, ...] = ()  # edits of the recipe that make it fit where it may not, cheapest first
     lengths: Lengths | None = None
     corpus: CorpusFacts | None = None  # None: neither counted nor guessed
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
@@ -299,13 +299,13 @@ class Plan(Part):
     def epochs(self) -> float | None:
         """How often the run trains on its dataset; an estimate where `epochs_about`. None where nothing can tell."""
         asked = None if self.lengths is None else self.lengths.train
-        if self.corpus is None or not self.corpus.rows_per_epoch:
+        if self.corpus is None or not self.corpus.sequences_per_epoch:
             return asked.amount if asked is not None and asked.unit == "epochs" else None
         steps: float | None = self.train.steps
         if steps is None and self.train.seconds is not None and self.step_seconds is not None:
             steps = max(self.train.seconds / self.step_seconds.value, self.train.min_steps or 1)
         rows = self.train.tokens_per_step // self.data.sequence_length
-        return None if steps is None else steps * rows / self.corpus.rows_per_epoch
+        return None if steps is None else steps * rows / self.corpus.sequences_per_epoch
 
     @property
     def epochs_about(self) -> bool:
@@ -334,10 +334,10 @@ class PlanReport(Part):
     `energy_kwh`: None where the board's power is unknown; `longest`: on one device, in the chosen layout, None: no GPU.
     """
 
-    plan: Plan
+    plan: RunPlan
     claims: tuple[Verdict, ...]
-    contradictions: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
+    warnings: tuple[str, ...]
+    suggestions: tuple[Remedy, ...]
     longest: Longest | None
     step_parts: dict[str, Estimate]
     disk: dict[str, float]

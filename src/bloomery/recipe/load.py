@@ -118,9 +118,9 @@ def _refuse_unwritable_names(path: Path) -> None:
     """JSON and YAML hold text, and a name whose bytes are none in this locale cannot be written into them."""
     for folder in (path.absolute(), Path.cwd()):
         if any(0xD800 <= ord(letter) < 0xE000 for letter in str(folder)):
-            remedy = "set LANG=C.UTF-8, or rename the folder"
+            fix = "set LANG=C.UTF-8, or rename the folder"
             problem = "the name of this folder is not text in this locale"
-            raise UserError(problem, where=ascii(str(folder)), remedy=remedy, code=2)
+            raise UserError(problem, where=ascii(str(folder)), fix=fix, code=2)
 
 
 def _telling(mistakes: list[Mistake]) -> list[Mistake]:
@@ -141,12 +141,12 @@ def _find(source: str | Path, folder: Path | None = None) -> _Found:
     if path.is_file():
         return _Found(path.stem, path.absolute(), False)
     if path.is_dir():
-        raise UserError(f"{text} is a folder, not a recipe", where=str(path), remedy="name the YAML file in it", code=2)
+        raise UserError(f"{text} is a folder, not a recipe", where=str(path), fix="name the YAML file in it", code=2)
     beside = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
     near = [beside[stem] for stem in closest(path.stem, beside, cutoff=0.5)]
     near = near or closest(path.stem, known, cutoff=0.5)
-    remedy = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
-    raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), remedy=remedy, code=2)
+    fix = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
+    raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), fix=fix, code=2)
 
 
 def _safe_name(stem: str) -> str:
@@ -163,7 +163,7 @@ def _read(found: _Found) -> Document:
         return Document(None, {}, [Mistake((), found.label, problem, "save it as UTF-8")])
     except OSError as error:
         problem = f"the recipe cannot be read: {error.strerror}"
-        raise UserError(problem, where=str(found.path), remedy="mend its permissions", code=2) from error
+        raise UserError(problem, where=str(found.path), fix="mend its permissions", code=2) from error
     return read_yaml(text, source=found.label, folder=folder)
 
 
@@ -185,7 +185,7 @@ def _extended(found: _Found, seen: tuple[Path, ...]) -> Document:
     try:
         base = _find(parent, found.path.parent)
     except UserError as error:
-        own.mistakes.append(Mistake(("extends",), place, error.problem, error.remedy))
+        own.mistakes.append(Mistake(("extends",), place, error.problem, error.fix))
         return own
     if base.path in (*seen, found.path):
         chain = " -> ".join(path.name for path in (*seen, found.path, base.path))
@@ -216,7 +216,7 @@ def _override(word: str) -> Document:
     origins = {parts[:length]: origin for length in range(1, len(parts) + 1)} | {
         parts + path: origin for path in value.origins
     }
-    mistakes = [Mistake(parts + wrong.path, place, wrong.problem, wrong.remedy) for wrong in value.mistakes]
+    mistakes = [Mistake(parts + wrong.path, place, wrong.problem, wrong.fix) for wrong in value.mistakes]
     data = value.data
     for part in reversed(parts):
         data = {part: data}

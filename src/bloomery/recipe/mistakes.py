@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import closest, did_you_mean, scrub
+from bloomery.core.text import closest, did_you_mean, redact_secrets
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, Mistake, Origin
 
@@ -56,16 +56,16 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
     if len(unique) == 1:
         only = unique[0]
         key = f"{only.key}: " if only.path else ""
-        raise UserError(f"{key}{only.problem}", where=only.place, remedy=only.remedy or _EVERY_KEY, code=2)
+        raise UserError(f"{key}{only.problem}", where=only.place, fix=only.fix or _EVERY_KEY, code=2)
     rows = [_row(mistake) for mistake in sorted(unique, key=_reading_order)[:_MOST_TOLD]]
     told = f"{len(unique)} mistakes" if len(rows) == len(unique) else f"many mistakes, the first {len(rows)} are"
     problem = f"the recipe {name} has {told}\n" + "\n".join(rows)
-    raise UserError(problem, remedy=_EVERY_KEY, code=2)
+    raise UserError(problem, fix=_EVERY_KEY, code=2)
 
 
 def _row(mistake: Mistake) -> str:
     parts = [mistake.place, mistake.key, mistake.problem]
-    return "  " + ": ".join(filter(None, parts)) + (f"; {mistake.remedy}" if mistake.remedy else "")
+    return "  " + ": ".join(filter(None, parts)) + (f"; {mistake.fix}" if mistake.fix else "")
 
 
 def _reading_order(mistake: Mistake) -> tuple[str, int]:
@@ -238,13 +238,13 @@ def _nearest_key(path: KeyPath) -> str:
 
 
 def _holds_token(value: str, *, command: bool) -> bool:
-    """Of a command whatever `scrub` would hide: nobody writes a password there that is none."""
-    return bool(_SECRET_VALUE.search(value)) or (command and scrub(value, {}) != value)
+    """Of a command whatever `redact_secrets` would hide: nobody writes a password there that is none."""
+    return bool(_SECRET_VALUE.search(value)) or (command and redact_secrets(value, {}) != value)
 
 
 def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Iterator[Mistake]:
     """Passwords and tokens never belong in a recipe: it is copied into every run and report."""
-    remedy = "keep it in the environment (HF_TOKEN, WANDB_API_KEY) and revoke it if this file was shared"
+    fix = "keep it in the environment (HF_TOKEN, WANDB_API_KEY) and revoke it if this file was shared"
     items: Iterable[tuple[str | int, Any]] = (
         data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     )
@@ -256,10 +256,10 @@ def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) ->
             and path[-1:] != ("columns",)
             and isinstance(value, str | int)
         ):
-            yield Mistake(inner, place_of(inner, origins), "secrets do not belong in a recipe", remedy)
+            yield Mistake(inner, place_of(inner, origins), "secrets do not belong in a recipe", fix)
         elif isinstance(value, str) and _URL_LOGIN.search(value):
-            yield Mistake(inner, place_of(inner, origins), "holds a password in a URL", remedy)
+            yield Mistake(inner, place_of(inner, origins), "holds a password in a URL", fix)
         elif isinstance(value, str) and _holds_token(value, command=key == "command"):
-            yield Mistake(inner, place_of(inner, origins), "this looks like an access token", remedy)
+            yield Mistake(inner, place_of(inner, origins), "this looks like an access token", fix)
         else:
             yield from secrets(value, origins, inner)

@@ -67,7 +67,7 @@ class Model(Section):
     from_: Annotated[str | None, Field(alias="from")] = None
     preset: Preset | None = None
     family: Family | None = None
-    implementation: Auto | Literal["native", "foreign"] = "auto"
+    implementation: Auto | Literal["native", "transformers"] = "auto"
     safe_load: bool = False
     vocab_size: PositiveInt | None = None
     hidden_size: PositiveInt | None = None

@@ -52,7 +52,7 @@ class Mistake:
     path: KeyPath
     place: str
     problem: str
-    remedy: str = ""
+    fix: str = ""
 
     @property
     def key(self) -> str:
@@ -71,8 +71,8 @@ class Document:
 class _TooMuch(Exception):
     """A limit of this module was reached: what the recipe does, and what to do about it."""
 
-    def __init__(self, what: str, remedy: str = "write the values out, in a file of ordinary size") -> None:
-        super().__init__(what, remedy)
+    def __init__(self, what: str, fix: str = "write the values out, in a file of ordinary size") -> None:
+        super().__init__(what, fix)
 
 
 def read_yaml(text: str, *, source: str, folder: Path) -> Document:
@@ -89,9 +89,9 @@ def read_yaml(text: str, *, source: str, folder: Path) -> Document:
         node = _parser().compose(text)
         data = None if node is None else reader.value(node, ())
     except (YAMLError, YAMLStreamError, _TooMuch) as error:
-        line, problem, remedy = _explain(error, text)
+        line, problem, fix = _explain(error, text)
         place = f"{source} line {line}" if line else source
-        return Document(None, {}, [Mistake((), place, problem, remedy)])
+        return Document(None, {}, [Mistake((), place, problem, fix)])
     return Document(data, reader.origins, reader.mistakes)
 
 
@@ -192,8 +192,8 @@ class _Reader:
             return self._wrong(path, self._place(node), f"{text[:40]!r} is not a usable number")
         return self._wrong(path, self._place(node), f"the tag {node.tag} is not allowed", "write the plain value")
 
-    def _wrong(self, path: KeyPath, place: str, problem: str, remedy: str = "") -> None:
-        self.mistakes.append(Mistake(path, place, problem, remedy))
+    def _wrong(self, path: KeyPath, place: str, problem: str, fix: str = "") -> None:
+        self.mistakes.append(Mistake(path, place, problem, fix))
 
     def _place(self, node: Any) -> str:
         return f"{self.source} line {node.start_mark.line + 1}"

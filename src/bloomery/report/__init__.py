@@ -52,17 +52,17 @@ def refuse_place(path: Path) -> None:
     """Raises UserError where no page can lie, or what lies there is none of Bloomery's."""
     from bloomery.report.render import TITLE
 
-    remedy = "name another place: --out FILE"
+    fix = "name another place: --out FILE"
     if not path.parent.is_dir() or path.is_dir():
         problem = "this is a folder" if path.is_dir() else "there is no such folder"
-        raise UserError(problem, where=str(path if path.is_dir() else path.parent), remedy=remedy, code=2)
+        raise UserError(problem, where=str(path if path.is_dir() else path.parent), fix=fix, code=2)
     if path.exists() and not path.is_file():  # a page would take the place of /dev/null itself
-        raise UserError("this is no file but a device, a pipe or a socket", where=str(path), remedy=remedy, code=2)
+        raise UserError("this is no file but a device, a pipe or a socket", where=str(path), fix=fix, code=2)
     if path.is_file():
         with path.open("rb") as file:
             ours = f"{TITLE}</title>".encode() in file.read(16_384)  # the title stands at the top
         if not ours:
-            raise UserError("this file is no page of Bloomery's and is kept", where=str(path), remedy=remedy, code=2)
+            raise UserError("this file is no page of Bloomery's and is kept", where=str(path), fix=fix, code=2)
 
 
 def _write(text: str, path: Path) -> Path:
@@ -70,5 +70,5 @@ def _write(text: str, path: Path) -> Path:
         write_durably(path, text.encode("utf-8", errors="replace").decode())
         return path
     except OSError as error:
-        problem, remedy = f"the report cannot be written: {error.strerror}", "free some space or mend the permissions"
-        raise UserError(problem, where=str(path), remedy=remedy) from error
+        problem, fix = f"the report cannot be written: {error.strerror}", "free some space or mend the permissions"
+        raise UserError(problem, where=str(path), fix=fix) from error

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import scrub
+from bloomery.core.text import redact_secrets
 from bloomery.data.shards.format import Split, open_split
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 
 if TYPE_CHECKING:
     from bloomery.train.evaluation.answers import Question
@@ -48,7 +48,7 @@ class HeldOut:
     step: int  # of the checkpoint that `after` is from
 
 
-def price_held_out(plan: Plan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> HeldOut | str:
+def price_held_out(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> HeldOut | str:
     """Both prices of the first long enough document of the validation split, or why there are none."""
     from bloomery.train.sealed import newest_valid
 
@@ -70,7 +70,7 @@ def price_held_out(plan: Plan, checkpoints: Path, parameters: int, use: "Use | N
 
 
 def _price(
-    plan: Plan, checkpoint: Path, tokens: list[int], learned: list[bool], tokenizer: Tokenizer, use: "Use | None"
+    plan: RunPlan, checkpoint: Path, tokens: list[int], learned: list[bool], tokenizer: Tokenizer, use: "Use | None"
 ) -> HeldOut:
     import torch
 
@@ -109,7 +109,7 @@ def excerpt(documents: Iterable[Excerpt], tokenizer: Tokenizer) -> Excerpt:
     for whole, flags in islice(documents, _LOOKED_AT):
         tokens, learned = whole[:_TOKENS], flags[:_TOKENS]
         text = tokenizer.decode(tokens)
-        if len(tokens) > len(found[0]) and any(learned[1:]) and scrub(text) == text:
+        if len(tokens) > len(found[0]) and any(learned[1:]) and redact_secrets(text) == text:
             found = tokens, learned
         if len(found[0]) >= _ENOUGH:
             break
@@ -151,7 +151,7 @@ class Answered:
     after: str
 
 
-def compare_answers(plan: Plan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> list[Answered]:
+def compare_answers(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> list[Answered]:
     """The shortest of the held-out questions with both answers.
 
     Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
@@ -215,4 +215,4 @@ def _around(tokenizer: Tokenizer) -> tuple[str, str]:
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     from bloomery.train.evaluation.answers import shown
 
-    return scrub(shown(tokenizer, ids))
+    return redact_secrets(shown(tokenizer, ids))

@@ -127,7 +127,7 @@ class Figures(Protocol):
 
 
 @dataclass(frozen=True)
-class Examined:
+class CheckedModel:
     """What one model did: its figures on the text, the price of each token of a stretch of it, an answer a prompt."""
 
     title: str
@@ -144,7 +144,7 @@ class Asked:
     notes: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     form: str = ""  # how the prompts are put
-    models: tuple[Examined, ...] = ()
+    models: tuple[CheckedModel, ...] = ()
 
 
 def model_page(facts: ModelFacts, asked: Asked, *, name: str, command: str) -> str:
@@ -221,7 +221,7 @@ def described(facts: ModelFacts) -> list[tuple[str, str]]:
     config, adapter, templates = facts.config, facts.adapter, facts.templates
     heads = f"{counted(config.num_heads, 'heads')} of {config.head_dim}"
     heads += f", {config.num_kv_heads} of keys and values" if config.num_kv_heads != config.num_heads else ""
-    foreign = ", computed by transformers' layers" if config.foreign is not None else ""
+    transformers_backend = ", computed by transformers' layers" if config.transformers_backend is not None else ""
     shared = ", embedding and head are one matrix" if config.tie_embeddings else ""
     own = "none" if not templates else "its own" if len(templates) == 1 else f"its own: {', '.join(templates)}"
 
@@ -233,7 +233,7 @@ def described(facts: ModelFacts) -> list[tuple[str, str]]:
         return ", ".join(names[:8]) + more or "modules unnamed"
 
     rows = [
-        ("architecture", architecture_of(config) + foreign),
+        ("architecture", architecture_of(config) + transformers_backend),
         ("layers", f"{config.num_layers:,} of width {config.hidden_size:,}, inner width {config.intermediate_size:,}"),
         ("attention", heads),
         ("parameters", f"{parameter_count(config):,}{shared}"),

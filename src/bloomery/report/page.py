@@ -11,8 +11,8 @@ from markupsafe import Markup
 from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.console.words import figure, format_joules
-from bloomery.monitor.events import PROCESSOR, GpuSampled
-from bloomery.monitor.tally import JOULES_IN_KWH, in_millions
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats
+from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
 from bloomery.plan.advice.advise import claims_of, energy_kwh
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
 from bloomery.report.heldout import ANSWERS_NOTE, LEGEND, Answered, HeldOut, level
@@ -38,8 +38,8 @@ def page(
     record: Record, held_out: HeldOut | str, extras: Sequence[Bars], name: str, answers: Sequence[Answered] = ()
 ) -> str:
     """The whole document. `held_out` may be the reason why there is none."""
-    tally, started = record.tally, record.started
-    lead = [f"{tally.step:,} of {tally.steps:,} steps" if tally.steps else f"{tally.step:,} steps"]
+    summary, started = record.summary, record.started
+    lead = [f"{summary.step:,} of {summary.steps:,} steps" if summary.steps else f"{summary.step:,} steps"]
     if started is not None:
         some = "" if started.trained is None else f", {format_count(started.trained)} of them trained,"
         lead.append(f"{format_count(started.parameters)} parameters{some} on {started.device}")
@@ -65,7 +65,7 @@ def page(
         lead=lead,
         cards=_cards(record),
         extras=[bar_chart(bars) for bars in extras],
-        loss=line_chart("Loss", curves, record.marks, unit=tally.unit, height=300),
+        loss=line_chart("Loss", curves, record.marks, unit=summary.unit, height=300),
         happened=" · ".join(f"{sign} {_HAPPENED[kind]}" for kind, sign in SIGNS.items() if kind in kinds),
         metrics=_metrics(record),
         speed=_speed(record) if record.steps else [],
@@ -99,23 +99,23 @@ def page(
 
 def _cards(record: Record) -> list[tuple[str, str]]:
     """Figures and their titles; what is not known is empty."""
-    tally, best, speed = record.tally, record.tally.best, record.tokens_per_second
-    joules, each = tally.devices.joules, tally.joules_per_token
+    summary, best, speed = record.summary, record.summary.best, record.tokens_per_second
+    joules, each = summary.devices.joules, summary.joules_per_token
     energy = "" if joules is None else format_joules(joules)
     bits, loss, right, perplexity = None, None, None, None
     if best is not None:
         bits, loss, right, perplexity = best.bits_per_byte, best.loss, best.metrics.get("accuracy"), best.perplexity
     return [
         (figure(bits, ".3f", ""), f"bits per byte, held out, step {best.step if best else 0:,}"),
-        (figure(loss, ".3f", ""), f"{loss_name(tally.per)}, held out"),
+        (figure(loss, ".3f", ""), f"{loss_name(summary.per)}, held out"),
         (figure(right, ".1%", ""), "of them right, held out"),
         (figure(perplexity, ".4g", ""), "perplexity, held out"),
-        (figure(tally.smoothed, ".3f", ""), "training loss, smoothed"),
-        (in_millions(tally.tokens) if tally.tokens else "", "tokens"),
-        (format_seconds(tally.seconds), "that it was worked on"),
+        (figure(summary.smoothed, ".3f", ""), "training loss, smoothed"),
+        (in_millions(summary.tokens) if summary.tokens else "", "tokens"),
+        (format_seconds(summary.seconds), "that it was worked on"),
         (figure(speed or None, ",.0f", ""), "tokens a second"),
-        (figure(record.utilisation, ".1%", ""), "of the device's peak (MFU)"),
-        (figure(tally.peak_gib or None, ".2f", " GiB"), "memory at the peak"),
+        (figure(record.utilization, ".1%", ""), "of the device's peak (MFU)"),
+        (figure(summary.peak_gib or None, ".2f", " GiB"), "memory at the peak"),
         (energy, f"energy, {each:.3g} J a token" if each else "energy"),
     ]
 
@@ -172,9 +172,9 @@ def _speed(record: Record) -> list[Markup]:
 
 def _devices(record: Record) -> dict[str, Any]:
     """A line a device over the minutes of the run; load, heat, power and energy of each; what the figures hold."""
-    began, known = record.tally.began or 0.0, record.tally.devices
+    began, known = record.summary.began or 0.0, record.summary.devices
 
-    def points(device: int, value: Callable[[GpuSampled], float | None]) -> list[Point]:
+    def points(device: int, value: Callable[[DeviceStats], float | None]) -> list[Point]:
         told = ((s.time, s.seconds, value(s)) for s in record.device_samples if s.device == device)
         return [((when - began) / 60, y) for when, _, y in told if y is not None]
 
@@ -189,7 +189,7 @@ def _devices(record: Record) -> dict[str, Any]:
         return line_chart(title, drawn, unit=unit, from_zero=from_zero, across="minute") if drawn else None
 
     charts = [
-        curve("Load", "%", "utilisation", from_zero=True),
+        curve("Load", "%", "utilization", from_zero=True),
         curve("Temperature", "°C", "temperature"),
         curve("Power", "W", "power", from_zero=True),
         curve("Clock", "MHz", "clock_mhz"),
@@ -231,10 +231,10 @@ def _devices(record: Record) -> dict[str, Any]:
 
 def _energy(record: Record) -> list[tuple[str, str, str]]:
     """What the run used, a token's share of it, and what the plan had said; nothing where no power was told."""
-    tally, plan = record.tally, record.plan
+    summary, plan = record.summary, record.plan
     energy = energy_kwh(plan, build_profile(record.machine)) if plan and record.machine else None
     planned = energy * JOULES_IN_KWH if energy else None
-    joules, each = tally.devices.joules, tally.joules_per_token
+    joules, each = summary.devices.joules, summary.joules_per_token
     if joules is None:
         return []
     rows = [("energy", format_joules(joules), format_joules(planned) if planned and record.state == "done" else "")]
@@ -248,16 +248,16 @@ def _energy(record: Record) -> list[tuple[str, str, str]]:
 
 def _device_notes(record: Record) -> list[str]:
     """What the figures hold, and what they do not."""
-    known, told = record.tally.devices, ["Load and power are means over the run."]
+    known, told = record.summary.devices, ["Load and power are means over the run."]
     if known.joules is None:
         told.append(
             "Nothing here tells its power, so there is no energy: on most systems only root reads a processor's."
         )
     else:
-        parts = {d.latest.device == PROCESSOR for d in known.all if d.power_seconds}
+        parts = {d.latest.device == CPU_DEVICE for d in known.all if d.power_seconds}
         what = "boards and processor" if len(parts) == 2 else "the processor" if True in parts else "the boards"
         told.append(f"Energy is that of {what} as their sensors tell it; the rest of the machine is not in it.")
-        share = known.covered_seconds / record.tally.seconds if record.tally.seconds else 1.0
+        share = known.covered_seconds / record.summary.seconds if record.summary.seconds else 1.0
         if not _LOWEST <= share <= _TOGETHER:
             told.append(f"Power was told for {share:.0%} of the time between the first event and the last.")
     if len(known.all) > _DRAWN:
@@ -266,7 +266,7 @@ def _device_notes(record: Record) -> list[str]:
 
 
 def _memory(record: Record) -> Markup | None:
-    plan, peak = record.plan, record.tally.peak_gib
+    plan, peak = record.plan, record.summary.peak_gib
     if plan is None:
         return None
     unit, name = (GIB, "GiB") if plan.memory.total >= GIB else (GIB / 1024, "MiB")
@@ -279,7 +279,7 @@ def _memory(record: Record) -> Markup | None:
 
 def compared(record: Record) -> list[tuple[str, float | None, float | None]]:
     """Title with its unit, what the plan said, what the run did."""
-    plan, tally = record.plan, record.tally
+    plan, summary = record.plan, record.summary
     if plan is None:
         return []
     step = plan.step_seconds.value if plan.step_seconds else None
@@ -288,8 +288,8 @@ def compared(record: Record) -> list[tuple[str, float | None, float | None]]:
     return [
         ("seconds a step", step, ran),
         ("tokens/s", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
-        ("seconds in all", whole, tally.seconds),
-        ("GiB at the peak", plan.memory.total / GIB, tally.peak_gib),
+        ("seconds in all", whole, summary.seconds),
+        ("GiB at the peak", plan.memory.total / GIB, summary.peak_gib),
     ]
 
 
@@ -311,7 +311,7 @@ def _repeated(record: Record) -> str:
 
 
 def _evaluations(record: Record) -> dict[str, list[Any]]:
-    best = record.tally.best
+    best = record.summary.best
     names = list(dict.fromkeys(name for event in record.evals for name in event.metrics))
     priced = any(event.perplexity is not None for event in record.evals)  # the loss of a pair is no price of a token
     rows = [
@@ -325,7 +325,7 @@ def _evaluations(record: Record) -> dict[str, list[Any]]:
         ]
         for event in record.evals
     ]
-    heads = ["step", loss_name(record.tally.per), *(["perplexity", "bits per byte"] if priced else [])]
+    heads = ["step", loss_name(record.summary.per), *(["perplexity", "bits per byte"] if priced else [])]
     return {"head": [*heads, *(name.replace("_", " ") for name in names), "tokens", "took"], "rows": rows}
 
 

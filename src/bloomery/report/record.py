@@ -14,9 +14,9 @@ from bloomery.data.shards.format import Manifest
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.diagnose.diagnosis import Finding, findings
 from bloomery.monitor.events import (
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     Recovered,
     Resumed,
     RunEnded,
@@ -28,10 +28,10 @@ from bloomery.monitor.events import (
     last_per_step,
     read_events,
 )
-from bloomery.monitor.tally import Elapsed, Tally, tally_of
+from bloomery.monitor.summary import Elapsed, RunSummary, summary_of
 from bloomery.plan.advice.claims import ROUNDING, Claim, Known, judged
 from bloomery.plan.explained import diagnosis_facts, run_facts
-from bloomery.plan.types import Plan, Verdict
+from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Expect
 from bloomery.recipe.values import ClaimedRange
@@ -68,16 +68,16 @@ class Record:
     """A run as the report tells it; None where nothing is known."""
 
     folder: Path
-    tally: Tally
+    summary: RunSummary
     steps: list[StepDone]
     evals: list[EvalDone]
     samples: list[Sampled]
     saves: list[Saved]
-    device_samples: list[GpuSampled]  # of steps that were computed twice, too: they took time and power
+    device_samples: list[DeviceStats]  # of steps that were computed twice, too: they took time and power
     incidents: list[Incident]
     repeated: Repeated | None
     started: RunStarted | None
-    plan: Plan | None
+    plan: RunPlan | None
     machine: Machine | None
     manifest: Manifest | None
     recipe: str
@@ -88,7 +88,7 @@ class Record:
     @property
     def state(self) -> str:
         """done, stopped, failed, or unfinished: still running, or killed."""
-        return self.tally.ended.why.partition(":")[0] if self.tally.ended else "unfinished"
+        return self.summary.ended.why.partition(":")[0] if self.summary.ended else "unfinished"
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -98,11 +98,11 @@ class Record:
         return tokens / seconds if seconds else None
 
     @property
-    def utilisation(self) -> float | None:
+    def utilization(self) -> float | None:
         """MFU over all steps; None where the peak of the device is unknown."""
         if self.plan is None or self.tokens_per_second is None:
             return None
-        return run_facts(self.plan, self.machine).utilisation(self.tokens_per_second)
+        return run_facts(self.plan, self.machine).utilization(self.tokens_per_second)
 
     @property
     def marks(self) -> list[Mark]:
@@ -117,21 +117,21 @@ def read_record(folder: Path) -> Record:
     events, history = list(read_events(folder / "events.jsonl")), read_history(folder)
     if not events:
         lost = "this run has told nothing yet" if history.problem is None else f"nothing to report: {history.problem}"
-        raise UserError(lost, where=str(folder / "events.jsonl"), remedy="train first; then report")
-    tally = tally_of(events)
-    if contradicted(folder, tally.ended, tally.step):
-        tally.ended = None
-    plan = _read(folder / "plan.json", Plan)
+        raise UserError(lost, where=str(folder / "events.jsonl"), fix="train first; then report")
+    summary = summary_of(events)
+    if contradicted(folder, summary.ended, summary.step):
+        summary.ended = None
+    plan = _read(folder / "plan.json", RunPlan)
     recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
     return Record(
         folder=folder,
-        tally=tally,
+        summary=summary,
         lost=history.problem,
         steps=last_per_step(events, StepDone),
         evals=last_per_step(events, EvalDone),
         samples=_last_samples(events),
         saves=last_per_step(events, Saved),
-        device_samples=[event for event in events if isinstance(event, GpuSampled)],
+        device_samples=[event for event in events if isinstance(event, DeviceStats)],
         incidents=incidents_of(events),
         repeated=repeated_steps(events),
         started=next((event for event in reversed(events) if isinstance(event, RunStarted)), None),
@@ -193,11 +193,11 @@ def _told(event: Event) -> tuple[str, str] | None:
             return "resume", f"resumed {source} in {format_seconds(event.seconds)}"
         case Recovered():
             kind = "rewind" if event.action.startswith("back to") else "skip"
-            return kind, f"{event.because}; {event.action}"
+            return kind, f"{event.reason}; {event.action}"
         case StepDone(loss=None):
             return "skip", "loss or gradient was not finite: the weights were left as they were"
         case Warned():
-            return "warning", event.because
+            return "warning", event.reason
         case RunEnded() if event.why == "stopped":
             return "stop", "stopped on request, saved"
         case RunEnded() if event.why != "done":
@@ -228,8 +228,8 @@ def repeated_steps(events: Iterable[Event]) -> Repeated | None:
 
 def judge_run(record: Record) -> tuple[Verdict, ...]:
     """One verdict for each claim of `expect`, by what the run did."""
-    tally, manifest, text = record.tally, record.manifest, record.manifest.train.tokens if record.manifest else 0
-    each = tally.tokens / tally.step if tally.step else None
+    summary, manifest, text = record.summary, record.manifest, record.manifest.train.tokens if record.manifest else 0
+    each = summary.tokens / summary.step if summary.step else None
 
     def at_the_end(claimed: ClaimedRange, value: float, told: str) -> Known | str:
         """A claim about the whole run: too much is wrong at any time, too little only when it has ended."""
@@ -239,21 +239,21 @@ def judge_run(record: Record) -> tuple[Verdict, ...]:
     def known(claim: Claim, claimed: ClaimedRange) -> Known | str:
         match claim:
             case "tokens":
-                return at_the_end(claimed, tally.tokens, f"{format_count(tally.tokens)} tokens")
+                return at_the_end(claimed, summary.tokens, f"{format_count(summary.tokens)} tokens")
             case "epochs":
                 if not text:
                     return "the prepared text is not there to be counted"
-                seen = tally.tokens / text
+                seen = summary.tokens / text
                 return at_the_end(claimed, seen, f"{seen:.2f} times the {format_count(text)} tokens of the text")
             case "tokens_per_second":
                 speed = record.tokens_per_second
                 return "nothing was measured" if speed is None else Known(speed, speed, f"{speed:,.0f} tokens/s")
             case "duration":
-                return at_the_end(claimed, tally.seconds, f"it took {format_seconds(tally.seconds)}")
+                return at_the_end(claimed, summary.seconds, f"it took {format_seconds(summary.seconds)}")
             case "memory":
-                peak = tally.peak_gib
+                peak = summary.peak_gib
                 return Known(peak * GIB, peak * GIB, f"{peak:.2f} GiB at the peak") if peak else "nothing was measured"
-        began, steps = tally.began or 0.0, tally.steps
+        began, steps = summary.began or 0.0, summary.steps
         at: float | None = {
             "steps": claim.amount,
             "tokens": claim.amount / each if each else None,

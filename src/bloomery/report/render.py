@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from bloomery.core.text import scrub
+from bloomery.core.text import redact_secrets
 
 TITLE = " · Bloomery"  # ends the title of every page
 
@@ -41,7 +41,7 @@ def _clean(value: Any) -> Any:
     """Without secrets and without the path of the home folder; escaping comes after it. Nothing of what is None."""
     if hasattr(value, "__html__"):
         return value
-    home, text = str(Path.home()), "" if value is None else scrub(str(value))
+    home, text = str(Path.home()), "" if value is None else redact_secrets(str(value))
     return text.replace(home + "/", "~/") if len(home) > 1 else text
 
 

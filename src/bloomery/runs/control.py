@@ -58,7 +58,7 @@ class Runner:
             raise UserError(
                 f"process {self.pid} belongs to another user, who alone may stop it or let it save",
                 where=str(self.folder.path),
-                remedy="ask that user, or use their account",
+                fix="ask that user, or use their account",
             ) from error
 
 
@@ -70,7 +70,7 @@ def runner_of(folder: RunFolder) -> Runner:
         raise UserError(
             f"this run goes on on another machine: process {entry['pid']} on {entry['host']}",
             where=str(folder.path),
-            remedy=f"run the same command on {entry['host']}",
+            fix=f"run the same command on {entry['host']}",
         )
     if elsewhere or not alive(entry):
         raise _idle(folder)
@@ -78,7 +78,7 @@ def runner_of(folder: RunFolder) -> Runner:
         raise UserError(
             f"process {entry['pid']} runs this training outside its main thread, where Python hears no signals",
             where=str(folder.path),
-            remedy="stop it from inside that program",
+            fix="stop it from inside that program",
         )
     return Runner(folder, entry)
 
@@ -87,7 +87,7 @@ def _idle(folder: RunFolder) -> UserError:
     return UserError(
         "no process is working on this run",
         where=str(folder.path),
-        remedy=f"`bloomery resume {folder.name}` goes on with it; `bloomery runs` says how each run ended",
+        fix=f"`bloomery resume {folder.name}` goes on with it; `bloomery runs` says how each run ended",
     )
 
 
@@ -117,11 +117,11 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
             step = min(step, event.step)
         if isinstance(event, Saved) and event.step >= step:
             return event
-        if isinstance(event, Warned) and NOT_SAVED in event.because and event.step >= step:
+        if isinstance(event, Warned) and NOT_SAVED in event.reason and event.step >= step:
             raise UserError(
-                event.because,
+                event.reason,
                 where=str(runner.folder.checkpoints),
-                remedy="make room on the disk or mend the folder's permissions, then ask again",
+                fix="make room on the disk or mend the folder's permissions, then ask again",
             )
     raise _ended_before(runner)
 
@@ -137,17 +137,17 @@ def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]
             on_event(event)
             if isinstance(event, Phase) and event.name == PROFILE and event.total and event.done >= event.total:
                 return runner.folder.path / PROFILE / f"step-{event.step - int(event.total) + 1:08d}"
-            if isinstance(event, Warned) and NOT_RECORDED in event.because:
+            if isinstance(event, Warned) and NOT_RECORDED in event.reason:
                 raise UserError(
-                    event.because,
+                    event.reason,
                     where=str(runner.folder.path),
-                    remedy="make room there or mend its permissions, then ask again",
+                    fix="make room there or mend its permissions, then ask again",
                 )
     except OSError as error:
         raise UserError(
             f"a wish cannot be left in the run's folder: {error.strerror}",
             where=str(runner.folder.path),
-            remedy="mend its permissions or make room on its disk, then ask again",
+            fix="mend its permissions or make room on its disk, then ask again",
         ) from error
     finally:
         with suppress(OSError):  # nobody waits for it any more
@@ -159,7 +159,7 @@ def _ended_before(runner: Runner) -> UserError:
     return UserError(
         "the run ended before it took another step",
         where=str(runner.folder.path),
-        remedy=f"`bloomery resume {runner.folder.name}` goes on with it; `bloomery runs` says how it ended",
+        fix=f"`bloomery resume {runner.folder.name}` goes on with it; `bloomery runs` says how it ended",
     )
 
 

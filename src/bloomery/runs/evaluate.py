@@ -17,17 +17,17 @@ from bloomery.data.chat.render import Renderer
 from bloomery.data.loading.packing import kept_lengths
 from bloomery.data.prepare.kinds import KINDS
 from bloomery.data.shards.format import ANSWERS, ShardKind, open_split, read_manifest
-from bloomery.data.sources.documents import Corpus, Tally, open_corpus, read_documents, read_file, unpadded
+from bloomery.data.sources.documents import Corpus, ReadStats, open_corpus, read_documents, read_file, unpadded
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Attention, Backbone, Decoder
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
+from bloomery.train.context import open_loader
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_rows
 from bloomery.train.evaluation.scoring import Judgement, judge_pairs, score_documents
-from bloomery.train.job import open_loader
 from bloomery.train.model_folder import Found, find_model
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.use import Tell, Use, load_used
@@ -73,8 +73,8 @@ def evaluate_model(
     plan = None
     if data is None:
         if not (model / "plan.json").is_file():
-            remedy = "name a text, or pairs for a reward model: --data PATH"
-            raise UserError("this is no run with a text of its own", where=str(model), remedy=remedy, code=2)
+            fix = "name a text, or pairs for a reward model: --data PATH"
+            raise UserError("this is no run with a text of its own", where=str(model), fix=fix, code=2)
         plan = read_plan(model / "plan.json")
         data = plan.data.prepared
     decoder, tokenizer = load_to_evaluate(model, step=step, use=use, tell=tell)
@@ -116,7 +116,7 @@ def load_found(
 
 
 def _load(found: Found, vocab_size: int, use: Use | None, tell: Tell) -> tuple[Decoder, Tokenizer]:
-    use = use or Use.here()
+    use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
     decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, tell=tell)
     return decoder, load_tokenizer(found.tokenizer)
@@ -142,13 +142,13 @@ def evaluate(
     return result, notes(texts, tokenizer, bos=bos, context=context)
 
 
-def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: Plan) -> tuple[Evaluation, list[str]] | None:
+def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -> tuple[Evaluation, list[str]] | None:
     """What the run's own evaluation gives: the same sequences of its validation split, packed as in training.
 
     None where that is no loss of text, or nothing is held out. Raises UserError when no token can be scored.
     """
     held_out = read_manifest(plan.data.prepared).validation.tokens
-    if plan.objective.spec.loss_unit != "token" or decoder.config.foreign is not None or not held_out:
+    if plan.objective.spec.loss_unit != "token" or decoder.config.transformers_backend is not None or not held_out:
         return None
     own = plan.train.device == next(decoder.parameters()).device.type
     for module in decoder.modules():
@@ -161,10 +161,10 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: Plan) -> t
     )  # the decoder computes in the run's precision by itself
     where = str(plan.data.prepared)
     if found is None:
-        raise UserError("there is no token to score", where=where, remedy="name a text: --data PATH")
+        raise UserError("there is no token to score", where=where, fix="name a text: --data PATH")
     if not math.isfinite(found.loss) or found.perplexity is None:
-        remedy = "evaluate an earlier checkpoint with --step"
-        raise UserError("the model's loss is not a finite number: its weights are damaged", where=where, remedy=remedy)
+        fix = "evaluate an earlier checkpoint with --step"
+        raise UserError("the model's loss is not a finite number: its weights are damaged", where=where, fix=fix)
     rows = min(plan.eval.rows or loader.rows, loader.rows)
     note = (
         f"as the run evaluates: {rows:,} of {loader.rows:,} packed sequences of {plan.data.sequence_length:,} tokens;"
@@ -189,14 +189,14 @@ def judge(
     lengths = np.minimum(whole if row is None else kept_lengths(whole, row), decoder.config.max_positions)
     good = np.all(first < lengths, axis=1)
     if not good.any():
-        remedy = "name pairs of a chosen and a rejected answer: --data PATH"
-        raise UserError("there is no pair to judge", where=str(data), remedy=remedy)
+        fix = "name pairs of a chosen and a rejected answer: --data PATH"
+        raise UserError("there is no pair to judge", where=str(data), fix=fix)
     kept = [(ids[:count], fits) for (ids, _), count, fits in zip(sides, lengths.ravel(), good.repeat(2), strict=True)]
     found = judge_pairs(decoder, [ids for ids, fits in kept if fits])
     if not math.isfinite(found.loss):
-        remedy = "evaluate an earlier checkpoint with --step"
+        fix = "evaluate an earlier checkpoint with --step"
         raise UserError("the model's values are not finite numbers: its weights are damaged", where=str(data),
-                        remedy=remedy)  # fmt: skip
+                        fix=fix)  # fmt: skip
     return found, _notes_of_pairs(whole, lengths, good)
 
 
@@ -226,7 +226,7 @@ def _sides_of(data: Path, tokenizer: Tokenizer, template: str | None) -> Iterato
 
 def _no_pairs(kind: str, where: str) -> UserError:
     problem = f"a reward model judges pairs of a chosen and a rejected answer, and these are {kind}"
-    return UserError(problem, where=where, remedy="name such pairs: --data PATH")
+    return UserError(problem, where=where, fix="name such pairs: --data PATH")
 
 
 def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> Evaluation:
@@ -240,12 +240,12 @@ def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, conte
         tokens += text.scored
         size += text.bytes
     if tokens == 0:
-        raise UserError("there is no token to score", where=where, remedy="evaluate on a text of two tokens or more")
+        raise UserError("there is no token to score", where=where, fix="evaluate on a text of two tokens or more")
     if not math.isfinite(nats):
         raise UserError(
             "the model's loss on this text is not a finite number: its weights are damaged or have diverged",
             where=where,
-            remedy="evaluate an earlier checkpoint with --step",
+            fix="evaluate an earlier checkpoint with --step",
         )
     return from_nats(nats, tokens, size)
 
@@ -288,7 +288,7 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
     corpus = _corpus(Source(path=str(root), glob=glob))
     whole = tuple(replace(file, format="code" if file.format == "text" else file.format) for file in corpus.files)
     ends = (tokenizer.bos_id, tokenizer.eos_id)
-    for document in read_documents(replace(corpus, files=whole), on_error="stop", tally=Tally()):
+    for document in read_documents(replace(corpus, files=whole), on_error="stop", stats=ReadStats()):
         document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
         yield document.content if document.tokens is None else document.tokens
 
@@ -296,10 +296,10 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
 def _corpus(source: Source) -> Corpus:
     """Read for whatever its rows are. Raises UserError."""
     failed: UserError | None = None
-    for wants in KINDS_OF_ROWS:
+    for required_format in KINDS_OF_ROWS:
         try:
-            corpus = open_corpus(source, wants)
-            next(read_documents(corpus, on_error="stop", tally=Tally()), None)
+            corpus = open_corpus(source, required_format)
+            next(read_documents(corpus, on_error="stop", stats=ReadStats()), None)
             return corpus
         except UserError as error:
             failed = failed or error

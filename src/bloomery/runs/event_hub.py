@@ -12,15 +12,15 @@ from typing import IO, Any, TextIO, cast, final
 from rich.console import Console
 
 from bloomery.core.files import state_folder
-from bloomery.core.text import harmless, scrub
+from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.console.lines import showing
 from bloomery.monitor.diagnose.diagnosis import Diagnosis
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
-from bloomery.monitor.tally import RunFacts, tally_of
+from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.plan.explained import diagnosis_facts, run_facts
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Command, Recipe
 from bloomery.runs.folder import RunFolder
 
@@ -80,7 +80,7 @@ class Patient:
 
 
 @final
-class Journal:
+class EventHub:
     """`emit` writes an event of the parent's own and shows it; `tell` shows one that a child has written."""
 
     def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool) -> None:
@@ -113,7 +113,7 @@ class Journal:
         self._log.text(text)
 
     @contextmanager
-    def shown(self, plan: Plan | None, name: str) -> Iterator[None]:
+    def shown(self, plan: RunPlan | None, name: str) -> Iterator[None]:
         """Inside the block events go to the terminal and, once there is a plan, to the sinks of `monitor.to`."""
         self.began = True
         with ExitStack() as stack:
@@ -139,7 +139,7 @@ class Journal:
         path = self._folder.machine
         return read_machine(path) if path.is_file() else None
 
-    def _opened(self, plan: Plan | None, stack: ExitStack) -> list[Sink]:
+    def _opened(self, plan: RunPlan | None, stack: ExitStack) -> list[Sink]:
         if plan is None:
             return []
         hooks = self.hooks | remembered(self._folder.path, plan.monitor.commands)
@@ -159,31 +159,31 @@ class Journal:
             stack.callback(sink.close)
         return sinks
 
-    def _warn(self, because: str) -> None:
+    def _warn(self, reason: str) -> None:
         """Of a sink. While a stage is followed, what is written is told by who follows, not by the failing sink."""
-        warning = Warned(because=because)
+        warning = Warned(reason=reason)
         if self._followed:
             self._write(warning)
             return
         self.emit(warning)
         if not (self._sinks or self._quiet):  # at its end, after the view
-            print(f"warning    {harmless(scrub(because))}", file=sys.stderr)
+            print(f"warning    {harmless(redact_secrets(reason))}", file=sys.stderr)
 
     def close(self) -> None:
         self._log.close()
 
 
 @contextmanager
-def journal(folder: RunFolder, *, quiet: bool) -> Iterator[Journal]:
+def event_hub(folder: RunFolder, *, quiet: bool) -> Iterator[EventHub]:
     """Opens events.jsonl and log.txt of a run."""
     with EventLog(folder.events) as write:
-        book = Journal(folder, write, quiet=quiet)
+        hub = EventHub(folder, write, quiet=quiet)
         try:
-            yield book
+            yield hub
         finally:
-            book.close()
+            hub.close()
 
 
 def last_step(folder: RunFolder) -> int:
     """The last step that the events tell of."""
-    return tally_of(read_events(folder.events)).step
+    return summary_of(read_events(folder.events)).step

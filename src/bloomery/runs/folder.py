@@ -80,7 +80,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def safer(self) -> Path:
+    def fallback(self) -> Path:
         """After a death that a safer plan may prevent: that plan."""
         return self.path / "safer.json"
 
@@ -133,13 +133,13 @@ def _refuse_occupied(folder: RunFolder) -> None:
         raise UserError(
             "this folder already holds a run, and nothing of it is overwritten",
             where=str(folder.path),
-            remedy=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
+            fix=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
         )
     if names - {folder.lock.name, HEAD}:
         raise UserError(
             "the run folder is not empty, and nothing in it is overwritten",
             where=str(folder.path),
-            remedy="name a folder that does not exist yet with --run-dir",
+            fix="name a folder that does not exist yet with --run-dir",
         )
 
 
@@ -151,7 +151,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise UserError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or path),
-            remedy="mend the permissions or the disk; for a new run --run-dir names another place",
+            fix="mend the permissions or the disk; for a new run --run-dir names another place",
         ) from error
 
 
@@ -274,7 +274,7 @@ def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
     return UserError(
         f"this run is in use: {who} is working on it",
         where=str(folder.path),
-        remedy=f"{stop}; or train into another --run-dir",
+        fix=f"{stop}; or train into another --run-dir",
     )
 
 

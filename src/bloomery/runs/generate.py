@@ -28,7 +28,7 @@ def load_model(
     Raises UserError, for a reward model too.
     """
     found = find_model(model, step)
-    decoder = load_used(found, use or Use.here(), tell=tell)
+    decoder = load_used(found, use or Use.local(), tell=tell)
     refuse_values(decoder.config, where=str(model))
     return decoder, load_tokenizer(found.tokenizer)
 
@@ -44,7 +44,7 @@ def generate(
     ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
     if not ids:
         problem = "this tokenizer has no BOS token: an empty prompt gives the model nothing to start from"
-        raise UserError(problem, where="--prompt", remedy="write a prompt")
+        raise UserError(problem, where="--prompt", fix="write a prompt")
     return continued(decoder, tokenizer, ids, sampling, stop)
 
 
@@ -60,8 +60,8 @@ def writer(
         yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
         return
     if not own_templates(tokenizer.config):
-        remedy = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
-        raise UserError("this model has no chat template", where="--chat", remedy=remedy)
+        fix = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
+        raise UserError("this model has no chat template", where="--chat", fix=fix)
     with chat_form(tokenizer, None) as form:
         drawn, ends = replace(sampling, stop_ids=form.ends), (*stop, *form.stops)
         yield lambda prompt: continued(decoder, tokenizer, form.put([Message("user", prompt)]), drawn, ends)
@@ -87,7 +87,7 @@ def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
     if len(ids) >= config.max_positions:
         raise UserError(
             f"the prompt has {len(ids):,} tokens; the model reads {config.max_positions:,} with its answer",
-            where="--prompt", remedy="shorten the prompt",
+            where="--prompt", fix="shorten the prompt",
         )  # fmt: skip
 
 

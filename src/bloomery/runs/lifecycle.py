@@ -30,15 +30,15 @@ from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.trackers import require
 from bloomery.plan.advice.advise import advise, energy_kwh
-from bloomery.plan.fallback import Rung, blockwise, plainer, roomier, steadier
+from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadier
 from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.local import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
 from bloomery.plan.rules.unsupported import refuse_several_devices
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_head, write_plan, write_sealed
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
-from bloomery.runs.event_hub import Journal, commands_of, journal, last_step, remember
+from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
 from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
@@ -70,55 +70,63 @@ KERNEL = re.compile(
 
 @final
 @dataclass(frozen=True)
-class Descent:
+class FallbackAfter:
     """A rung and why it is taken. `unasked`: training found its own memory full, and the rung costs only time."""
 
-    rung: Rung
-    because: str
+    fallback: Fallback
+    reason: str
     unasked: bool = False
 
 
-def next_rung(plan: Plan, ending: Ending, *, bfloat16: bool = False) -> Descent | None:
+def next_fallback(plan: RunPlan, ending: Ending, *, bfloat16: bool = False) -> FallbackAfter | None:
     """None where a safer plan would not help: a mistake in the recipe, a full disk, text that is gone.
 
     `bfloat16`: whether the device multiplies it.
     """
     if ending.stage != "train":
         return None
-    because = None
+    reason = None
     if ending.code == -signal.SIGKILL:
-        because = "the system killed the training process (SIGKILL), as it does when memory runs out"
+        reason = "the system killed the training process (SIGKILL), as it does when memory runs out"
     elif -ending.code in CRASHES:
-        because = f"the training process died of {signal.Signals(-ending.code).name}"
+        reason = f"the training process died of {signal.Signals(-ending.code).name}"
     elif ending.report is not None and ending.code in (MEMORY_FULL, UNSOUND, DIVERGED):
-        because = str(ending.report["problem"])
+        reason = str(ending.report["problem"])
     elif ending.report is None and ending.code == FAILED:
-        because = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
-    if because is None:
+        reason = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
+    if reason is None:
         return None
     if ending.code in (-signal.SIGKILL, MEMORY_FULL):
-        rung = roomier(plan, because)
+        fallback = roomier(plan, reason)
     elif ending.code == DIVERGED:
-        rung = steadier(plan, because, bfloat16=bfloat16)
+        fallback = steadier(plan, reason, bfloat16=bfloat16)
     else:
-        rung = (blockwise(plan, because) if ending.code == UNSOUND else None) or plainer(plan, because)
-    return None if rung is None else Descent(rung, because, unasked=ending.code == MEMORY_FULL and rung.only_time)
+        fallback = (blockwise(plan, reason) if ending.code == UNSOUND else None) or plainer(plan, reason)
+    return (
+        None
+        if fallback is None
+        else FallbackAfter(fallback, reason, unasked=ending.code == MEMORY_FULL and fallback.only_time)
+    )
 
 
-def keep(folder: RunFolder, descent: Descent) -> None:
+def keep(folder: RunFolder, fallback_after: FallbackAfter) -> None:
     """For `bloomery resume RUN --recover`, which takes this rung before its first step."""
-    kept = {"because": descent.because, "action": descent.rung.action, "plan": descent.rung.plan.model_dump_json()}
-    write_sealed(folder.path, {folder.safer.name: json.dumps(kept)})
+    kept = {
+        "reason": fallback_after.reason,
+        "action": fallback_after.fallback.action,
+        "plan": fallback_after.fallback.plan.model_dump_json(),
+    }
+    write_sealed(folder.path, {folder.fallback.name: json.dumps(kept)})
 
 
-def take_kept(folder: RunFolder) -> Descent | None:
+def take_kept(folder: RunFolder) -> FallbackAfter | None:
     """The rung that the last attempt left, once; None when there is none, or it is not one of this version."""
     try:
-        kept = json.loads(read_sealed(folder.safer, remedy="delete it, and resume without --recover"))
-        found = Descent(Rung(Plan.model_validate_json(kept["plan"]), kept["action"]), kept["because"])
+        kept = json.loads(read_sealed(folder.fallback, fix="delete it, and resume without --recover"))
+        found = FallbackAfter(Fallback(RunPlan.model_validate_json(kept["plan"]), kept["action"]), kept["reason"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
         found = None
-    folder.safer.unlink(missing_ok=True)
+    folder.fallback.unlink(missing_ok=True)
     return found
 
 
@@ -126,7 +134,7 @@ class _Stopped(Exception):
     """Somebody asked to stop, and everything worth keeping is kept."""
 
 
-Edit = Callable[[Plan], Plan]  # of a plan that was just made
+Edit = Callable[[RunPlan], RunPlan]  # of a plan that was just made
 Watch = Callable[[Event, StopRequests], None]  # hears every event; may ask to stop or to save, or raise
 
 
@@ -137,21 +145,21 @@ class _Flow:
 
     folder: RunFolder
     lock: tuple[int, ...]
-    book: Journal
+    hub: EventHub
     requests: StopRequests
     name: str
     recover: bool = False
     edit: Edit | None = None
     watch: Watch | None = None
 
-    def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: Plan | None) -> Ending:
+    def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: RunPlan | None) -> Ending:
         """One child from start to end. What follows training is told while its view still stands."""
         self.check()
-        with self.book.shown(plan, self.name):
+        with self.hub.shown(plan, self.name):
             with sensing(self.folder, plan) if plan else nullcontext() as saw:
 
                 def told(event: Event) -> None:
-                    self.book.tell(event)
+                    self.hub.tell(event)
                     if saw is not None:
                         saw(event)
                     if self.watch is not None:
@@ -165,7 +173,7 @@ class _Flow:
                     inherited=self.lock,
                     requests=self.requests,
                     on_event=told,
-                    on_line=self.book.line,
+                    on_line=self.hub.line,
                 )
             if stage == "train" and ending.code in (DONE, STOPPED):
                 self.requests.over = True
@@ -178,12 +186,12 @@ class _Flow:
 
     def end(self, why: str) -> None:
         """Write RunEnded, once, and metrics.json, which can be had from the events again and is not worth a failure."""
-        if not self.book.ended:
-            self.book.emit(RunEnded(step=last_step(self.folder), why=why))
+        if not self.hub.ended:
+            self.hub.emit(RunEnded(step=last_step(self.folder), why=why))
             try:
                 write_metrics(self.folder.path, self._planned())
             except OSError as error:
-                self.book.line(f"metrics.json could not be written: {error.strerror}")
+                self.hub.line(f"metrics.json could not be written: {error.strerror}")
 
     def _planned(self) -> dict[str, float | None]:
         """The plan's figures under the names of what metrics.json measured."""
@@ -209,7 +217,7 @@ def start(
     quiet: bool = False,
     edit: Edit | None = None,
     watch: Watch | None = None,
-    planned: Callable[[Plan, Machine], None] | None = None,
+    planned: Callable[[RunPlan, Machine], None] | None = None,
 ) -> Run:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
@@ -233,9 +241,9 @@ def start(
     with (
         stop_requests() as requests,
         new_run(loaded, path) as (folder, lock),
-        journal(folder, quiet=quiet) as book,
+        event_hub(folder, quiet=quiet) as hub,
     ):
-        flow = _Flow(folder, lock, book, requests, loaded.name, recover, edit, watch)
+        flow = _Flow(folder, lock, hub, requests, loaded.name, recover, edit, watch)
         _allow_hooks(flow, loaded)
         return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
 
@@ -267,26 +275,26 @@ def resume(
         if step is None and not overrides and done:
             return Run(folder.path, DONE, again=True)
         require(loaded.recipe.monitor.trackers)
-        with journal(folder, quiet=quiet) as book:
-            flow = _Flow(folder, lock, book, requests, loaded.name, recover, watch=watch)
+        with event_hub(folder, quiet=quiet) as hub:
+            flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch)
             if any(word.startswith("monitor.to") for word in overrides):
                 _allow_hooks(flow, loaded)
             if step is None and told_done and not done:
-                because = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
-                book.emit(Warned(step=history.last_step, because=because))
+                reason = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
+                hub.emit(Warned(step=history.last_step, reason=reason))
             if history.problem is not None:
-                book.emit(Warned(step=history.last_step, because=history.problem))
+                hub.emit(Warned(step=history.last_step, reason=history.problem))
             return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
 
 
 def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
     """Those of a recipe that was just named, now and whenever the run resumes."""
-    flow.book.hooks = commands_of(loaded.recipe)
+    flow.hub.hooks = commands_of(loaded.recipe)
     try:
-        remember(flow.folder.path, flow.book.hooks)
+        remember(flow.folder.path, flow.hub.hooks)
     except OSError as error:
-        because = f"the hooks of this run will not start when it resumes: they cannot be noted in {error.filename}"
-        flow.book.emit(Warned(because=f"{because}: {error.strerror}"))
+        reason = f"the hooks of this run will not start when it resumes: they cannot be noted in {error.filename}"
+        flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
 
 
 def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
@@ -298,7 +306,7 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except UserError as error:
-        if flow.book.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
+        if flow.hub.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
             flow.end(f"failed: {error.problem}")
         raise
     except BaseException as error:
@@ -320,13 +328,15 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
     memory = plan.memory
     tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
-    for because in (*report.contradictions, *([] if memory.fits else [tight]), *left_aside(loaded.recipe)):
-        flow.book.emit(Warned(because=because))
+    for reason in (*report.warnings, *([] if memory.fits else [tight]), *left_aside(loaded.recipe)):
+        flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
 
 
-def _write(folder: RunFolder, plan: Plan, machine: Machine, others: Mapping[str, str] = MappingProxyType({})) -> None:
+def _write(
+    folder: RunFolder, plan: RunPlan, machine: Machine, others: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """What a run is trained by, in files that are replaced together."""
     files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
     write_sealed(folder.path, {**others, **files})
@@ -351,16 +361,16 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
     gone = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
     if gone:
         if saved_steps(folder.checkpoints):
-            flow.book.emit(Warned(because=f"{' and '.join(gone)} missing: planned again from recipe.yaml"))
+            flow.hub.emit(Warned(reason=f"{' and '.join(gone)} missing: planned again from recipe.yaml"))
         write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
         return _from_the_beginning(flow, loaded, devices, resumed=True)
-    descent = take_kept(folder)
-    plan = _descend(flow, descent) if descent is not None and flow.recover else read_plan(folder.plan)
+    fallback_after = take_kept(folder)
+    plan = _descend(flow, fallback_after) if fallback_after is not None and flow.recover else read_plan(folder.plan)
     if not (plan.data.prepared / MANIFEST).is_file():
-        flow.book.emit(Warned(because=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
+        flow.hub.emit(Warned(reason=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
         _prepare(flow, plan.data.prepared)
     _refuse_other_text(flow, loaded, plan)
-    read_sealed(folder.machine, remedy="delete it: resuming then plans again for the machine at hand")
+    read_sealed(folder.machine, fix="delete it: resuming then plans again for the machine at hand")
     before = read_machine(folder.machine)
     machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
     changes = differences(before, machine)
@@ -369,21 +379,21 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
         if changes:
             plan, told = moved(plan, fresh)
             rounding = () if UP_TO_ROUNDING in told else (f"another machine may round differently: {UP_TO_ROUNDING}",)
-            for because in (*changes, *told, *rounding):
-                flow.book.emit(Warned(step=last_step(folder), because=because))
+            for reason in (*changes, *told, *rounding):
+                flow.hub.emit(Warned(step=last_step(folder), reason=reason))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
         steps = saved_steps(folder.checkpoints)
         if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
             raise UserError(
                 f"train.length means {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
                 where="train.length",
-                remedy="give a longer one, or go back first with --from STEP",
+                fix="give a longer one, or go back first with --from STEP",
             )
         _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})
     return _train(flow, plan, machine, resumed=True)
 
 
-def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
+def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
     """Raises UserError when the prepared text is not what the run has learned from, or has another tokenizer."""
     data, checkpoints = plan.data.prepared, flow.folder.checkpoints
     same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.corpus
@@ -395,62 +405,64 @@ def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: Plan) -> None:
         raise UserError(
             "the prepared text is not the one that the run has learned from: it was made again from other sources",
             where=str(data),
-            remedy="bring that folder back, or start a new run with `bloomery train`",
+            fix="bring that folder back, or start a new run with `bloomery train`",
         )
 
 
-def _train(flow: _Flow, plan: Plan, machine: Machine, *, resumed: bool) -> int:
+def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
     """Trains until the run ends; on a safer rung after each death that one may prevent, where it only costs time, and
     with `recover` where it changes numbers.
     """
     environment = _environment(flow, plan, machine)
     bfloat16, restarts = build_profile(machine).dtype.value == "bfloat16", 0
     while True:
-        flow.folder.safer.unlink(missing_ok=True)
+        flow.folder.fallback.unlink(missing_ok=True)
         ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
         if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen: nothing was to save
             raise _Stopped
         # Training may have changed its plan.
-        descent = next_rung(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
-        if descent is None or flow.requests.asked:
+        fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
+        if fallback_after is None or flow.requests.asked:
             break
-        if not descent.unasked and (not flow.recover or restarts == MOST_RESTARTS):
+        if not fallback_after.unasked and (not flow.recover or restarts == MOST_RESTARTS):
             break
-        restarts += not descent.unasked
-        plan, resumed = _descend(flow, descent), True
+        restarts += not fallback_after.unasked
+        plan, resumed = _descend(flow, fallback_after), True
     died = failure(ending, flow.folder, step=last_step(flow.folder))
-    if descent is None:
+    if fallback_after is None:
         raise died
-    keep(flow.folder, descent)  # the last line is the command that goes on one rung safer
+    keep(flow.folder, fallback_after)  # the last line is the command that goes on one rung safer
     tried = f" ({restarts} restarts did not help)" if restarts else ""
-    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {descent.rung.action}"
-    remedy = f"{died.remedy}\n       {command}" if died.remedy else command
-    raise UserError(died.problem + tried, where=died.where, remedy=remedy, code=died.code)
+    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {fallback_after.fallback.action}"
+    fix = f"{died.fix}\n       {command}" if died.fix else command
+    raise UserError(died.problem + tried, where=died.where, fix=fix, code=died.code)
 
 
-def _descend(flow: _Flow, descent: Descent) -> Plan:
-    write_plan(descent.rung.plan, flow.folder.plan)
+def _descend(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
+    write_plan(fallback_after.fallback.plan, flow.folder.plan)
     step = last_step(flow.folder)
-    flow.book.emit(Recovered(step=step, because=descent.because, action=f"restarted: {descent.rung.action}"))
-    return descent.rung.plan
+    flow.hub.emit(
+        Recovered(step=step, reason=fallback_after.reason, action=f"restarted: {fallback_after.fallback.action}")
+    )
+    return fallback_after.fallback.plan
 
 
-def _environment(flow: _Flow, plan: Plan, machine: Machine) -> dict[str, str]:
+def _environment(flow: _Flow, plan: RunPlan, machine: Machine) -> dict[str, str]:
     """What must be set before torch is imported. What the user has set stays, and another value is warned of."""
     profile = build_profile(machine)
     plan = plan.model_copy(update={"environment": profile.environment.value})  # of what the user has set today
     environment = child_environment(plan, os.environ)
-    conflicts = {name: (ours, because) for name, (_, ours, because) in profile.overridden.items()}
+    conflicts = {name: (ours, reason) for name, (_, ours, reason) in profile.overridden.items()}
     fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
     conflicts |= {name: (value, "train.deterministic needs it") for name, value in fixed.items()}
     place = "GPU" if profile.accelerator else "processor"
-    flow.book.line(f"training runs on the {place}: {profile.device.because}")
-    for name, (ours, because) in conflicts.items():
+    flow.hub.line(f"training runs on the {place}: {profile.device.reason}")
+    for name, (ours, reason) in conflicts.items():
         if os.environ.get(name, ours) != ours:
-            said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {because}"
-            flow.book.emit(Warned(step=last_step(flow.folder), because=said))
+            said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {reason}"
+            flow.hub.emit(Warned(step=last_step(flow.folder), reason=said))
     return environment
 
 
@@ -462,7 +474,7 @@ def _go_back(flow: _Flow, step: int) -> None:
     if wrong is not None:
         kept = ", ".join(map(str, steps)) or "none"
         raise UserError(
-            f"the checkpoint of step {step} cannot be used: {wrong}", where=str(folder), remedy=f"checkpoints: {kept}"
+            f"the checkpoint of step {step} cannot be used: {wrong}", where=str(folder), fix=f"checkpoints: {kept}"
         )
     newer = [later for later in steps if later > step]
     if newer:
@@ -471,4 +483,4 @@ def _go_back(flow: _Flow, step: int) -> None:
         for later in newer:
             step_folder(folder, later).rename(step_folder(aside, later))
         (folder / "best.json").unlink(missing_ok=True)
-        flow.book.emit(Warned(step=step, because=f"the checkpoints after step {step} were moved to {aside}"))
+        flow.hub.emit(Warned(step=step, reason=f"the checkpoints after step {step} were moved to {aside}"))

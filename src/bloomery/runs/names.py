@@ -38,14 +38,14 @@ def find_run(name: str) -> Path:
     if len(alike) == 1:
         return alike[0]
     if alike:
-        remedy = "name one of them: " + ", ".join(folder.name for folder in alike[-8:])
-        raise UserError(f"{len(alike)} runs begin with {name!r}", where=where, remedy=remedy, code=2)
+        fix = "name one of them: " + ", ".join(folder.name for folder in alike[-8:])
+        raise UserError(f"{len(alike)} runs begin with {name!r}", where=where, fix=fix, code=2)
     if not runs:
-        remedy = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
-        raise UserError(f"there is no run {name!r}, and no other run either", where=where, remedy=remedy, code=2)
+        fix = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
+        raise UserError(f"there is no run {name!r}, and no other run either", where=where, fix=fix, code=2)
     names = [folder.name for folder in runs]
     near = closest(name, ["last", *names], count=3, cutoff=0.4) or names[-3:]
-    raise UserError(f"there is no run {name!r}", where=where, remedy="runs near that name: " + ", ".join(near), code=2)
+    raise UserError(f"there is no run {name!r}", where=where, fix="runs near that name: " + ", ".join(near), code=2)
 
 
 def model_path(name: str) -> Path:
@@ -74,12 +74,12 @@ def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
     Raises UserError for a device that is not here or that this PyTorch cannot use.
     """
     from bloomery.hardware.detect.detect import detect
-    from bloomery.hardware.profile import adopt, build_profile
+    from bloomery.hardware.profile import apply_environment, build_profile
     from bloomery.runs.resume_plan import narrowed
 
     machine = narrowed(detect(), devices)
     profile = build_profile(machine)
-    adopt(machine)
+    apply_environment(machine)
     from bloomery.train.use import Use
 
     return Use.of(profile, quantize, machine=machine, asked=devices)

@@ -9,7 +9,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
 from bloomery.hardware.probes.run import remembering
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.mistakes import all_keys
 
 ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
@@ -35,12 +35,12 @@ def refuse_overrides(words: Sequence[str]) -> None:
         if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
             known = [".".join(path) for path in all_keys()]
             if key not in known:
-                remedy = did_you_mean(key, known, "`bloomery recipes show everything` shows every key")
-                raise UserError(f"{key}: there is no such key", where="bloomery resume", remedy=remedy, code=2)
+                fix = did_you_mean(key, known, "`bloomery recipes show everything` shows every key")
+                raise UserError(f"{key}: there is no such key", where="bloomery resume", fix=fix, code=2)
             raise UserError(
                 f"{key} cannot be changed in a run that has begun",
                 where="bloomery resume",
-                remedy="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
+                fix="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
                 code=2,
             )
 
@@ -57,14 +57,14 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
     if "," in devices:
         raise UserError(
             f"this version uses one device, not {len(devices.split(','))}", where="--devices", code=2,
-            remedy="name one of them, for example --devices " + devices.partition(",")[0],
+            fix="name one of them, for example --devices " + devices.partition(",")[0],
         )  # fmt: skip
     number = re.sub(r"^(cuda|hip|rocm):", "", devices)
     chosen = next((device for device in machine.accelerators if str(device.index) == number), None)
     if chosen is None:
         here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
-        remedy = f"devices here: {here}; or cpu"
-        raise UserError(f"there is no device {devices!r}", where="--devices", remedy=remedy, code=2)
+        fix = f"devices here: {here}; or cpu"
+        raise UserError(f"there is no device {devices!r}", where="--devices", fix=fix, code=2)
     return _alone(machine, chosen)
 
 
@@ -77,7 +77,7 @@ def _alone(machine: Machine, chosen: Accelerator) -> Machine:
         value = machine.software.environment[mask]
         raise UserError(
             f"training cannot use device {chosen.index} ({chosen.name}) while {mask}={value} shows {named} first",
-            where="--devices", remedy=f"unset {mask}, and Bloomery shows PyTorch that device alone", code=2,
+            where="--devices", fix=f"unset {mask}, and Bloomery shows PyTorch that device alone", code=2,
         )  # fmt: skip
     return remembering(only(machine, {chosen.index}))
 
@@ -109,11 +109,11 @@ def _devices(machine: Machine) -> str:
     return ", ".join(f"{device.name} ({device.arch})" for device in machine.accelerators) or "no GPU"
 
 
-def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
+def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
     """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
     sections: dict[str, BaseModel] = {}
     told: list[str] = []
-    reasons = {decision.key: decision.because for decision in fresh.decisions}
+    reasons = {decision.key: decision.reason for decision in fresh.choices}
     reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
     exact = True
     for section, fields in MACHINE_DEPENDENT.items():
@@ -123,16 +123,16 @@ def moved(stored: Plan, fresh: Plan) -> tuple[Plan, list[str]]:
         sections[section] = old.model_copy(update=changed)
         for field, value in changed.items():
             key = f"{section}.{field}"
-            because = f": {reasons[key]}" if key in reasons else ""
-            told.append(f"{key} is {value} here instead of {getattr(old, field)}{because}")
+            reason = f": {reasons[key]}" if key in reasons else ""
+            told.append(f"{key} is {value} here instead of {getattr(old, field)}{reason}")
         exact = exact and not (changed and section in BITWISE)
     if not exact:
         told.append(UP_TO_ROUNDING)
-    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "decisions")}
+    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "choices")}
     return stored.model_copy(update=sections | facts), told
 
 
-def prolonged(stored: Plan, fresh: Plan, words: Sequence[str]) -> Plan:
+def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
     """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, monitor."""
     named = {word.partition("=")[0].partition(".")[0] for word in words}
     update: dict[str, object] = {

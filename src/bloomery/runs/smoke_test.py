@@ -22,7 +22,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.signals import StopRequests
@@ -45,7 +45,7 @@ class KilledOnPurpose(BaseException):
 class Rehearsal:
     """What the rehearsal saw. Times are seconds; `saved` is the checkpoint that the run came back to."""
 
-    plan: Plan  # of the real run, not of the rehearsal
+    plan: RunPlan  # of the real run, not of the rehearsal
     events: list[Event] = field(default_factory=list)
     before: dict[int, float | None] = field(default_factory=dict)  # losses after the checkpoint, until the kill
     after: dict[int, float | None] = field(default_factory=dict)  # the same steps once more
@@ -110,7 +110,7 @@ def rehearse(loaded: LoadedRecipe, folder: Path, *, devices: str | None, told: T
     """
     seen: list[Rehearsal] = []
 
-    def edit(plan: Plan) -> Plan:
+    def edit(plan: RunPlan) -> RunPlan:
         seen.append(Rehearsal(plan, began=began))
         return shortened(plan)
 
@@ -129,7 +129,7 @@ def rehearse(loaded: LoadedRecipe, folder: Path, *, devices: str | None, told: T
     return _repeated(seen[0], folder)
 
 
-def shortened(plan: Plan) -> Plan:
+def shortened(plan: RunPlan) -> RunPlan:
     """The real shapes, rates and text; looks soon and at little of the split, and tells no tracker."""
     train, looks = plan.train, plan.eval
     limit = EVALUATED_BATCHES * looks.micro_batch
@@ -156,12 +156,12 @@ def _until_killed(seen: Rehearsal, event: Event, requests: StopRequests) -> None
     """
     if isinstance(event, StepDone) and event.step == 1:
         requests.ask_save()
-    if isinstance(event, Warned) and NOT_SAVED in event.because:
-        why = event.because.partition(f"{NOT_SAVED}: ")[2]
+    if isinstance(event, Warned) and NOT_SAVED in event.reason:
+        why = event.reason.partition(f"{NOT_SAVED}: ")[2]
         raise UserError(
             f"the checkpoint could not be written: {why}",
             where="its first checkpoint",
-            remedy="make room on the disk or mend the folder's permissions; another place: --run-dir FOLDER",
+            fix="make room on the disk or mend the folder's permissions; another place: --run-dir FOLDER",
         )
     saves = seen.of(Saved)
     if saves:
@@ -191,7 +191,7 @@ def _repeated(seen: Rehearsal, folder: Path) -> Rehearsal:
             f"step {step} does not repeat after a kill: its loss was {seen.before[step]} and is {seen.after[step]}, and"
             f" equality {promise} is promised here",
             where=str(run.folder),
-            remedy="please report it with that folder's plan.json, machine.json and events.jsonl",
+            fix="please report it with that folder's plan.json, machine.json and events.jsonl",
         )
     return seen
 
@@ -199,7 +199,7 @@ def _repeated(seen: Rehearsal, folder: Path) -> Rehearsal:
 def incidents(folder: Path) -> tuple[str, ...]:
     """What the rehearsal was warned of or recovered from, each once."""
     found = [event for event in read_events(folder / "events.jsonl") if isinstance(event, Warned | Recovered)]
-    return tuple(dict.fromkeys(event.because for event in found))
+    return tuple(dict.fromkeys(event.reason for event in found))
 
 
 @final
@@ -238,7 +238,7 @@ def outlook(seen: Rehearsal, folder: Path, *, free: int) -> Outlook:
     return Outlook(seconds, checkpoints, round(lines * steps), free)
 
 
-def validation_rows(plan: Plan, folder: Path) -> int:
+def validation_rows(plan: RunPlan, folder: Path) -> int:
     """Rows that an evaluation of the real run reads."""
     from bloomery.data.shards.format import read_manifest
 

@@ -114,30 +114,30 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
         how = f"died{after} of {signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
         steps = [  # as they are typed here: with this run's recipe
             step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
-            for step in known.remedy
+            for step in known.fix
             if step.partition("  # ")[0] != "bloomery resume last"
         ]
         return UserError(
             f"{name} {how}: {known.what}\nwhy:   {known.cause}",
             where=f"{known.line[:LONGEST_LINE]}\n       (the rest is in {folder.log})",
-            remedy="\n       ".join([*steps, again]),
+            fix="\n       ".join([*steps, again]),
         )
     if ending.code == -signal.SIGKILL:
         return UserError(
             f"the process that was {name} was killed from outside{after} (SIGKILL)",
             where=str(folder.log),
-            remedy=f"the system does this when memory runs out (see `dmesg`): train.micro_batch=1 needs least; {again}",
+            fix=f"the system does this when memory runs out (see `dmesg`): train.micro_batch=1 needs least; {again}",
         )
     if ending.code < 0:
         return UserError(
             f"the process that was {name} died{after} of {signal_name(-ending.code)}, inside a library or a driver",
             where=f"its last words are in {folder.log}",
-            remedy=again,
+            fix=again,
         )
     return UserError(
         f"{name} failed{after}: {last_words(ending.tail) or 'nothing was said'}",
         where=f"the whole traceback is in {folder.log}",
-        remedy=again,
+        fix=again,
     )
 
 
@@ -158,5 +158,5 @@ def existing(folder: Path) -> RunFolder:
     """The run in `folder`. Raises UserError when there is none."""
     run = RunFolder(expanded(folder).absolute())
     if not run.recipe.is_file():
-        raise UserError("this folder holds no run", where=str(run.path), remedy="`bloomery runs` lists the runs here")
+        raise UserError("this folder holds no run", where=str(run.path), fix="`bloomery runs` lists the runs here")
     return run

@@ -13,9 +13,9 @@ from typing import Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
-from bloomery.hardware.telemetry import PROCESSOR, Device, Reader, Reading
-from bloomery.monitor.events import Emit, Event, EventLog, GpuSampled, Phase, StepDone, Warned
-from bloomery.plan.types import Plan
+from bloomery.hardware.telemetry import CPU_DEVICE, Device, Reader, Reading
+from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, StepDone, Warned
+from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import RunFolder
 
 PAUSE = "pause"  # the file in the run's folder that makes training wait between two steps
@@ -33,7 +33,7 @@ class Change:
     """Training is to wait, or to go on."""
 
     paused: bool
-    because: str
+    reason: str
 
 
 @final
@@ -77,7 +77,7 @@ class Guard:
         return Change(False, said)
 
     def _limit(self, reading: Reading) -> float | None:
-        if self.limit is None or (reading.device == PROCESSOR and not self.processor):
+        if self.limit is None or (reading.device == CPU_DEVICE and not self.processor):
             return None
         if self.limit != "auto":
             return self.limit
@@ -85,7 +85,7 @@ class Guard:
 
 
 def _name(reading: Reading) -> str:
-    return "the processor" if reading.device == PROCESSOR else f"GPU {reading.device}"
+    return "the processor" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
 
 
 @final
@@ -129,20 +129,20 @@ class Stretch:
 
     def add(self, reading: Reading, seconds: float) -> None:
         self.seconds += seconds
-        self.load += [(reading.utilisation, seconds)] if reading.utilisation is not None else []
+        self.load += [(reading.utilization, seconds)] if reading.utilization is not None else []
         self.power += [(reading.power, seconds)] if reading.power is not None else []
         self.hottest = max(filter(None, (self.hottest, reading.temperature)), default=None)
         self.throttled |= set(filter(None, (reading.throttled or "").split(", ")))
         self.last = reading
 
-    def event(self, step: int) -> GpuSampled:
+    def event(self, step: int) -> DeviceStats:
         assert self.last is not None, "a stretch is told once something was seen in it"
-        return GpuSampled(
+        return DeviceStats(
             step=step,
             device=self.last.device,
             name=self.last.name,
             seconds=round(self.seconds, 3),
-            utilisation=_mean(self.load),
+            utilization=_mean(self.load),
             memory_gib=_rounded(self.last.memory_gib),
             memory_total_gib=_rounded(self.last.memory_total_gib),
             temperature=self.hottest,
@@ -217,7 +217,7 @@ class Watcher:
                 self._pause.touch()
             else:
                 self._pause.unlink(missing_ok=True)
-            self._emit(Warned(step=self._step, because=change.because))
+            self._emit(Warned(step=self._step, reason=change.reason))
         if before is not None:
             for reading in readings:
                 stretch = self._stretches.setdefault(reading.device, Stretch())
@@ -230,7 +230,7 @@ class Watcher:
 
 
 @contextmanager
-def sensing(folder: RunFolder, plan: Plan, *, root: Path = Path("/")) -> Iterator[Callable[[Event], None]]:
+def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iterator[Callable[[Event], None]]:
     """Inside the block the devices of the run's machine are looked at; what is yielded is told the run's events.
 
     Events go to events.jsonl alone: whoever follows the file shows them, as those of the training process.
@@ -247,7 +247,7 @@ def sensing(folder: RunFolder, plan: Plan, *, root: Path = Path("/")) -> Iterato
         ]  # fmt: skip
         reader = Reader(
             [] if on_processor else devices,
-            said=lambda because: emit(Warned(because=because)),
+            said=lambda reason: emit(Warned(reason=reason)),
             processor=machine.host.cpu_name,
             root=root,
         )

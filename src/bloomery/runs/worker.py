@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         error = failed if isinstance(failed, UserError) else of_the_system(failed)
         if error is None:
             raise
-        report = {"problem": error.problem, "where": error.where, "remedy": error.remedy, "code": error.code}
+        report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
         os.write(words.report, json.dumps(report).encode())
         kinds = ((Unsound, UNSOUND), (MemoryFull, MEMORY_FULL), (Diverged, DIVERGED))
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
@@ -111,7 +111,7 @@ def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
 
     loaded = load_recipe(folder.recipe)
     if (told := fewer_workers(loaded.recipe.data.workers)) is not None:
-        emit(Warned(because=told))
+        emit(Warned(reason=told))
     prepare(loaded, data, report=paced(emit))
     return DONE
 
@@ -139,7 +139,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         from bloomery.train.process import out_of_memory
 
     plan = read_plan(folder.plan)
-    checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(because=told)))
+    checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(reason=told)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
     waiting = Waiting(folder.path / PAUSE, flag.watching(emit))
@@ -159,7 +159,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         raise UserError(  # memory ran out before there was a step: nothing can be cut smaller
             f"the device's memory is full: {str(error).partition('.')[0]}",
             where=f"train.micro_batch={plan.train.micro_batch}",
-            remedy="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
+            fix="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
         ) from error
     return DONE if outcome == "done" else STOPPED
 

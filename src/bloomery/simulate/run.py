@@ -18,7 +18,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.report.page import joined, unit_of
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 
 SECONDS = 300.0  # that a simulation may take; the packaged recipes take under 20
 MODULE = "bloomery.simulate.run"
@@ -26,7 +26,7 @@ FLASH_LIKE = {"sdpa", "varlen", "flex"}  # attention that a GPU's fused kernels 
 
 
 @dataclass(frozen=True)
-class Cut:
+class MeshShape:
     """Over how many devices: copies, and shards or stages of each."""
 
     replicate: int = 1
@@ -34,7 +34,7 @@ class Cut:
     pipeline: int = 1
 
 
-ONE = Cut()
+ONE = MeshShape()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Simulated:
 
 
 def simulate(
-    plan: Plan,
+    plan: RunPlan,
     machine: Machine,
     *,
     seconds: float = SECONDS,
@@ -85,12 +85,12 @@ def simulate(
     if find_spec("torch") is None:
         raise UserError(
             "the simulation runs the training code itself, and PyTorch is not installed here",
-            remedy="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
+            fix="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
         )
     cut = ONE
     if plan.parallel is not None:
         layout = plan.parallel.layout
-        cut = Cut(layout.replicate, layout.shard, layout.pipeline)
+        cut = MeshShape(layout.replicate, layout.shard, layout.pipeline)
     if cut.shard > 1 and plan.optimizer.kind != "adamw":  # this version has no code for it that could run
         missing = f"{plan.optimizer.kind} over shards"
         return Simulated({}, (f"not yet for {missing}: this layout is counted from shapes alone",))
@@ -103,12 +103,12 @@ def simulate(
             if told == "silent":
                 raise UserError(
                     f"the simulation took longer than {seconds:.0f} s and was ended",
-                    remedy="plan without --simulate, or simulate fewer layers: model.num_layers=4",
+                    fix="plan without --simulate, or simulate fewer layers: model.num_layers=4",
                 )
             if told == "ended":
                 raise UserError(
                     f"the simulation failed: {child.ending()}",
-                    remedy="plan without --simulate: the analytic figure stands without it",
+                    fix="plan without --simulate: the analytic figure stands without it",
                 )
             assert isinstance(told, dict)
             if "stages" in told:
@@ -120,7 +120,7 @@ def simulate(
     return Simulated(parts, notes, time.monotonic() - started, stages if cut.pipeline > 1 else ())
 
 
-def notes_of(plan: Plan, *, fused: bool, cut: Cut) -> list[str]:
+def notes_of(plan: RunPlan, *, fused: bool, cut: MeshShape) -> list[str]:
     """What stands in for something else; nothing where the code ran as it is."""
     notes, gpu, attention = [], plan.train.device != "cpu", plan.model.attention
     if gpu and attention in FLASH_LIKE and fused:
@@ -143,10 +143,10 @@ def notes_of(plan: Plan, *, fused: bool, cut: Cut) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SimulationResult:
     """What was simulated of a plan, beside what the plan counts from shapes."""
 
-    plan: Plan
+    plan: RunPlan
     found: Simulated
 
     @property
@@ -221,7 +221,7 @@ def main() -> None:
     with loading():
         from bloomery.simulate.step import places, simulated_stage, simulated_step
 
-    plan, cut, fused = Plan.model_validate(job["plan"]), Cut(*job["cut"]), job["fused"]
+    plan, cut, fused = RunPlan.model_validate(job["plan"]), MeshShape(*job["cut"]), job["fused"]
 
     def say(doing: str) -> None:
         tell(job, {"doing": doing})

@@ -23,20 +23,22 @@ from bloomery.model.acting import acting_as
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.parallel.apply import apply
 from bloomery.plan.estimate.mesh_memory import kinds_of_stages, stage_config
-from bloomery.plan.types import Plan
-from bloomery.simulate.run import FLASH_LIKE, ONE, Cut
+from bloomery.plan.types import RunPlan
+from bloomery.simulate.run import FLASH_LIKE, ONE, MeshShape
 from bloomery.simulate.tensors import Answers, GpuFunctions, Tracker, compile_blocks, flash
 from bloomery.train.forward import forward
-from bloomery.train.objectives.build import build_objective, completed, hollow_teacher
+from bloomery.train.objectives.build import build_objective, completed, meta_teacher
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
-from bloomery.train.step import LossScale, Trainee, clip_factor, global_norm, scale_gradients, train_step
+from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Say = Callable[[str], None]
 
 
-def simulated_step(plan: Plan, *, fused: bool, cut: Cut = ONE, say: Say = lambda _text: None) -> dict[str, float]:
+def simulated_step(
+    plan: RunPlan, *, fused: bool, cut: MeshShape = ONE, say: Say = lambda _text: None
+) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 
     Two micro-batches stand for any number of them: from the second one on gradients are added to gradients. The first
@@ -44,17 +46,17 @@ def simulated_step(plan: Plan, *, fused: bool, cut: Cut = ONE, say: Say = lambda
     """
     mesh = _fake_mesh(cut) if cut.shard > 1 else None
     with _fake_tensors(plan) as tracker:
-        trainee = _trainee(plan, tracker, mesh=mesh, fused=fused)
+        model_and_optimizer = _model_and_optimizer(plan, tracker, mesh=mesh, fused=fused)
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
-        teacher = hollow_teacher(plan) if plan.objective.spec.extra_forwards else None
+        teacher = meta_teacher(plan) if plan.objective.spec.extra_forwards else None
         tracker.call("weights", [] if teacher is None else weights(teacher))
         tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
-        objective = build_objective(plan, lambda _: teacher or hollow_teacher(plan))
+        objective = build_objective(plan, lambda _: teacher or meta_teacher(plan))
 
         def step(count: int) -> None:
-            train_step(trainee, batches[:count], objective, plan=plan.train, share=1.0)
+            train_step(model_and_optimizer, batches[:count], objective, plan=plan.train, share=1.0)
 
-        return _peak(plan, trainee, tracker, step, len(batches), say)
+        return _peak(plan, model_and_optimizer, tracker, step, len(batches), say)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Place:
         """Micro-batches that wait for their backward while one more goes forward."""
         return self.stages - self.index - 1
 
-    def under_way(self, plan: Plan) -> int:
+    def under_way(self, plan: RunPlan) -> int:
         """Micro-batches that the stage holds at most."""
         return min(self.ahead + 1, plan.train.accumulation)
 
@@ -79,7 +81,7 @@ def places(stages: int) -> list[Place]:
     return [Place(index, stages) for index in kinds_of_stages(stages)]
 
 
-def simulated_stage(plan: Plan, place: Place, *, fused: bool, say: Say = lambda _text: None) -> dict[str, float]:
+def simulated_stage(plan: RunPlan, place: Place, *, fused: bool, say: Say = lambda _text: None) -> dict[str, float]:
     """Bytes by part at the peak of the stage's second step; `fused` as in `simulated_step`.
 
     One micro-batch after the first backward stands for all that follow: from then on gradients are added to gradients.
@@ -90,18 +92,18 @@ def simulated_stage(plan: Plan, place: Place, *, fused: bool, say: Say = lambda 
 
     def sent() -> Tensor:
         shape = plan.train.micro_batch, plan.data.sequence_length, config.hidden_size
-        return torch.empty(shape, dtype=next(trainee.model.parameters()).dtype)
+        return torch.empty(shape, dtype=next(model_and_optimizer.model.parameters()).dtype)
 
     with _fake_tensors(plan) as tracker:
-        trainee = _trainee(plan, tracker, place=place, fused=fused)
+        model_and_optimizer = _model_and_optimizer(plan, tracker, place=place, fused=fused)
         if place.index:
-            trainee.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]
-        objective, scale = build_objective(plan, hollow_teacher), trainee.scale
+            model_and_optimizer.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]
+        objective, scale = build_objective(plan, meta_teacher), model_and_optimizer.scale
         factor = 1.0 if scale is None else scale.value
 
         def ahead() -> Tensor | GradientEdge:
             batch = _batch(plan)
-            output = forward(trainee.model, batch, objective.head(batch), precision=plan.train.precision)
+            output = forward(model_and_optimizer.model, batch, objective.head(batch), precision=plan.train.precision)
             return objective.loss(output, batch).total * factor if last else get_gradient_edge(output)
 
         def step(count: int) -> None:
@@ -114,15 +116,17 @@ def simulated_stage(plan: Plan, place: Place, *, fused: bool, say: Say = lambda 
             gradients = list(tracker.gradients())
             norm = float(global_norm(gradients) / factor)
             scale_gradients(gradients, clip_factor(norm, plan.train.clip) / factor)
-            trainee.optimizer.step(1.0)
-            trainee.optimizer.zero_grad()
+            model_and_optimizer.optimizer.step(1.0)
+            model_and_optimizer.optimizer.zero_grad()
 
         named = f"stage {place.index + 1} of {place.stages}, "
-        return _peak(plan, trainee, tracker, step, min(place.ahead + 2, plan.train.accumulation), say, named)
+        return _peak(
+            plan, model_and_optimizer, tracker, step, min(place.ahead + 2, plan.train.accumulation), say, named
+        )
 
 
 @contextmanager
-def _fake_tensors(plan: Plan) -> Iterator[Tracker]:
+def _fake_tensors(plan: RunPlan) -> Iterator[Tracker]:
     tracker, kind = Tracker(), "cpu" if plan.train.device == "cpu" else "cuda"
     functions = nullcontext() if kind == "cpu" else GpuFunctions()
     with FakeTensorMode(allow_non_fake_inputs=True), functions, acting_as(kind, fuse=tracker.fuse):
@@ -130,7 +134,13 @@ def _fake_tensors(plan: Plan) -> Iterator[Tracker]:
 
 
 def _peak(
-    plan: Plan, trainee: Trainee, tracker: Tracker, step: Callable[[int], None], most: int, say: Say, named: str = ""
+    plan: RunPlan,
+    model_and_optimizer: ModelAndOptimizer,
+    tracker: Tracker,
+    step: Callable[[int], None],
+    most: int,
+    say: Say,
+    named: str = "",
 ) -> dict[str, float]:
     """Of a second step of so many micro-batches, after a first of one."""
     for number, count in (("first", 1), ("second", most)):
@@ -138,14 +148,14 @@ def _peak(
         tracker.forget_peak()
         with tracker, Answers(tracker):
             step(count)
-        tracker.call("optimizer", _states(trainee))
+        tracker.call("optimizer", _states(model_and_optimizer))
     away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)  # in the processor's memory
     return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in tracker.peak.items()}
 
 
-def _trainee(
-    plan: Plan, tracker: Tracker, *, fused: bool, mesh: DeviceMesh | None = None, place: Place | None = None
-) -> Trainee:
+def _model_and_optimizer(
+    plan: RunPlan, tracker: Tracker, *, fused: bool, mesh: DeviceMesh | None = None, place: Place | None = None
+) -> ModelAndOptimizer:
     """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
     model, train, attention = empty_model(plan), plan.train, plan.model.attention
     for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
@@ -174,7 +184,7 @@ def _trainee(
     optimizer = build_optimizer(model, plan.optimizer)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
-    return Trainee(model, optimizer, LossScale() if train.precision == "float16" else None)
+    return ModelAndOptimizer(model, optimizer, LossScale() if train.precision == "float16" else None)
 
 
 def _keep_stage(model: Decoder, place: Place) -> None:
@@ -190,7 +200,7 @@ def _keep_stage(model: Decoder, place: Place) -> None:
         model.judged = lambda hidden_BTD, head: hidden_BTD  # type: ignore[method-assign]  # noqa: ARG005
 
 
-def _fake_mesh(cut: Cut) -> DeviceMesh:
+def _fake_mesh(cut: MeshShape) -> DeviceMesh:
     """So many devices that are not there, this one the first; made outside fake tensors, for it asks its own."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -202,7 +212,7 @@ def _fake_mesh(cut: Cut) -> DeviceMesh:
     return init_device_mesh("cpu", (cut.replicate, cut.shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _batch(plan: Plan) -> Batch:
+def _batch(plan: RunPlan) -> Batch:
     """A micro-batch."""
     shape = plan.train.micro_batch, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
@@ -215,8 +225,8 @@ def weights(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _states(trainee: Trainee) -> Iterator[Tensor]:
+def _states(model_and_optimizer: ModelAndOptimizer) -> Iterator[Tensor]:
     """Everything that the optimizer keeps from step to step."""
-    for member in trainee.optimizer.members:
+    for member in model_and_optimizer.optimizer.members:
         for state in member.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

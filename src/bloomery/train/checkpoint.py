@@ -181,7 +181,7 @@ class Saver:
             raise UserError(
                 f"the checkpoint could not be written: {self._failed}; {safe}",
                 where=str(self.folder),
-                remedy="make room or mend the folder, then continue with `bloomery resume`",
+                fix="make room or mend the folder, then continue with `bloomery resume`",
             )
 
     def _run(self, staged: _Staged) -> None:
@@ -211,8 +211,8 @@ class Saver:
         self._events.append(Saved(step=staged.step, path=str(target), bytes=written, seconds=seconds, best=staged.best))
         return None
 
-    def _warn(self, step: int, because: str) -> None:
-        self._events.append(Warned(step=step, because=because))
+    def _warn(self, step: int, reason: str) -> None:
+        self._events.append(Warned(step=step, reason=reason))
 
     def _commit(self, staged: _Staged) -> None:
         """Raises OSError, its own draft deleted, when the checkpoint could not be written."""

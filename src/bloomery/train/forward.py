@@ -82,7 +82,7 @@ def drops(model: Decoder) -> bool:
 
 
 @contextmanager
-def looking(model: Decoder) -> Iterator[None]:
+def eval_mode(model: Decoder) -> Iterator[None]:
     """No gradients, no dropout, no random number drawn; the mode of before afterwards."""
     training = model.training
     model.eval()

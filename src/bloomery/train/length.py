@@ -15,7 +15,7 @@ from typing import Literal, final
 
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, provisional_steps
-from bloomery.plan.types import Plan, ScheduleBlock
+from bloomery.plan.types import RunPlan, ScheduleBlock
 from bloomery.train.optim.schedules import block_at, share_done, share_of_run
 
 BLOCK = 0.02  # of the time: about how long the steps of a block take
@@ -38,10 +38,10 @@ class Costs:
     rows: int = 0  # of the validation split
     end: float = 0.0  # of the last checkpoint besides, which is waited for
 
-    def evaluation(self, plan: Plan) -> float:
+    def evaluation(self, plan: RunPlan) -> float:
         return min(plan.eval.rows or self.rows, self.rows) * self.row + self.samples
 
-    def until_the_end(self, plan: Plan, *, done: int, share: float = 0.0) -> float:
+    def until_the_end(self, plan: RunPlan, *, done: int, share: float = 0.0) -> float:
         """Seconds from the end of step `done` to that of the run, with an evaluation and a checkpoint at the end.
 
         `share`: how much of the run is done by then.
@@ -53,7 +53,7 @@ class Costs:
         return (steps - done) * self.step + evaluations * self.evaluation(plan) + saves * self.save + self.end
 
 
-def _left(what: Repeated, plan: Plan, done: int, share: float) -> int:
+def _left(what: Repeated, plan: RunPlan, done: int, share: float) -> int:
     """How often it happens after step `done`: at every multiple, and at the end."""
     assert plan.train.steps is not None
     every = _every(what, plan)
@@ -63,7 +63,7 @@ def _left(what: Repeated, plan: Plan, done: int, share: float) -> int:
     return whole - int(share / every + _EPSILON) + (whole * every < 1.0 - _EPSILON)
 
 
-def _every(what: Repeated, plan: Plan) -> float | int:
+def _every(what: Repeated, plan: RunPlan) -> float | int:
     """Steps between one and the next; a float is the share of a wall-time run."""
     steps = plan.eval.every_steps if what == "evaluation" else plan.checkpoint.every_steps
     if plan.train.seconds is None or plan.lengths is None:
@@ -73,7 +73,7 @@ def _every(what: Repeated, plan: Plan) -> float | int:
     return steps if share is None else share
 
 
-def due(what: Repeated, plan: Plan, *, step: int) -> bool:
+def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
     """Whether it happens after `step`. Shares of a wall-time run follow what is done of it."""
     every, blocks = _every(what, plan), plan.train.blocks
     if isinstance(every, int):
@@ -122,7 +122,7 @@ class Timer:
         finally:
             self._aside += self.clock() - begun
 
-    def note_evaluation(self, seconds: float, plan: Plan) -> None:
+    def note_evaluation(self, seconds: float, plan: RunPlan) -> None:
         """What one really took."""
         if self.costs is not None and self.costs.rows:
             self.costs.row = seconds / min(plan.eval.rows or self.costs.rows, self.costs.rows)
@@ -153,7 +153,7 @@ class Timer:
         return seconds / taken
 
 
-def current(plan: Plan, *, step: int) -> Plan | None:
+def current(plan: RunPlan, *, step: int) -> RunPlan | None:
     """The plan as it was when the block of the step after `step` was fixed; None where none is fixed yet."""
     blocks = plan.train.blocks
     if not blocks or blocks[0].step > step:
@@ -164,7 +164,7 @@ def current(plan: Plan, *, step: int) -> Plan | None:
     return plan if step < block.until or steps == step else None
 
 
-def measured(plan: Plan, timer: Timer, *, step: int) -> float | None:
+def measured(plan: RunPlan, timer: Timer, *, step: int) -> float | None:
     """Seconds of a step; None while too few were taken to know."""
     seconds, blocks = plan.train.seconds, plan.train.blocks
     assert seconds is not None
@@ -176,7 +176,7 @@ def measured(plan: Plan, timer: Timer, *, step: int) -> float | None:
     return None if early else now or before
 
 
-def with_next_block(plan: Plan, timer: Timer, *, step: int) -> Plan:
+def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
     """The plan with the schedule of the steps after `step` fixed, once more is known of how many there will be.
 
     Until steps are measured the rate rises as if the estimate held, or slower: too steep a warmup does harm.
@@ -210,7 +210,7 @@ def with_next_block(plan: Plan, timer: Timer, *, step: int) -> Plan:
     return _with(plan, steps, (*blocks, block))
 
 
-def fitted(plan: Plan, costs: Costs, *, done: int, seconds: float, share: float = 0.0) -> Plan:
+def fitted(plan: RunPlan, costs: Costs, *, done: int, seconds: float, share: float = 0.0) -> RunPlan:
     """The plan with the steps that end `seconds` from now, to half a step, with all that comes between and after.
 
     At least `done`, and those that the recipe asks for.
@@ -224,13 +224,13 @@ def fitted(plan: Plan, costs: Costs, *, done: int, seconds: float, share: float 
     return _longer(plan, low, costs.step)
 
 
-def _longer(plan: Plan, steps: int, step_seconds: float) -> Plan:
+def _longer(plan: RunPlan, steps: int, step_seconds: float) -> RunPlan:
     """Shares of the run become steps once, when its length is first known; the schedule goes by the shares."""
     first = plan.train.steps is None
     return complete(plan, steps=steps, step_seconds=step_seconds) if first else _with(plan, steps)
 
 
-def _with(plan: Plan, steps: int | None, blocks: tuple[ScheduleBlock, ...] | None = None) -> Plan:
+def _with(plan: RunPlan, steps: int | None, blocks: tuple[ScheduleBlock, ...] | None = None) -> RunPlan:
     train: dict[str, object] = {"steps": steps}
     if blocks is not None:
         train["blocks"] = blocks

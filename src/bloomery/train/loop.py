@@ -9,12 +9,12 @@ from typing import Literal
 
 from bloomery.data.loading.loader import Cursor
 from bloomery.monitor.events import Emit
-from bloomery.plan.types import Plan
-from bloomery.train.evaluation.evaluation import keep_time, look
-from bloomery.train.job import BatchSource, Job, open_job
+from bloomery.plan.types import RunPlan
+from bloomery.train.context import BatchSource, RunContext, open_context
+from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
 from bloomery.train.length import Timer, due
 from bloomery.train.objectives.reference import Stopped
-from bloomery.train.optim.schedules import planned_share
+from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import Action, Full, attempt, judge, rewind, save, shrink
 from bloomery.train.step import train_step
 
@@ -22,7 +22,7 @@ Outcome = Literal["done", "stopped"]
 
 
 def run(
-    plan: Plan,
+    plan: RunPlan,
     *,
     run_dir: Path,
     emit: Emit,
@@ -39,70 +39,74 @@ def run(
     """
     try:
         timer = timer or Timer(time.perf_counter())
-        job = open_job(plan, run_dir, emit, resume_from, stop)
-        job.timer, timer.before = timer, job.state.progress.seconds
+        context = open_context(plan, run_dir, emit, resume_from, stop)
+        context.timer, timer.before = timer, context.state.progress.seconds
     except Stopped:  # nothing was learned yet
         return "stopped"
-    while (outcome := train(job, stop, save_asked)) == "rewind" or outcome == "again":
+    while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
-            rewind(job)
-    save(job)
-    job.saver.wait()
+            rewind(context)
+    save(context)
+    context.saver.wait()
     return outcome
 
 
-def train(job: Job, stop: Callable[[], bool], save_asked: Callable[[], bool]) -> Outcome | Literal["rewind", "again"]:
+def train(
+    context: RunContext, stop: Callable[[], bool], save_asked: Callable[[], bool]
+) -> Outcome | Literal["rewind", "again"]:
     """Steps until the run is finished, asked to stop, must go back to a good checkpoint, or reads in other batches."""
     action: Action = "step"
     try:
-        with job.source() as source, closing(job.recorder):
-            job.timer.start()
-            keep_time(job)
-            if job.state.progress.look_due and not job.finished:
-                after_step(job, action, save_asked)
-            while not job.finished:
+        with context.source() as source, closing(context.recorder):
+            context.timer.start()
+            keep_time(context)
+            if context.state.progress.eval_due and not context.finished:
+                after_step(context, action, save_asked)
+            while not context.finished:
                 if stop():
                     return "stopped"
-                with job.recorder.around(job.plan, job.step + 1):
-                    action = take_step(job, source)
+                with context.recorder.around(context.plan, context.step + 1):
+                    action = take_step(context, source)
                 if action in ("rewind", "again"):
                     return action
-                job.timer.stepped()
-                after_step(job, action, save_asked)
-                keep_time(job)
-        look(job)
+                context.timer.stepped()
+                after_step(context, action, save_asked)
+                keep_time(context)
+        evaluate_and_sample(context)
     except Stopped:
         return "stopped"
     return "done"
 
 
-def take_step(job: Job, source: BatchSource) -> Action:
+def take_step(context: RunContext, source: BatchSource) -> Action:
     """Reads, computes, updates unless the result is not finite, and tells what happened."""
-    plan, state, begun = job.plan.train, job.state, time.perf_counter()
+    plan, state, begun = context.plan.train, context.state, time.perf_counter()
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
-    share = planned_share(job.step, job.plan)
-    looks = job.checkup.due(job.step + 1, job.plan.monitor.every_steps)
-    state.trainee.checkup = job.checkup if looks else None
-    objective = job.recorder.objective(job.objective)
-    full = partial(job.recorder.memory_full, job.plan, job.step + 1, f"step {job.step + 1}")
-    result = attempt(lambda: train_step(state.trainee, batches, objective, plan=plan, share=share), state, full)
+    share = planned_lr_scale(context.step, context.plan)
+    looks = context.health_check.due(context.step + 1, context.plan.monitor.every_steps)
+    state.model_and_optimizer.health_check = context.health_check if looks else None
+    objective = context.recorder.objective(context.objective)
+    full = partial(context.recorder.memory_full, context.plan, context.step + 1, f"step {context.step + 1}")
+    result = attempt(
+        lambda: train_step(state.model_and_optimizer, batches, objective, plan=plan, share=share), state, full
+    )
     if isinstance(result, Full):
-        return shrink(job, result)
+        return shrink(context, result)
     rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch)
     state.cursor = Cursor(state.cursor.seed, rows.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step
-    job.tell_step(result, batches, share=share, seconds=time.perf_counter() - begun, waited=waited)
-    return judge(job, result, rows, batches[0])
+    context.tell_step(result, batches, share=share, seconds=time.perf_counter() - begun, waited=waited)
+    return judge(context, result, rows, batches[0])
 
 
-def after_step(job: Job, action: Action, save_asked: Callable[[], bool]) -> None:
+def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:
     """The evaluation and the checkpoint that are due."""
-    if due("evaluation", job.plan, step=job.step):
-        look(job)
-    job.saving_due |= save_asked() or due("checkpoint", job.plan, step=job.step)
+    if due("evaluation", context.plan, step=context.step):
+        evaluate_and_sample(context)
+    context.saving_due |= save_asked() or due("checkpoint", context.plan, step=context.step)
     # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
-    if job.saving_due and action == "step" and not job.finished:
-        save(job)
-    job.saver.poll()
+    if context.saving_due and action == "step" and not context.finished:
+        save(context)
+    context.saver.poll()

@@ -38,8 +38,8 @@ def find_model(model: Path, step: str = "best") -> Found:
     weights = model_folder(adapter, step)
     if not is_adapter_folder(weights):
         if base is not None:
-            remedy = "name the folder of an adapter, or a run that trained one, after the +"
-            raise UserError("this is a whole model, not an adapter", where=str(adapter), remedy=remedy)
+            fix = "name the folder of an adapter, or a run that trained one, after the +"
+            raise UserError("this is a whole model, not an adapter", where=str(adapter), fix=fix)
         return Found(weights, None, weights, _trained(weights))
     base = base_folder(weights) if base is None else model_folder(base)
     own = any((weights / name).is_file() for name in TOKENIZERS)
@@ -77,12 +77,12 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
     refused. Raises UserError when there is nothing to take.
     """
     if not run_or_folder.is_dir():
-        raise UserError("there is no such folder", where=str(run_or_folder), remedy="name a run or a model's folder")
+        raise UserError("there is no such folder", where=str(run_or_folder), fix="name a run or a model's folder")
     checkpoints = run_or_folder / "checkpoints"
     if (run_or_folder / "config.json").is_file() or is_adapter_folder(run_or_folder):
         if step not in ("best", "last"):
             problem = f"this is one model, it has no step {step}"
-            raise UserError(problem, where=str(run_or_folder), remedy="leave out --step", code=2)
+            raise UserError(problem, where=str(run_or_folder), fix="leave out --step", code=2)
         if (run_or_folder / MANIFEST).is_file():
             _refuse_unsound(run_or_folder, f"name another one; delete {MANIFEST} where you changed the folder yourself")
         return run_or_folder
@@ -90,19 +90,19 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
         raise UserError(
             "the folder holds neither a model nor a run", where=str(run_or_folder),
-            remedy="name a run, or a folder with config.json and model.safetensors",
+            fix="name a run, or a folder with config.json and model.safetensors",
         )  # fmt: skip
     if not steps:
         raise UserError(
             "this run has no checkpoint yet", where=str(checkpoints),
-            remedy="wait until it saves one, or let `bloomery resume` go on with it",
+            fix="wait until it saves one, or let `bloomery resume` go on with it",
         )  # fmt: skip
     if step not in ("best", "last"):
         kept = ", ".join(str(number) for number in steps)
         if not step.isdecimal() or int(step) not in steps:
             raise UserError(
                 f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), code=2,
-                remedy=f"choose best, last or one of {kept}",
+                fix=f"choose best, last or one of {kept}",
             )  # fmt: skip
         folder = step_folder(checkpoints, int(step))
         _refuse_unsound(folder, f"choose another of {kept}")
@@ -116,13 +116,13 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         print(f"warning: the best checkpoint, {folder.name}, is not used: {wrong}", file=sys.stderr)
     newest = newest_valid(checkpoints, on_damage=lambda told: print(f"warning: {told}", file=sys.stderr))
     if newest is None:
-        remedy = "`bloomery resume` trains it again from the start"
-        raise UserError("every checkpoint of this run is damaged", where=str(checkpoints), remedy=remedy)
+        fix = "`bloomery resume` trains it again from the start"
+        raise UserError("every checkpoint of this run is damaged", where=str(checkpoints), fix=fix)
     return newest
 
 
-def _refuse_unsound(folder: Path, remedy: str) -> None:
+def _refuse_unsound(folder: Path, fix: str) -> None:
     """Raises UserError for a checkpoint that is damaged, or of another run than the one that it is in."""
     if wrong := damage(folder):
-        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), remedy=remedy)
+        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), fix=fix)
     refuse_other_run(folder)

@@ -11,11 +11,11 @@ import torch
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.events import GpuSampled
-from bloomery.plan.types import Plan
+from bloomery.monitor.events import DeviceStats
+from bloomery.plan.types import RunPlan
 
 
-def set_up_process(plan: Plan) -> None:
+def set_up_process(plan: RunPlan) -> None:
     """Threads and determinism as planned, which both decide about the last bit of a sum, and an end to GPU memory."""
     torch.set_num_threads(plan.train.threads)
     torch.use_deterministic_algorithms(plan.train.deterministic)
@@ -46,11 +46,11 @@ def training_device(machine: Path) -> tuple[int, str]:
     return (0, "") if used is None else (used.index, used.name)
 
 
-def allocator_sample(stats: Mapping[str, int], *, step: int, device: tuple[int, str]) -> GpuSampled:
+def allocator_sample(stats: Mapping[str, int], *, step: int, device: tuple[int, str]) -> DeviceStats:
     """What PyTorch's allocator holds. `stats`: those of `torch.cuda.memory_stats()`."""
     reserved = stats.get("reserved_bytes.all.current", 0)
     between = stats.get("inactive_split_bytes.all.current", 0)  # a segment with a tensor in it cannot go back
-    return GpuSampled(
+    return DeviceStats(
         step=step,
         device=device[0],
         name=device[1],

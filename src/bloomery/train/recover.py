@@ -14,13 +14,13 @@ import torch
 
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.loading.loader import Batch
-from bloomery.hardware.detect.system import Tenant, tenants
+from bloomery.hardware.detect.system import GpuProcess, gpu_processes
 from bloomery.monitor.events import Recovered, Warned
 from bloomery.plan.fallback import smaller_micro_batch
 from bloomery.plan.store import write_plan
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint import newest_valid
-from bloomery.train.job import Job
+from bloomery.train.context import RunContext
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, MemoryFull
@@ -62,7 +62,7 @@ def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str]
             raise
         full = Full(_wanted(str(error)), listing())
     # Outside the handler: the traceback held every tensor of the attempt.
-    state.trainee.optimizer.zero_grad()
+    state.model_and_optimizer.optimizer.zero_grad()
     set_random_states(random)
     gc.collect()  # a compiled graph may sit in a cycle
     if torch.cuda.is_available():
@@ -78,47 +78,47 @@ def _wanted(text: str) -> str:
     return format_bytes(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
 
 
-def shrink(job: Job, full: Full) -> Action:
+def shrink(context: RunContext, full: Full) -> Action:
     """The step that memory was too small for is taken again in smaller micro-batches; `plan.json` keeps them.
 
     Raises MemoryFull when its micro-batches are single rows, or cannot be cut.
     """
-    plan, begun = job.plan, job.step
+    plan, begun = context.plan, context.step
     rows, place = plan.train.micro_batch, f"{full} in step {begun + 1}"
-    if rows == 1 and not job.state.trainee.updating:  # this is the end, and nothing is lost
-        save(job)
-        job.saver.wait()
+    if rows == 1 and not context.state.model_and_optimizer.updating:  # this is the end, and nothing is lost
+        save(context)
+        context.saver.wait()
     listed = f"; what filled memory is listed in {full.listed}" if full.listed else ""
-    rung = smaller_micro_batch(plan, f"{place} with {rows}")
-    if rung is None:
+    fallback = smaller_micro_batch(plan, f"{place} with {rows}")
+    if fallback is None:
         at_once = "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
         raise MemoryFull(
             f"{place}, with {at_once} of {plan.data.sequence_length:,} tokens at once{who_else(plan.train.device)}",
             where=f"train.micro_batch={rows}{listed}",
-            remedy=_remedy(plan),
+            fix=_fix(plan),
         )
-    replan(job, rung.plan)
-    action = rung.action
-    if job.state.trainee.updating:
-        return_to_checkpoint(job, policy=True)
-        action += f"; the update was half done, so the run goes back to step {job.step}"
-    job.emit(Recovered(step=job.step, because=place, action=action + listed))
+    replan(context, fallback.plan)
+    action = fallback.action
+    if context.state.model_and_optimizer.updating:
+        return_to_checkpoint(context, policy=True)
+        action += f"; the update was half done, so the run goes back to step {context.step}"
+    context.emit(Recovered(step=context.step, reason=place, action=action + listed))
     return "again"
 
 
-def replan(job: Job, plan: Plan) -> None:
+def replan(context: RunContext, plan: RunPlan) -> None:
     """Goes on with another plan of the same training; what was measured under the old one is forgotten."""
-    job.plan, job.objective = plan, build_objective(plan)
-    job.timer.forget()
-    write_plan(plan, job.run_dir / "plan.json")
+    context.plan, context.objective = plan, build_objective(plan)
+    context.timer.forget()
+    write_plan(plan, context.run_dir / "plan.json")
 
 
-def _remedy(plan: Plan) -> str:
+def _fix(plan: RunPlan) -> str:
     """The plan's own remedies, cheapest first, and where it saw no need for any what always helps."""
     if plan.train.micro_batch > 1:
         rows = plan.train.micro_batch // 2
         return f"start again with train.micro_batch={rows} train.tokens_per_step={rows * plan.data.sequence_length}"
-    edits = [edit for edit in plan.remedies if not edit.startswith("train.micro_batch")]
+    edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch")]
     if not edits:
         train = plan.train
         edits += ["train.activation_checkpointing=full"] if train.activation_checkpointing != "full" else []
@@ -136,10 +136,10 @@ def who_else(device: str) -> str:
         return ""
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()
-    return told_tenants(tenants(), others=others, total=total)
+    return other_processes(gpu_processes(), others=others, total=total)
 
 
-def told_tenants(found: tuple[Tenant, ...], *, others: int, total: int) -> str:
+def other_processes(found: tuple[GpuProcess, ...], *, others: int, total: int) -> str:
     """To be added to a sentence. `others` is of one GPU, tenants are those of all.
 
     A GiB is left out: the driver's own context of this process takes about as much, and belongs to nobody else.
@@ -151,66 +151,75 @@ def told_tenants(found: tuple[Tenant, ...], *, others: int, total: int) -> str:
     return used + (f" (on the GPUs of this machine: {named})" if named else "")
 
 
-def judge(job: Job, result: StepResult, rows: range, first: Batch) -> Action:
+def judge(context: RunContext, result: StepResult, rows: range, first: Batch) -> Action:
     """What follows from a step that learned from `rows`; says so when it was not taken."""
     if result.taken:
-        return job.state.policy.judge(True, step=job.step, rows=rows)
-    scale = job.state.trainee.scale
+        return context.state.policy.judge(True, step=context.step, rows=rows)
+    scale = context.state.model_and_optimizer.scale
     if result.overflowed and scale is not None:
-        because = f"step {job.step} overflowed float16 and was {result.left}; the loss scale is now {scale.value:,.0f}"
-        job.emit(Warned(step=job.step, because=because))
+        reason = (
+            f"step {context.step} overflowed float16 and was {result.left}; the loss scale is now {scale.value:,.0f}"
+        )
+        context.emit(Warned(step=context.step, reason=reason))
         return "skip"
     what = "gradient" if math.isfinite(result.loss) else "loss"
-    text = job.tokenizer.decode(first.tokens[0, :40].tolist())
+    text = context.tokenizer.decode(first.tokens[0, :40].tolist())
     where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data, which begin with {text!r}"
-    because = f"the {what} of step {job.step} is not a finite number ({where}): the step was {result.left}"
-    job.emit(Warned(step=job.step, because=because))
+    reason = f"the {what} of step {context.step} is not a finite number ({where}): the step was {result.left}"
+    context.emit(Warned(step=context.step, reason=reason))
     exhausted = scale is not None and what == "gradient"
-    return job.state.policy.judge(False, step=job.step, rows=rows, what=what, exhausted=exhausted)
+    return context.state.policy.judge(False, step=context.step, rows=rows, what=what, exhausted=exhausted)
 
 
-def rewind(job: Job) -> None:
+def rewind(context: RunContext) -> None:
     """Back to the newest undamaged checkpoint (or the start), and on with the data after the bad rows."""
-    bad_step, cursor = job.step, job.state.cursor
-    return_to_checkpoint(job)
-    job.state.cursor = cursor
-    job.emit(
+    bad_step, cursor = context.step, context.state.cursor
+    return_to_checkpoint(context)
+    context.state.cursor = cursor
+    context.emit(
         Recovered(
-            step=job.step,
-            because=f"the loss was not a finite number up to step {bad_step}",
-            action=f"back to step {job.step}, and on with row {cursor.consumed:,} of the shuffled data",
+            step=context.step,
+            reason=f"the loss was not a finite number up to step {bad_step}",
+            action=f"back to step {context.step}, and on with row {cursor.consumed:,} of the shuffled data",
         )
     )
 
 
-def return_to_checkpoint(job: Job, *, policy: bool = False) -> None:
+def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
     """The newest undamaged one, or how the run began; the count of bad steps stays, or with `policy` goes back too."""
-    job.saver.drain()
-    folder = newest_valid(job.saver.folder, on_damage=lambda problem: job.emit(Warned(step=job.step, because=problem)))
-    go_back(job.state, job.plan, folder, policy=policy)
-    job.saver.follow(folder)
-    job.saved_step, job.looked, job.evaluated, job.state.progress.look_due = job.step, None, None, False
+    context.saver.drain()
+    folder = newest_valid(
+        context.saver.folder, on_damage=lambda problem: context.emit(Warned(step=context.step, reason=problem))
+    )
+    go_back(context.state, context.plan, folder, policy=policy)
+    context.saver.follow(folder)
+    context.saved_step, context.last_eval_step, context.evaluated, context.state.progress.eval_due = (
+        context.step,
+        None,
+        None,
+        False,
+    )
 
 
-def save(job: Job) -> None:
+def save(context: RunContext) -> None:
     """A checkpoint of this step, unless it has one; the best so far is marked.
 
     Raises Diverged when an update has overflowed: such weights are never saved, and older checkpoints stay.
     """
-    if job.step == job.saved_step:
+    if context.step == context.saved_step:
         return
-    for name, parameter in job.state.trainee.model.named_parameters():
+    for name, parameter in context.state.model_and_optimizer.model.named_parameters():
         if parameter.requires_grad and not bool(parameter.isfinite().all()):
-            job.saver.drain()
+            context.saver.drain()
             raise Diverged(
-                f"after step {job.step} the weights are no longer finite numbers ({name}), and they are not saved",
-                where=f"step {job.step}",
-                remedy="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
+                f"after step {context.step} the weights are no longer finite numbers ({name}), and they are not saved",
+                where=f"step {context.step}",
+                fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
             )
-    job.saved_step, job.saving_due = job.step, False
-    loss = job.evaluated[1] if job.evaluated is not None and job.evaluated[0] == job.step else None
-    best = job.state.progress.note_save(loss)
-    job.state.progress.seconds = job.timer.elapsed
-    with job.timer.aside() as seconds:
-        job.saver.save(job.step, job.state.parts(), job.state.scalars(), best=best)
-        job.timer.note_save(seconds())
+    context.saved_step, context.saving_due = context.step, False
+    loss = context.evaluated[1] if context.evaluated is not None and context.evaluated[0] == context.step else None
+    best = context.state.progress.note_save(loss)
+    context.state.progress.seconds = context.timer.elapsed
+    with context.timer.aside() as seconds:
+        context.saver.save(context.step, context.state.parts(), context.state.scalars(), best=best)
+        context.timer.note_save(seconds())

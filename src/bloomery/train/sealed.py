@@ -85,8 +85,8 @@ def refuse_other_run(folder: Path) -> None:
         if seal_of(step_folder(checkpoints, step)) not in (stamp, None):
             problem = f"the checkpoint does not follow the one of step {step:,} that is here"
     if problem is not None:
-        remedy = f"move it out of {checkpoints}; `bloomery resume` then takes the one before"
-        raise UserError(problem, where=str(folder), remedy=remedy)
+        fix = f"move it out of {checkpoints}; `bloomery resume` then takes the one before"
+        raise UserError(problem, where=str(folder), fix=fix)
 
 
 def seal_of(folder: Path) -> str | None:
@@ -134,7 +134,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
         raise UserError(
             f"the checkpoints cannot be read: {error.strerror}",
             where=str(checkpoints),
-            remedy="fix the permissions of that folder, then run the command again",
+            fix="fix the permissions of that folder, then run the command again",
         ) from error
     numbers = (name.removeprefix("step-") for name in names)
     return sorted(int(number) for number in numbers if number.isdecimal())
@@ -168,8 +168,8 @@ def best_step(checkpoints: Path) -> int | None:
         return None
     except ValueError as error:
         problem = f"the note of the best checkpoint cannot be read: {error}"
-        remedy = "delete it and choose with --step; the next best checkpoint writes it again"
-        raise UserError(problem, where=str(checkpoints / BEST), remedy=remedy) from error
+        fix = "delete it and choose with --step; the next best checkpoint writes it again"
+        raise UserError(problem, where=str(checkpoints / BEST), fix=fix) from error
 
 
 def remove_folder(folder: Path) -> None:

@@ -20,14 +20,14 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, quantise, read_model, write_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.store import note_model
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
 from bloomery.train.forward import prepare_weights
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.run import Diverged
 from bloomery.train.sealed import MANIFEST, damage
-from bloomery.train.step import LossScale, Trainee
+from bloomery.train.step import LossScale, ModelAndOptimizer
 
 Action = Literal["step", "skip", "rewind"]
 
@@ -69,7 +69,7 @@ class NonFinite:
             f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled "
             f"data; {tried} did not help",
             where=f"step {step}",
-            remedy="lower optimizer.learning_rate, set train.clip, or train in train.precision=float32 or bfloat16; "
+            fix="lower optimizer.learning_rate, set train.clip, or train in train.precision=float32 or bfloat16; "
             "the last good checkpoint is untouched",
         )
 
@@ -98,9 +98,9 @@ class Start:
         """Raises UserError when the weights in the folder are no longer those that the run in `run_dir` began with."""
         if self.source is not None:
             if (self.source / MANIFEST).is_file() and (wrong := damage(self.source)) is not None:
-                remedy = f"choose another checkpoint; delete {MANIFEST} where you changed the folder yourself"
+                fix = f"choose another checkpoint; delete {MANIFEST} where you changed the folder yourself"
                 problem = f"the checkpoint that training starts from is damaged: {wrong}"
-                raise UserError(problem, where=str(self.source), remedy=remedy)
+                raise UserError(problem, where=str(self.source), fix=fix)
             if self.run_dir is not None:
                 note_model(self.run_dir, "base", digest(self.source))
             read_model(model, self.source, seed=self.seed, new=self.new_ids)
@@ -110,7 +110,7 @@ class Start:
 
 @final
 @dataclass(frozen=True)
-class Kept:
+class CheckpointedModel:
     """What training changes of one model: its way into checkpoints, and back out of them.
 
     Every parameter, as a model's folder; with `settings` the low-rank pairs and what is trained in full beside them;
@@ -181,7 +181,7 @@ class Progress:
     best_loss: float | None = None  # the lowest loss of an evaluation so far
     evaluations_since_best: int = 0
     best_saved: float | None = None  # the loss that the checkpoint marked best was evaluated at
-    look_due: bool = False  # a stop cut the evaluation of this step short
+    eval_due: bool = False  # a stop cut the evaluation of this step short
 
     def note_evaluation(self, loss: float) -> None:
         """A loss that is not finite is no improvement."""
@@ -198,30 +198,34 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """`trainee` is what a step changes, `cursor` the next row of data, `policy` judges steps that are not finite.
+    """`model_and_optimizer` is what a step changes, `cursor` the next sequence, `policy` judges non-finite steps.
 
     `kept` is how the model gets into checkpoints. `base`: the model that an adapter adapts; None where every parameter
     is trained.
     """
 
-    trainee: Trainee
+    model_and_optimizer: ModelAndOptimizer
     cursor: Cursor
     progress: Progress
     policy: NonFinite
-    kept: Kept
+    kept: CheckpointedModel
     base: Base | None = None
 
     def parts(self) -> Parts:
         """Tensors by part of a checkpoint; the live ones, not copies."""
-        return {**self.kept.parts(), "optimizer": self.trainee.optimizer.named_tensors(), "rng": random_states()}
+        return {
+            **self.kept.parts(),
+            "optimizer": self.model_and_optimizer.optimizer.named_tensors(),
+            "rng": random_states(),
+        }
 
     def scalars(self) -> dict[str, Any]:
         """Everything else, for `state.json`."""
-        scale = self.trainee.scale
+        scale = self.model_and_optimizer.scale
         return {
             "cursor": asdict(self.cursor),
             "progress": asdict(self.progress),
-            "optimizer": self.trainee.optimizer.scalars(),
+            "optimizer": self.model_and_optimizer.optimizer.scalars(),
             "loss_scale": None if scale is None else asdict(scale),
             "policy": self.policy.state(),
             "torch": torch.__version__,
@@ -230,7 +234,7 @@ class TrainState:
         }
 
 
-def build_state(plan: Plan, *, resume_from: Path | None = None, run_dir: Path | None = None) -> TrainState:
+def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path | None = None) -> TrainState:
     """The state before the first step, or that of a checkpoint: built on the meta device, filled in place.
 
     The optimizer is built before the first forward. Raises UserError when the checkpoint is of another model, and when
@@ -248,9 +252,11 @@ def build_state(plan: Plan, *, resume_from: Path | None = None, run_dir: Path | 
         method = PeftAdapter(model, config, seed=plan.train.seed)
     apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
-    trainee = Trainee(model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method)
-    kept = Kept(model, start, base, settings, method)
-    state = TrainState(trainee, Cursor(plan.train.seed, 0), Progress(), NonFinite(), kept, base)
+    model_and_optimizer = ModelAndOptimizer(
+        model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method
+    )
+    kept = CheckpointedModel(model, start, base, settings, method)
+    state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), Progress(), NonFinite(), kept, base)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
             base.refuse_change(noted["digest"], where=str(resume_from))
@@ -259,7 +265,7 @@ def build_state(plan: Plan, *, resume_from: Path | None = None, run_dir: Path | 
     return state
 
 
-def empty_model(plan: Plan) -> Decoder:
+def empty_model(plan: RunPlan) -> Decoder:
     """The model that is trained, on the meta device: adapted, and in the dtypes that its weights are kept in."""
     with torch.device("meta"):
         model = Decoder(plan.model.config, attention=plan.model.attention)
@@ -273,29 +279,29 @@ def empty_model(plan: Plan) -> Decoder:
     return model
 
 
-def go_back(state: TrainState, plan: Plan, folder: Path | None, *, policy: bool = False) -> None:
+def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bool = False) -> None:
     """Replaces all in place: by what the checkpoint holds, or without one by how the run began.
 
     The policy's count is left alone, as a rewind would else go on for ever; `policy` takes that back too.
     """
-    state.trainee.updating = False
+    state.model_and_optimizer.updating = False
     if policy:
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is None:
         torch.manual_seed(plan.train.seed)
         state.kept.begin()
-        state.trainee.optimizer.load({}, {})
+        state.model_and_optimizer.optimizer.load({}, {})
         state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
         return
     stored = read_state(folder)
     if stored["cursor"]["seed"] != state.cursor.seed:
         problem = f"the checkpoint is of a run with the seed {stored['cursor']['seed']}, not {state.cursor.seed}"
-        raise UserError(problem, where=str(folder), remedy="move it out of the run's checkpoints")
+        raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints")
     state.kept.read(folder)
-    state.trainee.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
+    state.model_and_optimizer.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     set_random_states(read_part(folder, "rng"))
-    if state.trainee.scale is not None and stored["loss_scale"] is not None:
-        state.trainee.scale = LossScale(**stored["loss_scale"])
+    if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
+        state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])
     state.cursor = Cursor(**stored["cursor"])
     state.progress = Progress(**stored["progress"])
 
@@ -318,5 +324,5 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
     except RuntimeError as error:
         raise UserError(
             f"the random state of the checkpoint does not fit PyTorch {torch.__version__} ({error})",
-            remedy="resume with the PyTorch version that wrote the checkpoint",
+            fix="resume with the PyTorch version that wrote the checkpoint",
         ) from error

@@ -13,7 +13,7 @@ from bloomery.data.loading.loader import Batch
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
 from bloomery.plan.types import TrainPlan
-from bloomery.train.diagnostics.step_health import Checkup
+from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, to_device
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import LossParts, added
@@ -27,7 +27,7 @@ class StepResult:
     loss: float
     grad_norm: float
     overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
-    learned: int = 0  # labels that counted
+    loss_tokens: int = 0  # labels that counted
     metrics: dict[str, float] = field(default_factory=dict)  # means over the step, those that are finite
     in_backward: bool = False  # the optimizer was
 
@@ -60,13 +60,13 @@ class LossScale:
 
 
 @dataclass
-class Trainee:
+class ModelAndOptimizer:
     """What a step changes."""
 
     model: Decoder
     optimizer: Optimizer
     scale: LossScale | None  # float16 alone
-    checkup: Checkup | None = None  # looks at the next update
+    health_check: HealthCheck | None = None  # looks at the next update
     method: PeftAdapter | None = None  # of PEFT, whose schedule follows the updates
     updating: bool = False  # True outside a step: an update was cut short, and weights and states do not fit together
 
@@ -77,7 +77,12 @@ def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precisio
 
 
 def train_step(
-    trainee: Trainee, batches: Sequence[Batch], objective: Objective, *, plan: TrainPlan, share: float
+    model_and_optimizer: ModelAndOptimizer,
+    batches: Sequence[Batch],
+    objective: Objective,
+    *,
+    plan: TrainPlan,
+    share: float,
 ) -> StepResult:
     """Takes one step with `share` of the peak learning rate; a step that is not finite leaves weights and states alone.
 
@@ -85,59 +90,67 @@ def train_step(
     that accumulation gives the gradient of one large batch. The host waits for the device once: loss and norm decide
     whether the step is taken, and what the optimizer then does runs while the host goes on.
     """
-    device = next(trainee.model.parameters()).device
-    learned = sum(float(batch.weights.sum()) for batch in batches)
+    device = next(model_and_optimizer.model.parameters()).device
+    loss_tokens = sum(float(batch.weights.sum()) for batch in batches)
     count = max(1.0, sum(objective.count(batch) for batch in batches))
     if objective.before is not None:
-        batches = objective.before(trainee.model, batches)
-    factor = trainee.scale.value if trainee.scale is not None else 1.0
+        batches = objective.before(model_and_optimizer.model, batches)
+    factor = model_and_optimizer.scale.value if model_and_optimizer.scale is not None else 1.0
     total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
     inside: Tensor | None = None  # the norm that an optimizer in backward saw
     for batch in batches:
-        parts = compute_loss(trainee.model, to_device(batch, device), objective, precision=plan.precision)
+        parts = compute_loss(model_and_optimizer.model, to_device(batch, device), objective, precision=plan.precision)
         scaled = parts.total * (factor / count)
-        if trainee.optimizer.in_backward:
+        if model_and_optimizer.optimizer.in_backward:
             assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
-            inside = total.new_tensor(update_in_backward(trainee, scaled, factor=factor, clip=plan.clip, share=share))
+            inside = total.new_tensor(
+                update_in_backward(model_and_optimizer, scaled, factor=factor, clip=plan.clip, share=share)
+            )
         else:
             scaled.backward()
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
-    if trainee.method is not None and (penalty := trainee.method.penalty()) is not None:
+    if model_and_optimizer.method is not None and (penalty := model_and_optimizer.method.penalty()) is not None:
         (penalty * factor).backward()  # once a step, beside the reported loss
-    gradients = [p.grad for p in trainee.optimizer.parameters if p.grad is not None]
+    gradients = [p.grad for p in model_and_optimizer.optimizer.parameters if p.grad is not None]
     means = [some[0] / some[1] for some in sums.values()]
     loss, norm, *told = torch.stack([total / count, norm_of(gradients, factor, inside), *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
     metrics = {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
-    result = StepResult(loss, norm, overflowed, round(learned), metrics, inside is not None)
+    result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, inside is not None)
     if result.taken and inside is None:
         scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
-        trainee.updating = True
-        with nullcontext() if trainee.checkup is None else trainee.checkup.watching():
-            trainee.optimizer.step(share)
-        if trainee.method is not None:
-            trainee.method.after_update()
-        trainee.updating = False
-    if trainee.scale is not None and math.isfinite(loss):
-        trainee.scale.update(finite=result.taken)
-    trainee.optimizer.zero_grad()
+        model_and_optimizer.updating = True
+        with nullcontext() if model_and_optimizer.health_check is None else model_and_optimizer.health_check.watching():
+            model_and_optimizer.optimizer.step(share)
+        if model_and_optimizer.method is not None:
+            model_and_optimizer.method.after_update()
+        model_and_optimizer.updating = False
+    if model_and_optimizer.scale is not None and math.isfinite(loss):
+        model_and_optimizer.scale.update(finite=result.taken)
+    model_and_optimizer.optimizer.zero_grad()
     return result
 
 
-def update_in_backward(trainee: Trainee, scaled: Tensor, *, factor: float, clip: float | None, share: float) -> float:
+def update_in_backward(
+    model_and_optimizer: ModelAndOptimizer, scaled: Tensor, *, factor: float, clip: float | None, share: float
+) -> float:
     """Backward that updates as it goes: the norm over all gradients, not finite where it stopped half-way.
 
     From a loss that is not finite (NaN is returned) nothing goes backward: the host waits here to know it.
     """
     if not math.isfinite(scaled.item()):
         return math.nan
-    trainee.updating = True
-    with nullcontext() if trainee.checkup is None else trainee.checkup.watching(gradients=False):
-        trainee.optimizer.begin_step(share, factor=factor, clip=clip)
+    model_and_optimizer.updating = True
+    with (
+        nullcontext()
+        if model_and_optimizer.health_check is None
+        else model_and_optimizer.health_check.watching(gradients=False)
+    ):
+        model_and_optimizer.optimizer.begin_step(share, factor=factor, clip=clip)
         scaled.backward()
-        norm = trainee.optimizer.finish_step()
-    trainee.updating = False
+        norm = model_and_optimizer.optimizer.finish_step()
+    model_and_optimizer.updating = False
     return norm
 
 

@@ -39,7 +39,7 @@ class Use:
     machine: Machine | None = None
 
     @staticmethod
-    def here() -> "Use":
+    def local() -> "Use":
         """On the GPU where one is."""
         gpu = torch.cuda.is_available()
         return Use("cuda" if gpu else "cpu", bfloat16=gpu and torch.cuda.is_bf16_supported(including_emulation=False))
@@ -47,12 +47,12 @@ class Use:
     @staticmethod
     def of(profile: Profile, quantize: str | None, *, machine: Machine, asked: str) -> "Use":
         """On the device that training would take. Raises UserError for one that was asked for and cannot be used."""
-        gpu, because = profile.accelerator is not None, profile.device.because
+        gpu, reason = profile.accelerator is not None, profile.device.reason
         if gpu and not torch.cuda.is_available():
-            gpu, because = False, "this PyTorch cannot use it (torch.cuda.is_available() is False)"
+            gpu, reason = False, "this PyTorch cannot use it (torch.cuda.is_available() is False)"
         if not gpu and asked not in ("auto", "cpu"):
-            remedy = "`bloomery doctor --probe` says why; or --devices cpu"
-            raise UserError(f"device {asked} cannot be used: {because}", where="--devices", remedy=remedy)
+            fix = "`bloomery doctor --probe` says why; or --devices cpu"
+            raise UserError(f"device {asked} cannot be used: {reason}", where="--devices", fix=fix)
         kind = cast(Literal["none", "nf4", "int8"] | None, quantize)
         return Use("cuda" if gpu else "cpu", kind, profile.dtype.value == "bfloat16", machine)
 
@@ -81,7 +81,7 @@ def load_used(
     method = is_adapter_folder(found.weights) and read_settings(found.weights)["peft_type"] != "LORA"
     if method and quantize.base != "none":
         problem = "a method of PEFT's own needs the weights of its base as numbers, not quantized"
-        raise UserError(problem, where="--quantize", remedy="leave out --quantize", code=2)
+        raise UserError(problem, where="--quantize", fix="leave out --quantize", code=2)
     # The run's own precision; None where there was no run, or where the device lacks it: a processor that trained in
     # it can.
     precision = None if trained is None else trained.precision
@@ -138,7 +138,7 @@ def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, tel
         return
     raise UserError(
         f"{use.name} has {format_bytes(free)} of memory free, and this model needs {format_bytes(needed)}",
-        where=where, remedy=_smaller(decoder, quantize, use, needed, free),
+        where=where, fix=_smaller(decoder, quantize, use, needed, free),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from bloomery.core.units import format_count
 from bloomery.monitor.events import Phase, RunEnded, RunStarted, read_events
 
 if TYPE_CHECKING:
-    from bloomery.plan.types import Plan
+    from bloomery.plan.types import RunPlan
 
 RECIPES = {"lora": "demo-chat-lora", "full": "demo-chat-full"}
 
@@ -25,7 +25,7 @@ class Tuned:
         self.kind, self.folder = kind, folder
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> "RunPlan":
         from bloomery.plan.store import read_plan
 
         return read_plan(self.folder / "plan.json")
@@ -79,8 +79,8 @@ def train_base(story: Story) -> Path:
     """Without the kill and the exam of `bloomery demo`."""
     folder = Path("runs/demo")
     if folder.exists():
-        remedy = f"`bloomery resume {folder}` finishes it, or delete it"
-        raise UserError("the first demo's run was never finished", where=str(folder), remedy=remedy)
+        fix = f"`bloomery resume {folder}` finishes it, or delete it"
+        raise UserError("the first demo's run was never finished", where=str(folder), fix=fix)
     story.say("base", "there is no model of the first demo in runs/ yet, so it is trained now")
     _follow(story, "demo", folder)
     return exported(folder)
@@ -103,7 +103,7 @@ def free_folders(run_dir: Path | None) -> dict[str, Path]:
         folders = {kind: Path("runs") / (name if number == 1 else f"{name}-{number}") for kind, name in RECIPES.items()}
         if not any(folder.exists() for folder in folders.values()):
             return folders
-    raise UserError("there are ten thousand demos already", where="runs", remedy="delete some, or give --run-dir")
+    raise UserError("there are ten thousand demos already", where="runs", fix="delete some, or give --run-dir")
 
 
 def _train(story: Story, kind: str, folder: Path, *words: str) -> Tuned:
@@ -128,7 +128,7 @@ def _follow(story: Story, recipe: str, folder: Path, *words: str) -> None:
     story.end_table()
 
 
-def tell_run(story: Story, plan: "Plan") -> None:
+def tell_run(story: Story, plan: "RunPlan") -> None:
     """What is trained, once the run's length is known."""
     from bloomery.data.shards.format import read_manifest
 
@@ -148,7 +148,7 @@ def tell_run(story: Story, plan: "Plan") -> None:
     story.say("full" if rank is None else "lora", f"{what}: {trained} parameters learn, {steps}")
 
 
-def trained_parameters(plan: "Plan") -> int:
+def trained_parameters(plan: "RunPlan") -> int:
     from bloomery.plan.estimate.states import mode_of, trained_count
 
     return trained_count(plan.model.config, mode_of(plan, plan.model.config))

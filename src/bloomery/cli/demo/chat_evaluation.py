@@ -100,12 +100,12 @@ def _tuned_mark(
 
     from bloomery.cli.demo.chat import trained_parameters
     from bloomery.monitor.events import read_events
-    from bloomery.monitor.tally import tally_of
+    from bloomery.monitor.summary import summary_of
 
-    tally = tally_of(read_events(run.folder / "events.jsonl"))
+    summary = summary_of(read_events(run.folder / "events.jsonl"))
     mark = _mark(run.kind, run.folder, prepared, questions, example, tokenizer)
     trained = trained_parameters(run.plan)
-    return replace(mark, trained=trained, memory_gib=tally.peak_gib, seconds=tally.seconds)
+    return replace(mark, trained=trained, memory_gib=summary.peak_gib, seconds=summary.seconds)
 
 
 def _tell_marks(story: Story, marks: list[Mark], prepared: Path, count: int) -> None:

@@ -128,7 +128,7 @@ class Trainer:
             raise UserError(
                 "the demo's training ended early" + (f": {words[0].removeprefix('error: ')}" if words else ""),
                 where=str(self.folder / "log.txt"),
-                remedy=f"`bloomery resume {self.folder}` goes on from the last checkpoint",
+                fix=f"`bloomery resume {self.folder}` goes on from the last checkpoint",
                 code=process.returncode if process.returncode > 0 else 1,
             )
 

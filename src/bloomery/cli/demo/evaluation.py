@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bloomery.cli.demo.command import Kill
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
-    from bloomery.plan.types import Plan
+    from bloomery.plan.types import RunPlan
 
 BAR = 22  # characters of the longest
 SAMPLE_LINES = 8
@@ -42,7 +42,7 @@ def describe(machine: Machine) -> str:
     return " · ".join([*gpus, cpu, f"{host.memory_bytes / GIB:.0f} GiB memory"])
 
 
-def tell_text(story: Story, plan: "Plan", seconds: float) -> None:
+def tell_text(story: Story, plan: "RunPlan", seconds: float) -> None:
     """The corpus and the tokenizer, once the shards are there. `seconds`: what preparing them took."""
     from bloomery.data.shards.format import read_manifest
 
@@ -55,16 +55,16 @@ def tell_text(story: Story, plan: "Plan", seconds: float) -> None:
     story.say_timed("tokenizer", f"byte-level BPE, {manifest.vocab_size:,} tokens, {each:.1f} bytes each", seconds)
 
 
-def tell_plan(story: Story, plan: "Plan") -> None:
+def tell_plan(story: Story, plan: "RunPlan") -> None:
     """The plan of the run whose length has just been fixed."""
     from bloomery.model.counting import parameter_count
 
     train = plan.train
-    because = next(decision.because for decision in plan.decisions if decision.key == "train.precision")
+    reason = next(decision.reason for decision in plan.choices if decision.key == "train.precision")
     size = format_count(parameter_count(plan.model.config))
     memory = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.0f} GiB"
     story.say("plan", f"{size} parameters · {train.steps:,} steps of {train.tokens_per_step:,} tokens",
-              f"{train.precision}: {because}", f"{memory} · about {format_seconds(train.seconds or 0)}")  # fmt: skip
+              f"{train.precision}: {reason}", f"{memory} · about {format_seconds(train.seconds or 0)}")  # fmt: skip
 
 
 def examine(folder: Path, story: Story, kill: "Kill | None", began: float) -> dict[str, Any]:
@@ -151,15 +151,15 @@ def _sample(story: Story, decoder: "Decoder", tokenizer: "Tokenizer", prompt: st
     story.say()
 
 
-def _compare(story: Story, folder: Path, plan: "Plan") -> None:
+def _compare(story: Story, folder: Path, plan: "RunPlan") -> None:
     """The plan's figures beside the run's."""
     from bloomery.monitor.events import read_events
-    from bloomery.monitor.tally import tally_of
+    from bloomery.monitor.summary import summary_of
 
-    tally = tally_of(read_events(folder / "events.jsonl"))
+    summary = summary_of(read_events(folder / "events.jsonl"))
     planned_gib, planned = plan.memory.total / GIB, plan.seconds.value if plan.seconds else 0.0
-    time_told = f"time {planned:.0f} s / {tally.seconds:.0f} s ({tally.seconds / planned - 1:+.0%})"
-    memory_told = f"memory {planned_gib:.2f} / {tally.peak_gib:.2f} GiB ({tally.peak_gib / planned_gib - 1:+.0%})"
+    time_told = f"time {planned:.0f} s / {summary.seconds:.0f} s ({summary.seconds / planned - 1:+.0%})"
+    memory_told = f"memory {planned_gib:.2f} / {summary.peak_gib:.2f} GiB ({summary.peak_gib / planned_gib - 1:+.0%})"
     story.say("plan/run", f"{time_told} · {memory_told}")
 
 

@@ -12,7 +12,7 @@ from bloomery.core.units import format_seconds
 from bloomery.monitor.console.lines import TITLE, WIDTH, PlainView, titled
 from bloomery.monitor.console.words import doing
 from bloomery.monitor.events import EvalDone, Event, Phase, RunEnded, Saved, StepDone
-from bloomery.monitor.tally import RunFacts
+from bloomery.monitor.summary import RunFacts
 
 
 @final

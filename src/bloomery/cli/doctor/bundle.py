@@ -12,7 +12,7 @@ from typing import Any
 
 from bloomery.cli.common import plain
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded, scrub
+from bloomery.core.text import expanded, redact_secrets
 from bloomery.core.version import __version__
 from bloomery.hardware.machine import Machine
 from bloomery.runs.names import all_runs
@@ -43,13 +43,13 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
     text = json.dumps(_private_values(content), indent=1, ensure_ascii=False) + "\n"
     target = expanded(file)
     if target.is_file() and not _bundle(target):
-        remedy = "name a new file: bloomery doctor --bundle report.json"
-        raise UserError("this file is no bundle: it is not overwritten", where=str(file), remedy=remedy, code=2)
+        fix = "name a new file: bloomery doctor --bundle report.json"
+        raise UserError("this file is no bundle: it is not overwritten", where=str(file), fix=fix, code=2)
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        remedy = "name a file in a folder of yours: bloomery doctor --bundle ~/report.json"
-        raise UserError(f"the bundle cannot be written: {error.strerror}", where=str(file), remedy=remedy) from error
+        fix = "name a file in a folder of yours: bloomery doctor --bundle ~/report.json"
+        raise UserError(f"the bundle cannot be written: {error.strerror}", where=str(file), fix=fix) from error
     return len(text.encode())
 
 
@@ -124,7 +124,7 @@ def private(text: str) -> str:
         for name in sorted(names, key=len, reverse=True):
             if len(name) > 2 and name not in COMMON_NAMES:
                 text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
-    return scrub(text)
+    return redact_secrets(text)
 
 
 def _users() -> set[str]:

@@ -29,7 +29,7 @@ LONGEST_NAME = 1_000  # of a file; a longer text after --explain is the message 
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option("--machine", type=click.Path(path_type=Path), metavar="FILE", help="Diagnose a record or bundle instead.")
 @click.option("--explain", metavar="TEXT", help="Say what a message, a log file or (-) what is piped in means.")
-@click.option("--fix", type=int, metavar="N", help="Mend finding N, after asking; it never calls sudo.")
+@click.option("--fix", "number", type=int, metavar="N", help="Mend finding N, after asking; it never calls sudo.")
 @click.option("--bundle", type=click.Path(path_type=Path), metavar="FILE", help="Write what a maintainer needs.")
 @click.option("--docker", is_flag=True, help="Print the line that starts a container with this machine's GPUs.")
 def command(
@@ -37,7 +37,7 @@ def command(
     as_json: bool,
     machine: Path | None,
     explain: str | None,
-    fix: int | None,
+    number: int | None,
     bundle: Path | None,
     docker: bool,
 ) -> int:
@@ -49,21 +49,21 @@ def command(
     from bloomery.hardware.doctor.diagnose import diagnose, ready
 
     began = time.monotonic()
-    for name in ("probe",) * probe + ("fix",) * (fix is not None):
+    for name in ("probe",) * probe + ("fix",) * (number is not None):
         if machine is not None:
-            problem, remedy = (
+            problem, fix = (
                 f"--{name} works on this machine alone",
                 f"leave out --machine, or run --{name} on that machine",
             )
-            raise UserError(problem, where=f"--machine {machine}", remedy=remedy, code=2)
-    asked = {"--explain": explain is not None, "--fix": fix is not None, "--bundle": bundle is not None}
+            raise UserError(problem, where=f"--machine {machine}", fix=fix, code=2)
+    asked = {"--explain": explain is not None, "--fix": number is not None, "--bundle": bundle is not None}
     given = [name for name, there in (asked | {"--docker": docker}).items() if there]
     if len(given) > 1:
-        remedy = f"leave out {given[1]}, and call `bloomery doctor {given[1]} ...` afterwards"
-        raise UserError(f"{given[0]} and {given[1]} are two things", where="doctor", remedy=remedy, code=2)
-    if as_json and (fix is not None or bundle is not None or docker):
-        remedy = "leave out --json; it goes with --explain, --probe and --machine"
-        raise UserError("--json is for findings", where="doctor", remedy=remedy, code=2)
+        fix = f"leave out {given[1]}, and call `bloomery doctor {given[1]} ...` afterwards"
+        raise UserError(f"{given[0]} and {given[1]} are two things", where="doctor", fix=fix, code=2)
+    if as_json and (number is not None or bundle is not None or docker):
+        fix = "leave out --json; it goes with --explain, --probe and --machine"
+        raise UserError("--json is for findings", where="doctor", fix=fix, code=2)
     examined = examine(machine, probe=probe)
     if explain is not None:
         return _explain(explain, examined, as_json=as_json)
@@ -71,10 +71,10 @@ def command(
         click.echo("\n".join(run_lines(examined)))
         return 0
     findings = diagnose(examined)
-    if fix is not None:
-        from bloomery.cli.doctor.fix import mend
+    if number is not None:
+        from bloomery.cli.doctor.fix import apply_fix
 
-        mend(fix, findings, examined, ask=_confirm)
+        apply_fix(number, findings, examined, ask=_confirm)
         return 0
     if bundle is not None:
         from bloomery.cli.doctor.bundle import write_bundle
@@ -132,9 +132,9 @@ def read_record(file: Path) -> "Machine":
         if isinstance(error, ValidationError):  # the first thing that is wrong, with the key it is at
             first = error.errors(include_url=False, include_input=False)[0]
             why = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}"
-        remedy = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
+        fix = "`bloomery doctor --bundle FILE` writes one; runs/*/machine.json are others"
         problem = f"this file is no record of a machine: {why}"
-        raise UserError(problem, where=str(file), remedy=remedy, code=2) from error
+        raise UserError(problem, where=str(file), fix=fix, code=2) from error
 
 
 def _progress(name: str, done: int, total: int) -> None:
@@ -147,7 +147,7 @@ def _progress(name: str, done: int, total: int) -> None:
 
 def document(finding: "Finding") -> dict[str, Any]:
     """A finding as JSON."""
-    names = ("id", "level", "what", "evidence", "mend", "prove")
+    names = ("id", "level", "what", "evidence", "fix", "verify")
     return {name: getattr(finding, name) for name in names}
 
 
@@ -158,8 +158,8 @@ def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
 
     told = _told(text)
     if not told.strip() and not as_json:
-        remedy = 'bloomery doctor --explain "the last lines of the log"'
-        raise UserError("there is nothing to explain: it is empty", where="--explain", remedy=remedy, code=2)
+        fix = 'bloomery doctor --explain "the last lines of the log"'
+        raise UserError("there is nothing to explain: it is empty", where="--explain", fix=fix, code=2)
     known = match(told, machine=machine) or match(told)
     findings = [
         Finding(
@@ -167,8 +167,8 @@ def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
             level=one.level,
             what=f"{one.what}: {one.cause}",
             evidence=one.line[:300],
-            mend=one.remedy,
-            prove=one.prove,
+            fix=one.fix,
+            verify=one.verify,
         )
         for one in known
     ]
@@ -196,9 +196,9 @@ def _told(text: str) -> str:
             return text
         raise
     except UserError as error:
-        remedy = "name a file that can be read, or pipe it: `bloomery doctor --explain -` reads what is piped in"
+        fix = "name a file that can be read, or pipe it: `bloomery doctor --explain -` reads what is piped in"
         problem = f"{text} {error.problem.lower()}"
-        raise UserError(problem, where="--explain", remedy=remedy, code=2) from error
+        raise UserError(problem, where="--explain", fix=fix, code=2) from error
 
 
 def _last_bytes(stream: BinaryIO) -> bytes:

@@ -21,22 +21,22 @@ PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision"
 UNFIT = ("wrong-build", "wheel-unfit", "arch-not-in-wheel", "device-package-missing", "no-torch", "torch-too-old")
 
 
-def mend(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]) -> None:
+def apply_fix(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]) -> None:
     """Mend the finding of that number after asking. Raises UserError where only the user can."""
     if not 1 <= number <= len(findings):
         there = {0: "there is none", 1: "there is one"}.get(len(findings), f"there are {len(findings)}")
-        raise UserError(f"there is no finding {number}: {there}", where="--fix", remedy="bloomery doctor", code=2)
+        raise UserError(f"there is no finding {number}: {there}", where="--fix", fix="bloomery doctor", code=2)
     finding = findings[number - 1]
     if not finding.run:
-        by_hand = "\n       ".join(finding.mend)
-        raise UserError("this is yours to mend", where=f"{number}: {finding.what}", remedy=by_hand)
+        by_hand = "\n       ".join(finding.fix)
+        raise UserError("this is yours to mend", where=f"{number}: {finding.what}", fix=by_hand)
     if finding.run != PIN:
         _install(finding.run, ask)
         return
     unfit = next((other for other in findings if other.id in UNFIT), None)
     if unfit is not None:
-        remedy = "\n       ".join(unfit.mend)
-        raise UserError("this PyTorch is not the one to pin", where=unfit.what, remedy=remedy)
+        fix = "\n       ".join(unfit.fix)
+        raise UserError("this PyTorch is not the one to pin", where=unfit.what, fix=fix)
     local = machine.software.torch if machine.software.torch and "+" in machine.software.torch else None
     pin = _pin(local)
     if _agreed(pin.shown, ask):
@@ -47,8 +47,8 @@ def mend(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Cal
 def _install(command: str, ask: Callable[[str], bool]) -> None:
     """In this environment, never in the system's Python. A pin of the old build becomes one of the new build."""
     if sys.prefix == sys.base_prefix:
-        remedy = f"python3 -m venv .venv && . .venv/bin/activate, then {command}"
-        raise UserError("this Python is the system's: pip is not called in it", where=sys.prefix, remedy=remedy)
+        fix = f"python3 -m venv .venv && . .venv/bin/activate, then {command}"
+        raise UserError("this Python is the system's: pip is not called in it", where=sys.prefix, fix=fix)
     settings, _, words = command.partition("pip install ")
     if _agreed([command], ask, f"in {sys.prefix}; some gigabytes are downloaded"):
         said = dict(setting.split("=", 1) for setting in shlex.split(settings))
@@ -62,7 +62,7 @@ def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "
     """Whether these may be run. Raises UserError when nobody can be asked."""
     click.echo("\n           ".join(["run        " + commands[0], *commands[1:], *([remark] if remark else [])]))
     if not sys.stdin.isatty():
-        raise UserError("nobody is there to ask", where="--fix", remedy="\n       ".join(commands))
+        raise UserError("nobody is there to ask", where="--fix", fix="\n       ".join(commands))
     if not (agreed := ask("Run it?")):
         click.echo("left       as it was")
     return agreed
@@ -71,7 +71,7 @@ def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "
 def _run(command: Sequence[str], *, shown: str, settings: Mapping[str, str] = MappingProxyType({})) -> None:
     """`settings`: variables that the command sees besides this process's. Raises UserError when it fails."""
     if code := subprocess.run(command, env={**os.environ, **settings}, check=False).returncode:
-        raise UserError(f"pip ended with {code}", where="the lines above say why", remedy=shown)
+        raise UserError(f"pip ended with {code}", where="the lines above say why", fix=shown)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def _pin(torch: str | None) -> Pin:
     said = os.environ.get("PIP_CONSTRAINT") or subprocess.run(words, capture_output=True, text=True, check=False).stdout
     others = [one for one in said.split() if one not in (os.devnull, str(file), file.as_uri())]
     if others:
-        remedy = "\n       ".join(["write into it:", *pins])
-        raise UserError("pip's constraints of this environment are yours to change", where=others[0], remedy=remedy)
+        fix = "\n       ".join(["write into it:", *pins])
+        raise UserError("pip's constraints of this environment are yours to change", where=others[0], fix=fix)
     return Pin(file, pins)
 
 

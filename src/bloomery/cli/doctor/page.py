@@ -15,7 +15,7 @@ from bloomery.hardware.doctor.symptoms import PROBE, Finding
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.hardware.profile import best_device, with_gpu
 from bloomery.plan.local import plan_here
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 ROOM = 90  # of a line, behind its label
@@ -28,7 +28,7 @@ class Prospect:
 
     recipe: str
     machine: Machine
-    plan: Plan | None
+    plan: RunPlan | None
     problem: str = ""  # why there is no plan
     waits: bool = False
     alike: int = 0
@@ -53,7 +53,7 @@ def then_lines(seen: Prospect) -> list[str]:
     if seen.plan is None:
         return [f"{seen.recipe} cannot be planned: {seen.problem}"]
     waits = ["what the GPU will do is said once it can be reached; the CPU could do this:"] if seen.waits else []
-    plan, decided = seen.plan, {decision.key: str(decision.value) for decision in seen.plan.decisions}
+    plan, decided = seen.plan, {decision.key: str(decision.value) for decision in seen.plan.choices}
     attention = decided["train.attention"].replace("_", " ")
     choices = f"{decided['train.precision']} · {attention} attention · {decided['train.compile']}"
     one = f" on one of {seen.alike} GPUs" if seen.alike > 1 else ""
@@ -100,7 +100,7 @@ def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then:
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)
     # Those that need not be typed, as long as their own lines do not say it.
-    own = [str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.mend[0]]
+    own = [str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.fix[0]]
     if own:
         said = f"{' and '.join(own)} can be done for you, after asking: bloomery doctor --fix {own[0]}"
         lines += _labelled("fix", [said])
@@ -115,9 +115,9 @@ def headline(findings: Sequence[Finding]) -> str:
     if stops:
         first = stops[0].what.partition(": ")
         reason = first[2].replace("it was", "this PyTorch was") if stops[0].id == "wrong-build" else first[0]
-        steps = [step for finding in stops for step in finding.mend]
+        steps = [step for finding in stops for step in finding.fix]
         commands = sum(not step.startswith("#") and "  # or, " not in step for step in steps)
-        return f"Not ready: {reason}. {_counted(commands, 'command')} {'mends' if commands == 1 else 'mend'} it."
+        return f"Not ready: {reason}. {_counted(commands, 'command')} {'mends' if commands == 1 else 'fix'} it."
     if any(finding.id == "no-gpu" for finding in findings):
         return "Ready, without a GPU: small models train on this machine's CPU."
     slow = sum(finding.level == "slows" for finding in findings)
@@ -184,9 +184,9 @@ def finding_lines(number: int, finding: Finding) -> Iterator[str]:
     yield from (" " * LABEL + line for line in rest)
     if finding.evidence:
         yield from _inner("seen", textwrap.wrap(finding.evidence, WIDTH - LABEL))
-    yield from _inner("mend", list(step_lines(finding.mend)))
-    if finding.level == "stops" and finding.prove:
-        yield from _inner("prove", list(step_lines([finding.prove + PROBING * (finding.prove == PROBE)])))
+    yield from _inner("fix", list(step_lines(finding.fix)))
+    if finding.level == "stops" and finding.verify:
+        yield from _inner("verify", list(step_lines([finding.verify + PROBING * (finding.verify == PROBE)])))
 
 
 def step_lines(steps: Sequence[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.chat.examples import Example, Message, Role, Turns
-from bloomery.data.sources.readers import JSON_KINDS, Flaw, Value, text_of
+from bloomery.data.sources.readers import JSON_KINDS, BadRow, Value, text_of
 from bloomery.recipe.schema import Recipe, Source
 
 MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
@@ -32,9 +32,9 @@ Columns = Mapping[str, str]  # roles to columns of other names
 class Wrong(Exception):
     """Carries a Flaw out of a row."""
 
-    def __init__(self, where: str, problem: str, remedy: str = "") -> None:
+    def __init__(self, where: str, problem: str, fix: str = "") -> None:
         super().__init__(problem)
-        self.flaw = Flaw(where, problem, remedy) if remedy else Flaw(where, problem)
+        self.bad_row = BadRow(where, problem, fix) if fix else BadRow(where, problem)
 
 
 def kind_of(value: object) -> str:
@@ -47,8 +47,8 @@ def text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise Wrong(where, f"is {kind_of(value)}, not a text")
     checked = text_of(value, where)
-    if isinstance(checked, Flaw):
-        raise Wrong(checked.where, checked.problem, checked.remedy)
+    if isinstance(checked, BadRow):
+        raise Wrong(checked.where, checked.problem, checked.fix)
     return checked
 
 
@@ -193,8 +193,8 @@ def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, answ
     for index, message in enumerate(messages):
         place = f"{where}[{start + index}]"
         if not message.content.strip() and not message.calls and not message.thinking and message.role != "tool":
-            remedy = "remove it or fill it, or set data.on_error to skip"
-            raise Wrong(place, f"is an empty turn of the {message.role}", remedy)
+            fix = "remove it or fill it, or set data.on_error to skip"
+            raise Wrong(place, f"is an empty turn of the {message.role}", fix)
         if message.role == "system" and index:
             again = any(earlier.role == "system" for earlier in messages[:index])
             problem = "is a second system message" if again else "is a system message after the first turn"
@@ -203,8 +203,8 @@ def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, answ
             caller = next((turn for turn in reversed(messages[:index]) if turn.role != "tool"), None)
             signs = caller is not None and any(sign in caller.content.lower() for sign in _CALL_SIGNS)
             if caller is None or caller.role != "assistant" or not (caller.calls or signs):
-                remedy = "put the assistant's tool_calls before it, or remove it"
-                raise Wrong(place, "is a tool's result without a call before it", remedy)
+                fix = "put the assistant's tool_calls before it, or remove it"
+                raise Wrong(place, "is a tool's result without a call before it", fix)
             ids = [call["id"] for call in caller.calls if "id" in call]
             if message.call_id is not None and ids and message.call_id not in ids:
                 problem = f"answers a call {message.call_id[:40]!r} that was not made; made are: {', '.join(ids)[:80]}"
@@ -212,11 +212,11 @@ def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, answ
     if not answers:
         return
     if not any(message.role == "assistant" for message in messages):
-        remedy = "add the answer, or set data.on_error to skip"
-        raise Wrong(where, "has no turn of the assistant, so there is nothing to learn", remedy)
+        fix = "add the answer, or set data.on_error to skip"
+        raise Wrong(where, "has no turn of the assistant, so there is nothing to learn", fix)
     if messages[-1].role != "assistant":
-        remedy = "add the answer or remove the turn, or set data.on_error to skip"
-        raise Wrong(where, f"ends on a turn of the {messages[-1].role}, which nothing answers", remedy)
+        fix = "add the answer or remove the turn, or set data.on_error to skip"
+        raise Wrong(where, f"ends on a turn of the {messages[-1].role}, which nothing answers", fix)
 
 
 LISTS = ("messages", "conversations", "conversation")
@@ -255,14 +255,14 @@ def guess_columns(row: Row) -> dict[str, str] | None:
     return found if {"instruction", "output"} <= found.keys() else None
 
 
-def read_example(row: object, *, format: str, columns: Columns, where: str) -> Example | Flaw:
+def read_example(row: object, *, format: str, columns: Columns, where: str) -> Example | BadRow:
     """The example in a row. `columns` maps roles to columns of other names (FORMATS)."""
     try:
         if not isinstance(row, dict):
             raise Wrong(where, f"is {kind_of(row)}, not an object with columns")
         return FORMATS[format].read(row, columns, where)
     except Wrong as wrong:
-        return wrong.flaw
+        return wrong.bad_row
 
 
 def _column(row: Row, role: str, columns: Columns, where: str) -> tuple[Any, str]:
@@ -270,8 +270,8 @@ def _column(row: Row, role: str, columns: Columns, where: str) -> tuple[Any, str
     name = columns.get(role, role)
     if name not in row:
         present = ", ".join(str(key)[:40] for key in list(row)[:12]) or "nothing"
-        remedy = "set data.columns={}: it maps other data" if role in row else f"name it: data.columns={{{role}: NAME}}"
-        raise Wrong(where, f"has no column {name!r}; it has: {present}", remedy)
+        fix = "set data.columns={}: it maps other data" if role in row else f"name it: data.columns={{{role}: NAME}}"
+        raise Wrong(where, f"has no column {name!r}; it has: {present}", fix)
     return row[name], f"{where}, {name}"
 
 
@@ -370,8 +370,8 @@ def _preference(row: Row, columns: Columns, where: str) -> Example:
         length = _common(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         if not prompt:
-            remedy = "name the prompt's column: data.columns={prompt: NAME}"
-            raise Wrong(where, "has no prompt, and chosen and rejected share no beginning", remedy)
+            fix = "name the prompt's column: data.columns={prompt: NAME}"
+            raise Wrong(where, "has no prompt, and chosen and rejected share no beginning", fix)
         if not chosen or not rejected:
             raise Wrong(where, "has a side that is only the beginning of the other", _PAIR_REMEDY)
     prompt, answers = _joined(prompt, place, ((chosen, chosen_place), (rejected, rejected_place)))
@@ -459,7 +459,7 @@ def refuse_unknown_roles(source: Source) -> None:
     unknown = sorted(set(source.columns) - set(known))
     if unknown:
         problem = f"no such role: {unknown[0]}; there are {', '.join(known)}"
-        raise UserError(problem, where="data.columns", remedy=f"write {{{known[0]}: NAME}}")
+        raise UserError(problem, where="data.columns", fix=f"write {{{known[0]}: NAME}}")
 
 
 def _all_roles() -> tuple[str, ...]:
@@ -473,12 +473,12 @@ def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> lis
 
 
 def format_of_row(
-    row: dict[str, Any], columns: dict[str, str], *, wants: Wants, plain: bool
+    row: dict[str, Any], columns: dict[str, str], *, required_format: Wants, plain: bool
 ) -> tuple[str, dict[str, str]] | None:
     """The format of the examples in rows such as this one, and their columns; None when they are read as text.
     `plain`: it has a column that is usually the text. Columns that nobody named are found by their usual names.
     """
-    if wants == "text" or (wants == "any" and plain):
+    if required_format == "text" or (required_format == "any" and plain):
         return None
     row = _with_turns(row)
     format = detect_format(row, columns)
@@ -492,7 +492,7 @@ def format_of_row(
     return None if guessed is None else ("alpaca", {role: name for role, name in guessed.items() if role != name})
 
 
-def row_to_example(value: Value, format: str, columns: dict[str, str]) -> Example | Flaw:
+def row_to_example(value: Value, format: str, columns: dict[str, str]) -> Example | BadRow:
     """The example in a row."""
     row = _with_turns(value.content) if isinstance(value.content, dict) else value.content
     label = columns.get("label", "label")
@@ -513,26 +513,26 @@ def _with_turns(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **turns} if turns else row
 
 
-def documents_wanted(example: Example, wants: Wants) -> Iterator[Example]:
+def documents_wanted(example: Example, required_format: Wants) -> Iterator[Example]:
     """What an objective learns of an example: kto takes a pair as two marked answers. Raises UserError for a kind that
     it does not learn from.
     """
-    if example.kind == "pair" and wants == "kto":
+    if example.kind == "pair" and required_format == "kto":
         for answer, desirable in zip(example.answers, (True, False), strict=True):
             yield replace(example, kind="kto", answers=(answer,), desirable=desirable)
         return
     fits = {"any": True, "sft": example.kind in ("chat", "completion"), "pairs": example.kind == "pair",
             "kto": example.kind == "kto", "text": False}  # fmt: skip
-    if not fits[wants]:
-        problem = f"its rows are {NAMES[example.kind]}, and the objective learns from {_NEEDS[wants]}"
-        remedy = f"set objective.kind={_LEARNED_BY[example.kind]}, or name other data"
-        raise UserError(problem, where=example.source, remedy=remedy)
+    if not fits[required_format]:
+        problem = f"its rows are {NAMES[example.kind]}, and the objective learns from {_NEEDS[required_format]}"
+        fix = f"set objective.kind={_LEARNED_BY[example.kind]}, or name other data"
+        raise UserError(problem, where=example.source, fix=fix)
     yield example
 
 
-def refuse_text(wants: Wants, where: str) -> UserError:
+def refuse_text(required_format: Wants, where: str) -> UserError:
     """For plain text where answers are judged."""
     return UserError(
-        f"the data is plain text, and the objective learns from {_NEEDS[wants]}", where=where,
-        remedy="set objective.kind=sft, name other data, or say which columns hold what: data.columns={chosen: NAME}",
+        f"the data is plain text, and the objective learns from {_NEEDS[required_format]}", where=where,
+        fix="set objective.kind=sft, name other data, or say which columns hold what: data.columns={chosen: NAME}",
     )  # fmt: skip

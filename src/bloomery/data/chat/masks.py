@@ -319,7 +319,7 @@ def generated_spans(marked: Marked) -> list[Span]:
     return [(start, end) for (_, start), (_, end) in zip(begins, ends, strict=True)]
 
 
-def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+def loss_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Whether each token holds at least one character of a span; both in order."""
     learned, index = [], 0
     for start, end in offsets:

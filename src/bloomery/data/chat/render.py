@@ -12,10 +12,10 @@ from typing import Any, Literal, final
 from bloomery.core.units import format_bytes
 from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.formats import Wrong, check_turns
-from bloomery.data.chat.masks import learned_tokens
+from bloomery.data.chat.masks import loss_tokens
 from bloomery.data.chat.sandbox import TemplateProcess
 from bloomery.data.chat.templates import NONE, ChatTemplate, find_template, formats_texts, own_templates
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
@@ -87,18 +87,18 @@ class Renderer:
     def encode(self, example: Example) -> Encoded:
         """One sequence an answer. Raises UserError that names the example's source."""
         encoded = self.encode_batch([example])[0]
-        if isinstance(encoded, Flaw):
+        if isinstance(encoded, BadRow):
             raise encoded.error()
         return encoded
 
-    def encode_batch(self, examples: list[Example]) -> list[Encoded | Flaw]:
+    def encode_batch(self, examples: list[Example]) -> list[Encoded | BadRow]:
         """One entry an example. Raises UserError when the template itself cannot be used."""
         turned = [self._turned(example) for example in examples]
-        encoded = dict[int, Encoded | Flaw]()
+        encoded = dict[int, Encoded | BadRow]()
         for tools in (False, True):
             chats = list[int]()
             for index, each in enumerate(turned):
-                if isinstance(each, Flaw):
+                if isinstance(each, BadRow):
                     encoded[index] = each
                 elif isinstance(each.answers[0], str):
                     if not tools:
@@ -111,21 +111,21 @@ class Renderer:
                 encoded |= zip(numbers, self._render(some, tools), strict=True)
         return [encoded[index] for index in range(len(examples))]
 
-    def _turned(self, example: Example) -> Example | Flaw:
+    def _turned(self, example: Example) -> Example | BadRow:
         """A prompt and answers that are texts as turns, where the template formats them."""
         if not self._formats or example.implicit or not isinstance(example.prompt, str) or not example.prompt:
             return example
         if mark := next((mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None):
             problem = f"begins with {mark}, which {self.template.origin} writes itself: the prompt is formatted already"
-            remedy = f"set data.chat.template={NONE}: texts are then trained on as they are"
-            return Flaw(f"{example.source}, prompt", problem, remedy)
+            fix = f"set data.chat.template={NONE}: texts are then trained on as they are"
+            return BadRow(f"{example.source}, prompt", problem, fix)
         prompt = Message("user", example.prompt)
         answers = [(Message("assistant", answer),) for answer in example.answers if isinstance(answer, str)]
         try:
             for answer in answers:
                 check_turns((prompt, *answer), example.source)
         except Wrong as wrong:
-            return wrong.flaw
+            return wrong.bad_row
         return replace(example, prompt=(prompt,), answers=tuple(answers))
 
     @cached_property
@@ -144,7 +144,7 @@ class Renderer:
             raise self._process(bool(tools)).error(answer["error"])
         return self._tokenizer.encode_places([answer["text"]])[0][0]
 
-    def _encode_texts(self, example: Example) -> Encoded | Flaw:
+    def _encode_texts(self, example: Example) -> Encoded | BadRow:
         """Prompt and answer in one piece, as TRL does: what the ids share with those of the prompt alone is not
         learned; the end token is. Answers of one prompt begin to be learned at one place.
         """
@@ -153,7 +153,7 @@ class Renderer:
         texts = [prompt, *(prompt + answer for answer in example.answers if isinstance(answer, str))]
         for text in texts:
             if (error := self._tokenizer.too_long(text, special=True)) is not None:
-                return Flaw(example.source, error.problem, error.remedy)
+                return BadRow(example.source, error.problem, error.fix)
         asked, *told = self._tokenizer.encode_batch(texts, special=True)
         prefix = [] if asked[: len(prefix)] == prefix else prefix
         start = min(_shared(asked, ids) for ids in told)
@@ -165,7 +165,7 @@ class Renderer:
             encoded.append(Sequence(whole, [index >= len(prefix) + start for index in range(len(whole))]))
         return tuple(encoded)
 
-    def _render(self, examples: list[Example], tools: bool) -> list[Encoded | Flaw]:
+    def _render(self, examples: list[Example], tools: bool) -> list[Encoded | BadRow]:
         jobs = [self._job(example, answer) for example in examples for answer in example.answers]
         answers = self._process(tools).read(jobs)
         for answer in answers:  # a rendering that would take too much memory to encode
@@ -173,7 +173,7 @@ class Renderer:
                 answer["error"] = f"that is {format_bytes(size)} of text"
         good = [answer for answer in answers if "error" not in answer]
         placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
-        left, encoded = iter(answers), list[Encoded | Flaw]()
+        left, encoded = iter(answers), list[Encoded | BadRow]()
         for example in examples:
             sides, refused = list[Sequence](), list[Json]()
             for answer in (next(left) for _ in example.answers):
@@ -181,11 +181,11 @@ class Renderer:
                     refused.append(answer)
                     continue
                 ids, offsets = next(placed)
-                learned = learned_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
+                learned = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
                 sides.append(Sequence(ids, learned))
             if refused:
                 problem = f"cannot be written as {self.template.origin} asks: {refused[0]['error']}"
-                encoded.append(Flaw(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _REMEDY))
+                encoded.append(BadRow(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _REMEDY))
             else:
                 encoded.append(tuple(sides))
         return encoded
@@ -270,7 +270,7 @@ def chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[Form]:
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         turns = (Message("user", "a"), Message("assistant", "b"))
         tried = [Example("the template", "chat", (), (said,)) for said in (turns, (Message("system", "c"), *turns))]
-        whole = next((found[0] for found in renderer.encode_batch(tried) if not isinstance(found, Flaw)), None)
+        whole = next((found[0] for found in renderer.encode_batch(tried) if not isinstance(found, BadRow)), None)
         if whole is None:
             (whole,) = renderer.encode(tried[0])  # its error
         control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}

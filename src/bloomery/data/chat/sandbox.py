@@ -44,7 +44,7 @@ class TemplateProcess:
         return [{"error": answers}]
 
     def error(self, problem: str) -> UserError:
-        return UserError(f"the chat template cannot be used: {problem}", where=self._template.origin, remedy=_REMEDY)
+        return UserError(f"the chat template cannot be used: {problem}", where=self._template.origin, fix=_REMEDY)
 
     def _ask(self, jobs: Sequence[Json]) -> list[Json] | str:
         """The answers, or what ended the process."""

@@ -43,13 +43,13 @@ def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
         return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
     if asked is None and own:
         raise UserError(f"the tokenizer has several chat templates and none of them is the default: {', '.join(own)}",
-                        where=_WHERE, remedy="name one of them")  # fmt: skip
+                        where=_WHERE, fix="name one of them")  # fmt: skip
     if asked is None:
-        raise UserError("the tokenizer has no chat template", where=_WHERE, remedy=_CHOICES)
+        raise UserError("the tokenizer has no chat template", where=_WHERE, fix=_CHOICES)
     if asked == NONE:
         problem = "rows of turns need a chat template, and the recipe sets none"
-        remedy = f"{_CHOICES}, or leave it out: the model's own"
-        raise UserError(problem, where=f"{_WHERE}={NONE}", remedy=remedy, code=2)
+        fix = f"{_CHOICES}, or leave it out: the model's own"
+        raise UserError(problem, where=f"{_WHERE}={NONE}", fix=fix, code=2)
     if asked in own:
         return ChatTemplate(own[asked], f"the tokenizer's own template {asked!r}")
     if asked in BUILTIN:
@@ -61,7 +61,7 @@ def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
         return ChatTemplate(_read(path), str(path))
     near = closest(asked, [*own, *BUILTIN])
     meant = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"there is no chat template and no file {asked!r}{meant}", where=_WHERE, remedy=_CHOICES)
+    raise UserError(f"there is no chat template and no file {asked!r}{meant}", where=_WHERE, fix=_CHOICES)
 
 
 def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
@@ -83,7 +83,7 @@ def _read(path: Path) -> str:
     try:
         return read_input(path, MIB).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError("is not UTF-8", where=str(path), remedy=_CHOICES) from error
+        raise UserError("is not UTF-8", where=str(path), fix=_CHOICES) from error
 
 
 def beside(folder: Path) -> dict[str, str]:

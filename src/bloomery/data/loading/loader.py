@@ -111,11 +111,11 @@ class Loader:
         self.rows = sum(self._visits)
         if self.rows == 0:
             if not self.tokens:
-                remedy = "add text, or set data.validation"
-                raise UserError(f"the {split} split is empty", where=str(prepared), remedy=remedy)
+                fix = "add text, or set data.validation"
+                raise UserError(f"the {split} split is empty", where=str(prepared), fix=fix)
             problem = f"no row of the {split} split has anything to learn within its length"
-            remedy = "raise data.sequence_length; bloomery prepare RECIPE --check says more"
-            raise UserError(problem, where=str(prepared), remedy=remedy)
+            fix = "raise data.sequence_length; bloomery prepare RECIPE --check says more"
+            raise UserError(problem, where=str(prepared), fix=fix)
 
     def batch(self, cursor: Cursor, rows: int) -> Batch:
         """Rows consumed .. consumed + `rows` of the run; of these, this rank's: every world-th from its own number

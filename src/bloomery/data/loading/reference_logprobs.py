@@ -68,19 +68,19 @@ class Reference:
 
     def __init__(self, path: Path, tokens: int, run: str = "") -> None:
         """Raises UserError when the file or its seal is missing, damaged, or of other shards or another run."""
-        self._path, self._remedy = path, f"delete it ({path}), and training computes it again"
+        self._path, self._fix = path, f"delete it ({path}), and training computes it again"
         size = path.stat().st_size if path.is_file() else -1
         if size != 4 * tokens:
             problem = f"has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
-            raise UserError(problem if size >= 0 else "is missing", where=str(path), remedy=self._remedy)
+            raise UserError(problem if size >= 0 else "is missing", where=str(path), fix=self._fix)
         try:
             seal = unstamped(seal_of(path))
         except (FileNotFoundError, ValueError) as error:
-            raise UserError("its seal is missing or damaged", where=str(seal_of(path)), remedy=self._remedy) from error
+            raise UserError("its seal is missing or damaged", where=str(seal_of(path)), fix=self._fix) from error
         if seal.get("run") != run:
-            raise UserError("belongs to another run", where=str(path), remedy=self._remedy)
+            raise UserError("belongs to another run", where=str(path), fix=self._fix)
         self._values = np.memmap(path, np.float32, "r")
-        self._blocks = Blocks(self._values.data, tuple(seal["blocks"]), path, remedy=self._remedy)
+        self._blocks = Blocks(self._values.data, tuple(seal["blocks"]), path, fix=self._fix)
 
     def of(self, stored: Places, learned: Values) -> Values:
         """The values of a row's labels, 0 where nothing is learned. Raises UserError for one that was never computed,
@@ -91,5 +91,5 @@ class Reference:
         found: Values = np.where(learned > 0, self._values[places], np.float32(0))
         if not np.isfinite(found).all():
             problem = "has no value for a token that is learned: it was computed for another layout or length"
-            raise UserError(problem, where=str(self._path), remedy=self._remedy)
+            raise UserError(problem, where=str(self._path), fix=self._fix)
         return found

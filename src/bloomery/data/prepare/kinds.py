@@ -13,7 +13,7 @@ from bloomery.data.chat.formats import FORMATS
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.templates import BUILTIN, builtin_template, formats_texts
 from bloomery.data.shards.format import ShardKind, Texts
-from bloomery.data.sources.documents import Corpus, Document, Tally, read_documents
+from bloomery.data.sources.documents import Corpus, Document, ReadStats, read_documents
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.recipe.schema import Chat, Recipe
 
@@ -52,7 +52,7 @@ def kinds_of(corpora: list[Corpus], *, on_error: str) -> Kinds:
     """By the first document of each source. Text may stand beside conversations; raises UserError for what else
     differs.
     """
-    return kinds_among([next(read_documents(corpus, on_error=on_error, tally=Tally()), None) for corpus in corpora])
+    return kinds_among([next(read_documents(corpus, on_error=on_error, stats=ReadStats()), None) for corpus in corpora])
 
 
 def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
@@ -76,11 +76,11 @@ def refuse_mixture(document: Document, kind: ShardKind) -> None:
     if own == kind:
         return
     if {own, kind} == set(_MIXED):
-        rule, remedy = "a source holds one kind", "make each of them a source of its own: data.sources"
+        rule, fix = "a source holds one kind", "make each of them a source of its own: data.sources"
     else:
-        rule, remedy = "a run learns from one of them", "leave one of them out, or say what its rows are: data.format"
+        rule, fix = "a run learns from one of them", "leave one of them out, or say what its rows are: data.format"
     problem = f"the data is {_NAMES[own]} here, and {_NAMES[kind]} before it: {rule}"
-    raise UserError(problem, where=document.source, remedy=remedy)
+    raise UserError(problem, where=document.source, fix=fix)
 
 
 def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
@@ -97,7 +97,7 @@ def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
 
 
 @final
-class Twins:
+class KtoPairCheck:
     """For KTO: each example with the answer of another one beside its own, from which its drift is estimated
     (arXiv:2402.01306, section 4): the answer of the nearest example of its split before it that has another prompt.
     Those that have none take it from the first example of the source with another prompt than theirs, of their own
@@ -129,7 +129,7 @@ class Twins:
 
     def _first_other(self, example: Example, split: str) -> Example:
         elsewhere: Example | None = None
-        for document in read_documents(self._corpus, on_error=self._on_error, tally=Tally()):
+        for document in read_documents(self._corpus, on_error=self._on_error, stats=ReadStats()):
             found = document.example
             if found is None or found.prompt == example.prompt:
                 continue
@@ -141,7 +141,7 @@ class Twins:
         raise UserError(
             "every row has the same prompt, and kto compares an answer with answers to other prompts",
             where=self._corpus.path,
-            remedy="add rows with other prompts, or set objective.kind=sft",
+            fix="add rows with other prompts, or set objective.kind=sft",
         )
 
 
@@ -150,8 +150,8 @@ def checked_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, 
     tokens = np.array(document.tokens, np.uint32)
     if int(tokens.max()) >= tokenizer.vocab_size:
         problem = f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}"
-        remedy = "name the tokenizer that made these tokens: tokenizer.from"
-        raise UserError(problem, where=document.source, remedy=remedy)
+        fix = "name the tokenizer that made these tokens: tokenizer.from"
+        raise UserError(problem, where=document.source, fix=fix)
     return tokens
 
 

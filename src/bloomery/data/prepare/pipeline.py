@@ -24,7 +24,7 @@ from bloomery.core.units import MIB
 from bloomery.data.chat.examples import texts_of
 from bloomery.data.chat.formats import wants_of
 from bloomery.data.chat.templates import NONE, find_template
-from bloomery.data.prepare.kinds import Twins, checked_tokens, kinds_of, refuse_mixture, train_on, verbatim
+from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_of, refuse_mixture, train_on, verbatim
 from bloomery.data.prepare.split import Splitter, content_key, make_splitter, validation_corpora
 from bloomery.data.prepare.workers import Array, Encoded, Rendering, count_workers, encode_in_order, encoders
 from bloomery.data.shards.format import (
@@ -39,9 +39,9 @@ from bloomery.data.shards.format import (
     write_manifest,
 )
 from bloomery.data.shards.writer import Lost, Progress, SplitWriter, Structure
-from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpora, read_documents, unpadded
+from bloomery.data.sources.documents import Corpus, Document, ReadStats, open_corpora, read_documents, unpadded
 from bloomery.data.sources.files import SourceFile
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
@@ -70,8 +70,8 @@ def file_states(corpora: list[Corpus]) -> list[FileState]:
             try:
                 status = file.path.stat()
             except OSError as error:
-                remedy = "check its owner, its permissions and the disk"
-                raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=remedy) from error
+                fix = "check its owner, its permissions and the disk"
+                raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=fix) from error
             found.append(FileState(source, file.name, status.st_size, status.st_mtime_ns))
     return found
 
@@ -103,7 +103,7 @@ def record_sources(
         changed = sorted({state.name for state in set(before) ^ set(now)})
         raise UserError(
             "the text changed while it was read", where=changed[0] if changed else "data",
-            remedy="run the same command again once nothing writes there",
+            fix="run the same command again once nothing writes there",
         )  # fmt: skip
     write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
     records = []
@@ -124,8 +124,8 @@ def stale(folder: Path, corpora: list[Corpus]) -> str | None:
         lines = (folder / FINGERPRINT).read_text(encoding="utf-8").splitlines()
         before = [FileState(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
-        remedy = f"delete {folder} and prepare again"
-        raise UserError("is missing or damaged", where=str(folder / FINGERPRINT), remedy=remedy) from error
+        fix = f"delete {folder} and prepare again"
+        raise UserError("is missing or damaged", where=str(folder / FINGERPRINT), fix=fix) from error
     known = {(state.source, state.name): state for state in before}
     files = [file for corpus in corpora for file in corpus.files]
     for state, file in zip(file_states(corpora), files, strict=True):
@@ -172,7 +172,7 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
     if foreign:
         raise UserError(
             f"holds files that no `prepare` wrote, such as {foreign[0]}", where=str(folder),
-            remedy="set data.prepared to an empty or a new folder",
+            fix="set data.prepared to an empty or a new folder",
         )  # fmt: skip
     write_durably(path, fresh.model_dump_json())
     return fresh
@@ -190,8 +190,8 @@ class Limits:
 
 def streams(recipe: Recipe) -> list[Corpus]:
     """The sources, and behind them those of validation where it has its own."""
-    wants = wants_of(recipe)
-    return open_corpora(recipe.data, wants) + validation_corpora(recipe.data, wants)
+    required_format = wants_of(recipe)
+    return open_corpora(recipe.data, required_format) + validation_corpora(recipe.data, required_format)
 
 
 @dataclass
@@ -209,7 +209,7 @@ def untokenised() -> UserError:
     """For ids of a tokenizer that the recipe does not name."""
     return UserError(
         "the text is token ids already, and no tokenizer is named", where="tokenizer.from",
-        remedy="set it to the folder of the tokenizer that made them",
+        fix="set it to the folder of the tokenizer that made them",
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def no_text(corpora: list[Corpus], skipped: int, first: str) -> UserError:
     told = f"; {skipped} rows were skipped, the first: {first}" if skipped else ""
     return UserError(
         f"there is no text in it{told}", where=f"data: {', '.join(corpus.path for corpus in corpora)}",
-        remedy="put text there, or mend data.path and data.glob",
+        fix="put text there, or mend data.path and data.glob",
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ class Preparation:
         self._states = file_states(self._corpora)
         self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
-        self._tally = Tally()
+        self._tally = ReadStats()
         self.kinds = kinds_of(self._corpora, on_error=self._on_error)
         self.kind = self.kinds.whole
         self._bytes = sum(state.bytes for state in self._states)
@@ -315,10 +315,10 @@ class Preparation:
 
     def _train_texts(self, splitter: Splitter) -> Iterator[str]:
         """Texts of the train split, up to a sample that no vocabulary outgrows."""
-        taken, any_tokens, tally = 0, False, Tally()
+        taken, any_tokens, stats = 0, False, ReadStats()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
         for corpus in self._corpora[: self._num_train]:
-            for document in read_documents(corpus, on_error=self._on_error, tally=tally):
+            for document in read_documents(corpus, on_error=self._on_error, stats=stats):
                 any_tokens = any_tokens or document.tokens is not None
                 key = content_key(document)
                 if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
@@ -330,10 +330,10 @@ class Preparation:
                 yield from texts
                 self._report("tokenizer", taken, max(limit, taken))
         if not taken:
-            raise untokenised() if any_tokens else self._empty(tally)
+            raise untokenised() if any_tokens else self._empty(stats)
 
-    def _empty(self, tally: Tally) -> UserError:
-        return no_text(self._corpora, tally.skipped + self._failed, tally.first_skipped or self._first_failed)
+    def _empty(self, stats: ReadStats) -> UserError:
+        return no_text(self._corpora, stats.skipped + self._failed, stats.first_skipped or self._first_failed)
 
     def _tasks(self, splitter: Splitter, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
         """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
@@ -345,8 +345,8 @@ class Preparation:
             passed = start.read if source == start.source else 0
             corpus = self._corpora[source]
             split_of = partial(self._split_of, source, splitter=splitter)
-            twins = Twins(corpus, split_of, on_error=self._on_error) if self.kind == "kto" else None
-            for document in read_documents(corpus, on_error=self._on_error, tally=self._tally):
+            twins = KtoPairCheck(corpus, split_of, on_error=self._on_error) if self.kind == "kto" else None
+            for document in read_documents(corpus, on_error=self._on_error, stats=self._tally):
                 read += 1
                 refuse_mixture(document, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
@@ -356,10 +356,10 @@ class Preparation:
                     continue
                 name = split_of(whole) if document.tokens != () else "empty"
                 if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
-                    flaw, name = Flaw(document.source, error.problem, error.remedy), "flawed"
+                    bad_row, name = BadRow(document.source, error.problem, error.fix), "flawed"
                     if self._on_error != "skip":
-                        raise flaw.error()
-                    self._tally.skip(flaw)
+                        raise bad_row.error()
+                    self._tally.skip(bad_row)
                 twin = twins.of(document, name) if twins is not None and name in SPLITS else document
                 if behind:
                     continue
@@ -393,11 +393,11 @@ class Preparation:
                 for writer in writers.values():
                     writer.begin_part()
                 begun += 1
-            for flaw in ids.flaws.values():
+            for bad_row in ids.bad_rows.values():
                 if self._on_error != "skip":
-                    raise flaw.error()
+                    raise bad_row.error()
                 self._failed += 1
-                self._first_failed = self._first_failed or f"{flaw.where}: {flaw.problem}"
+                self._first_failed = self._first_failed or f"{bad_row.where}: {bad_row.problem}"
             _add(task, ids, writers, tokenizer, self.kind)
             text_bytes = sum(writer.progress.bytes for writer in writers.values())
             self._report("tokens", min(max(text_bytes, self._tally.bytes_read), self._bytes), self._bytes)
@@ -454,7 +454,7 @@ def _add(
             made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
             continue
         first, last = number * answers, (number + 1) * answers
-        if number not in encoded.flaws:
+        if number not in encoded.bad_rows:
             place = slice(int(ends[first]), int(ends[last]))
             flags = np.zeros(0, np.uint8) if learned is None else learned[place]
             made[name].append((document, encoded.ids[place], encoded.lengths[first:last], flags))

@@ -39,7 +39,7 @@ def identity(loaded: LoadedRecipe) -> str:
         parts["python"] = builtin.identity()
     if learns_examples(recipe):
         parts["examples"] = {
-            "wants": wants_of(recipe), "template": template_identity(recipe.data.chat.template),
+            "required_format": wants_of(recipe), "template": template_identity(recipe.data.chat.template),
             "train_on": train_on(recipe), "verbatim": verbatim(recipe),
         }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -92,10 +92,10 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
     manifest = read_manifest(folder)
     if manifest.identity != identity(loaded):
         problem = f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})"
-        raise UserError(problem, where=str(folder), remedy="set data.prepared to another folder, or delete this one")
+        raise UserError(problem, where=str(folder), fix="set data.prepared to another folder, or delete this one")
     if manifest.padding is None and (not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)):
         problem = "was prepared from token ids by an earlier version, which trained on their padding"
-        raise UserError(problem, where=str(folder), remedy=f"delete it and prepare again: rm -r {folder}")
+        raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
     data = loaded.recipe.data
     paths = [data.path] if data.path else [source.path for source in data.sources]
     if not paths or any(data_place(path).exists() for path in paths):
@@ -104,7 +104,7 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
         changed = stale(folder, streams(loaded.recipe))
         if changed is not None:
             problem = f"was prepared from text that has changed since: {changed}"
-            raise UserError(problem, where=str(folder), remedy=f"delete it and prepare again: rm -r {folder}")
+            raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
     check_rows(manifest, data, folder)
     return manifest
 
@@ -123,7 +123,7 @@ def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
         if data.layout == "padded" or longest > length:
             return
         problem = f"all text together is {manifest.train.tokens:,} tokens, less than one sequence of {length:,}"
-        raise UserError(problem, where="data.sequence_length", remedy=f"set it below {longest:,}, or add text")
+        raise UserError(problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text")
     rows = count_rows(folder, manifest, sequence_length=length, layout=data.layout)
     structured = any(part.documents for part in parts if not part.plain)  # its text cannot stand in for it
     if any(count for count, part in zip(rows.counts, parts, strict=True) if not (structured and part.plain)):
@@ -132,11 +132,11 @@ def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
         raise UserError(
             "nothing of it is learned: no row has an answer of the assistant that the template marks",
             where="data.chat.train_on",
-            remedy="set data.chat.train_on=all, or see what is learned: bloomery prepare RECIPE --preview 3",
+            fix="set data.chat.train_on=all, or see what is learned: bloomery prepare RECIPE --preview 3",
         )
     raise UserError(
         f"no row has anything to learn among its first {length:,} tokens", where="data.sequence_length",
-        remedy="raise it; bloomery prepare RECIPE --preview 3 shows what is learned",
+        fix="raise it; bloomery prepare RECIPE --preview 3 shows what is learned",
     )  # fmt: skip
 
 
@@ -148,12 +148,12 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free some space and run the same command again: it goes on where it stopped"
-            raise UserError("the disk is full", where=str(folder), remedy=remedy) from error
+            fix = "free some space and run the same command again: it goes on where it stopped"
+            raise UserError("the disk is full", where=str(folder), fix=fix) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             problem, where = f"cannot be written: {error.strerror}", str(error.filename or folder)
-            remedy = "set data.prepared to a folder that you may write"
-            raise UserError(problem, where=where, remedy=remedy) from error
+            fix = "set data.prepared to a folder that you may write"
+            raise UserError(problem, where=where, fix=fix) from error
         raise
 
 
@@ -162,6 +162,6 @@ def locked(folder: Path) -> Iterator[None]:
     """One `prepare` a folder; the lock ends with its process, however that ends."""
     with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
         if not try_lock(file.fileno()):
-            problem, remedy = "another process is preparing it right now", "wait for that one, then run again"
-            raise UserError(problem, where=str(folder), remedy=remedy)
+            problem, fix = "another process is preparing it right now", "wait for that one, then run again"
+            raise UserError(problem, where=str(folder), fix=fix)
         yield

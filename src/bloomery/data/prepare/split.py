@@ -9,7 +9,7 @@ import numpy as np
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.chat.formats import ROWS, Wants
-from bloomery.data.sources.documents import Corpus, Document, Tally, open_corpus, read_documents, sources_of
+from bloomery.data.sources.documents import Corpus, Document, ReadStats, open_corpus, read_documents, sources_of
 from bloomery.data.sources.files import other_splits, validation_split
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Data, Source
@@ -40,64 +40,70 @@ class Splitter:
         return key < self.threshold
 
 
-def validation_share(data: Data, wants: Wants = "text") -> float | None:
+def validation_share(data: Data, required_format: Wants = "text") -> float | None:
     """The share that `data.validation` asks for, None when it is a path or a split. Raises UserError when it is no
     share.
     """
     said = data.validation
     if said == AUTO:
-        return None if _own_splits(data, wants) else _USUAL_SHARE
+        return None if _own_splits(data, required_format) else _USUAL_SHARE
     try:
         percent = isinstance(said, str) and said.rstrip().endswith("%")
         share = float(said.rstrip("% ") if isinstance(said, str) else said) / (100 if percent else 1)
     except ValueError:
         return None
     if not 0 <= share < 1:
-        remedy = "write 5%, 0, the path of a file or folder, or the name of a split of the data set"
-        raise UserError(f"{said} is no share of the corpus", where="data.validation", remedy=remedy)
+        fix = "write 5%, 0, the path of a file or folder, or the name of a split of the data set"
+        raise UserError(f"{said} is no share of the corpus", where="data.validation", fix=fix)
     return share
 
 
-def validation_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
+def validation_corpora(data: Data, required_format: Wants = "text") -> list[Corpus]:
     """What `data.validation` names, none when it is a share: a path; a split of the sources that have it; for auto,
     the split of each source that is meant for validation.
     """
-    if validation_share(data, wants) is not None:
+    if validation_share(data, required_format) is not None:
         return []
     if data.validation == AUTO:
-        return [open_corpus(source, wants, split=split) for source, split in _own_splits(data, wants)]
+        return [
+            open_corpus(source, required_format, split=split) for source, split in _own_splits(data, required_format)
+        ]
     name = str(data.validation)
-    named = [source for source in sources_of(data) if name in other_splits(source, rows=wants in ROWS)]
+    named = [source for source in sources_of(data) if name in other_splits(source, rows=required_format in ROWS)]
     if named:
-        return [open_corpus(source, wants, split=name) for source in named]
+        return [open_corpus(source, required_format, split=name) for source in named]
     if not data_place(name).exists() and not name.startswith(PREFIX):
-        splits = sorted({split for source in sources_of(data) for split in other_splits(source, rows=wants in ROWS)})
+        splits = sorted(
+            {split for source in sources_of(data) for split in other_splits(source, rows=required_format in ROWS)}
+        )
         others = f"one of its splits: {', '.join(splits)}" if splits else "the path of a file or folder"
         problem, where = "is neither a file or folder nor a split of the data set", f"data.validation: {name}"
-        raise UserError(problem, where=where, remedy=f"write a share such as 1%, or {others}")
+        raise UserError(problem, where=where, fix=f"write a share such as 1%, or {others}")
     source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
-    return [open_corpus(source, wants)]
+    return [open_corpus(source, required_format)]
 
 
-def _own_splits(data: Data, wants: Wants) -> list[tuple[Source, str]]:
+def _own_splits(data: Data, required_format: Wants) -> list[tuple[Source, str]]:
     """The sources whose data set has a split for validation, each with its name."""
-    found = [(source, validation_split(other_splits(source, rows=wants in ROWS))) for source in sources_of(data)]
+    found = [
+        (source, validation_split(other_splits(source, rows=required_format in ROWS))) for source in sources_of(data)
+    ]
     return [(source, split) for source, split in found if split is not None]
 
 
-def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") -> Splitter:
+def make_splitter(corpora: Iterable[Corpus], data: Data, required_format: Wants = "text") -> Splitter:
     """Reads until both sides have a document, which takes some 1 / share of them; only a tiny corpus is read whole.
 
     With two different documents or more neither side stays empty: the lowest key is always kept for validation, the
     highest never.
     """
-    held = validation_corpora(data, wants)
+    held = validation_corpora(data, required_format)
     if held:
         return Splitter(0, frozenset().union(*(_held_keys(corpus, on_error=data.on_error) for corpus in held)))
-    threshold = round((validation_share(data, wants) or 0.0) * 2**64)
+    threshold = round((validation_share(data, required_format) or 0.0) * 2**64)
     lowest, highest = 2**64, -1
     for corpus in corpora if threshold else ():
-        for document in read_documents(corpus, on_error=data.on_error, tally=Tally()):
+        for document in read_documents(corpus, on_error=data.on_error, stats=ReadStats()):
             key = content_key(document)
             lowest, highest = min(lowest, key), max(highest, key)
             if lowest < threshold <= highest:
@@ -109,13 +115,13 @@ def make_splitter(corpora: Iterable[Corpus], data: Data, wants: Wants = "text") 
 
 def _held_keys(held: Corpus, *, on_error: str) -> frozenset[int]:
     """Raises UserError when there is nothing in it: then nothing would tell learning from memorising."""
-    tally = Tally()
-    documents = read_documents(held, on_error=on_error, tally=tally)
+    stats = ReadStats()
+    documents = read_documents(held, on_error=on_error, stats=stats)
     keys = frozenset(content_key(document) for document in documents if document.content or document.tokens)
     if not keys:
-        told = f": {counted(tally.skipped, 'rows')} skipped, the first: {tally.first_skipped}" if tally.skipped else ""
-        remedy = "name another file, or a share of the text: data.validation=1%; 0 keeps none for validation"
-        raise UserError(f"there is no text in it{told}", where=f"data.validation: {held.path}", remedy=remedy)
+        told = f": {counted(stats.skipped, 'rows')} skipped, the first: {stats.first_skipped}" if stats.skipped else ""
+        fix = "name another file, or a share of the text: data.validation=1%; 0 keeps none for validation"
+        raise UserError(f"there is no text in it{told}", where=f"data.validation: {held.path}", fix=fix)
     return keys
 
 

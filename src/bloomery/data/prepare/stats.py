@@ -16,7 +16,7 @@ from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
 from bloomery.data.shards.format import ANSWERS, Manifest, ShardKind, Split, open_split, read_manifest
 from bloomery.data.sources.documents import Document
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
@@ -220,8 +220,8 @@ def _warnings(found: Health, manifest: Manifest, sequence_length: int) -> Iterat
     if found.unknown > 0.001 * found.tokens:
         yield f"{found.unknown / found.tokens:.1%} of the tokens are unknown to the tokenizer, made for other text"
     if found.cut > 0.01 * found.tokens:
-        mend = "packed would keep them" if found.kind == "text" else "a larger data.sequence_length would keep them"
-        yield f"{found.cut / found.tokens:.0%} of the tokens are cut off: {mend}"
+        fix = "packed would keep them" if found.kind == "text" else "a larger data.sequence_length would keep them"
+        yield f"{found.cut / found.tokens:.0%} of the tokens are cut off: {fix}"
     if found.skipped:
         yield f"{counted(found.skipped, 'rows')} skipped, the first: {manifest.first_skipped}"
     if 0 < manifest.validation.tokens < sequence_length:
@@ -268,7 +268,7 @@ def _chat_warnings(found: Health, manifest: Manifest, tokenizer: Tokenizer, miss
 @dataclass(frozen=True)
 class Previewed:
     """A document as training sees it. `pieces` are its tokens as text, `ids` the same as numbers, and `learned` says
-    which of them are learned (None: all). `role`: what an answer is in its pair. `flaw`: why there are none. `kind`:
+    which of them are learned (None: all). `role`: what an answer is in its pair. `bad_row`: why there are none. `kind`:
     what it is, where a run learns from several.
     """
 
@@ -280,7 +280,7 @@ class Previewed:
     cut: int  # tokens that no row holds
     learned: list[bool] | None = None
     role: str = ""
-    flaw: str = ""
+    bad_row: str = ""
     kind: str = ""
 
 
@@ -325,15 +325,15 @@ def _structured(
     example, roles = document.example, [""]
     if example is None:
         assert document.tokens is not None and document.learned is not None
-        sides: Encoded | Flaw = (Sequence(list(document.tokens), list(document.learned)),)
+        sides: Encoded | BadRow = (Sequence(list(document.tokens), list(document.learned)),)
     else:
         sides = renderer.encode_batch([example])[0]
         if example.kind == "pair":
             roles = ["chosen", "rejected"]
         elif example.kind == "kto":
             roles = ["desirable" if example.desirable else "undesirable"]
-    if isinstance(sides, Flaw):
-        yield Previewed(document.source, name, [], [], 0, 0, flaw=sides.problem)
+    if isinstance(sides, BadRow):
+        yield Previewed(document.source, name, [], [], 0, 0, bad_row=sides.problem)
         return
     whole = np.array([[len(side.ids) for side in sides]], np.int64)
     kept = kept_lengths(whole, sequence_length)[0].tolist()

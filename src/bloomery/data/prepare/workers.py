@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import from_wire
 from bloomery.data.chat.render import Renderer, Sequence
 from bloomery.data.sources.documents import Document
-from bloomery.data.sources.readers import Flaw
+from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -27,14 +27,14 @@ _Tag = TypeVar("_Tag")
 class Encoded:
     """Ids of documents one after the other, and how many each has.
 
-    Of examples: an example has as many documents as answers, all of length 0 where `flaws` says, by the example's
+    Of examples: an example has as many documents as answers, all of length 0 where `bad_rows` says, by the example's
     number, why it has none; `learned` is a byte a token.
     """
 
     ids: Array
     lengths: np.ndarray[Any, np.dtype[np.uint64]]
     learned: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-    flaws: dict[int, Flaw] = field(default_factory=dict)
+    bad_rows: dict[int, BadRow] = field(default_factory=dict)
 
 
 class Encoder(Protocol):
@@ -69,7 +69,7 @@ class LocalEncoder:
         )
 
     def encode(self, documents: list[Document]) -> Encoded:
-        parts, learned, flaws = list[bytes](), list[Array](), dict[int, Flaw]()
+        parts, learned, bad_rows = list[bytes](), list[Array](), dict[int, BadRow]()
         examples = [document.example for document in documents if document.example is not None]
         rendered = iter(self._renderer.encode_batch(examples) if self._renderer is not None else [])
         for number, document in enumerate(documents):
@@ -79,8 +79,8 @@ class LocalEncoder:
                 continue
             assert self._rendering is not None
             found = next(rendered)
-            if isinstance(found, Flaw):
-                flaws[number] = found
+            if isinstance(found, BadRow):
+                bad_rows[number] = found
                 found = (Sequence([], []),) * self._rendering.answers
             assert len(found) == self._rendering.answers
             parts += [np.array(sequence.ids, self._dtype).tobytes() for sequence in found]
@@ -89,7 +89,7 @@ class LocalEncoder:
         lengths = np.array([len(part) // self._dtype.itemsize for part in parts], np.uint64)
         if self._renderer is None:
             return Encoded(ids, lengths)
-        return Encoded(ids, lengths, np.concatenate([np.zeros(0, np.uint8), *learned]), flaws)
+        return Encoded(ids, lengths, np.concatenate([np.zeros(0, np.uint8), *learned]), bad_rows)
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -112,17 +112,17 @@ class _ChildEncoder:
         answer = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
         if isinstance(answer, str):
             raise UserError(f"a process that made tokens died (code {self._child.code})", where="prepare",
-                            remedy="if memory ran out, set data.workers to a smaller number")  # fmt: skip
+                            fix="if memory ran out, set data.workers to a smaller number")  # fmt: skip
         if "refused" in answer:
-            problem, where, remedy = answer["refused"]
-            raise UserError(problem, where=where or "prepare", remedy=remedy or "use another tokenizer file")
+            problem, where, fix = answer["refused"]
+            raise UserError(problem, where=where or "prepare", fix=fix or "use another tokenizer file")
         content, lengths = answer.get("content", b""), np.array(answer["lengths"], np.uint64)
         end = int(lengths.sum()) * self._dtype.itemsize
         ids = np.frombuffer(content[:end], self._dtype)
         if not self._structured:
             return Encoded(ids, lengths)
-        flaws = {int(number): Flaw(*parts) for number, parts in answer["flaws"].items()}
-        return Encoded(ids, lengths, np.frombuffer(content[end:], np.uint8), flaws)
+        bad_rows = {int(number): BadRow(*parts) for number, parts in answer["bad_rows"].items()}
+        return Encoded(ids, lengths, np.frombuffer(content[end:], np.uint8), bad_rows)
 
     def close(self) -> None:
         self._child.close()
@@ -199,11 +199,11 @@ def main() -> None:
         try:
             made = encoder.encode(documents)
         except UserError as error:
-            tell(job, {"refused": [error.problem, error.where, error.remedy]})
+            tell(job, {"refused": [error.problem, error.where, error.fix]})
             continue
         learned = b"" if made.learned is None else made.learned.tobytes()
-        flaws = {number: astuple(flaw) for number, flaw in made.flaws.items()}
-        tell(job, {"lengths": made.lengths.tolist(), "flaws": flaws}, made.ids.tobytes() + learned)
+        bad_rows = {number: astuple(bad_row) for number, bad_row in made.bad_rows.items()}
+        tell(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + learned)
 
 
 if __name__ == "__main__":

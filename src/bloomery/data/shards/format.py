@@ -66,7 +66,7 @@ class SplitRecord(Record):
     shards: tuple[FileRecord, ...]
     bounds: FileRecord
     parts: tuple[Part, ...]
-    learned_tokens: int | None = None
+    loss_tokens: int | None = None
     learned: tuple[FileRecord, ...] = ()
     first: FileRecord | None = None
     marks: FileRecord | None = None
@@ -158,22 +158,22 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise UserError("holds no prepared text", where=str(folder), remedy="run: bloomery prepare RECIPE")
+        raise UserError("holds no prepared text", where=str(folder), fix="run: bloomery prepare RECIPE")
     try:
         manifest = Manifest.model_validate(unstamped(path))
     except (OSError, ValueError) as error:
         problem = "is damaged, or was written by another version"
-        raise UserError(problem, where=str(path), remedy=again(folder)) from error
+        raise UserError(problem, where=str(path), fix=again(folder)) from error
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
     listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
     for record in records:
         _check_size(folder, record)
     for record in manifest.files:
-        check_file(folder / record.name, record.bytes, record.blocks, remedy=again(folder))
+        check_file(folder / record.name, record.bytes, record.blocks, fix=again(folder))
     stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
     if stray is not None:
-        remedy = f"move it elsewhere, or {again(folder)}"
-        raise UserError("the file was added to a prepared folder, and might be read", where=str(stray), remedy=remedy)
+        fix = f"move it elsewhere, or {again(folder)}"
+        raise UserError("the file was added to a prepared folder, and might be read", where=str(stray), fix=fix)
     return manifest
 
 
@@ -189,7 +189,7 @@ def file_record(path: Path) -> FileRecord:
 
 def check_record(folder: Path, record: FileRecord) -> None:
     """Raises UserError when a file is not as it was written."""
-    check_file(folder / record.name, record.bytes, record.blocks, remedy=again(folder))
+    check_file(folder / record.name, record.bytes, record.blocks, fix=again(folder))
 
 
 def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, float], None]) -> None:
@@ -204,7 +204,7 @@ def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, floa
 
     for record in records:
         if digests_of_file(folder / record.name, count) != record.blocks:
-            raise changed(folder / record.name, remedy=again(folder))
+            raise changed(folder / record.name, fix=again(folder))
 
 
 def _check_size(folder: Path, record: FileRecord) -> None:
@@ -212,7 +212,7 @@ def _check_size(folder: Path, record: FileRecord) -> None:
     size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
     if size != record.bytes:
         problem = "is missing" if size < 0 else f"has {size:,} bytes where the manifest says {record.bytes:,}"
-        raise UserError(problem, where=str(path), remedy=again(folder))
+        raise UserError(problem, where=str(path), fix=again(folder))
 
 
 @final
@@ -225,7 +225,7 @@ class Tokens:
     def __init__(self, folder: Path, files: tuple[FileRecord, ...], dtype: str, shard_tokens: int, length: int) -> None:
         self._maps = [np.memmap(folder / file.name, dtype=dtype, mode="r") for file in files]
         self._blocks = [
-            Blocks(content.data, file.blocks, folder / file.name, remedy=again(folder))
+            Blocks(content.data, file.blocks, folder / file.name, fix=again(folder))
             for content, file in zip(self._maps, files, strict=True)
         ]
         self._shard_tokens, self._length, self._itemsize = shard_tokens, length, np.dtype(dtype).itemsize

@@ -156,7 +156,7 @@ class SplitWriter:
             parts=tuple(parts),
             shards=shards[""],
             bounds=columns["documents"],
-            learned_tokens=self.progress.learned if "learned-" in shards else None,
+            loss_tokens=self.progress.learned if "learned-" in shards else None,
             learned=shards.get("learned-", ()),
             first=columns.get("first"),
             marks=columns.get("marks"),

@@ -158,7 +158,7 @@ def stdlib_files() -> list[SourceFile]:
     names = sorted(path.relative_to(root).as_posix() for path in found)
     if not names:
         raise UserError(
-            "this Python ships no source of its library", where=str(root), remedy="set data.path to text of your own"
+            "this Python ships no source of its library", where=str(root), fix="set data.path to text of your own"
         )
     return [SourceFile(root / name, name, "code") for name in names]
 

@@ -23,7 +23,7 @@ from bloomery.data.chat.formats import (
 )
 from bloomery.data.sources import builtin
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
-from bloomery.data.sources.readers import JSON_KINDS, READERS, Flaw, Value, column_types, open_bytes, text_of
+from bloomery.data.sources.readers import JSON_KINDS, READERS, BadRow, Value, column_types, open_bytes, text_of
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
@@ -64,7 +64,7 @@ class Document:
 
 
 @dataclass
-class Tally:
+class ReadStats:
     """What a reader has met so far."""
 
     skipped: int = 0
@@ -73,9 +73,9 @@ class Tally:
     formats: set[str] = field(default_factory=set)  # of structured rows
     padding: int = 0  # tokens that were left out
 
-    def skip(self, flaw: Flaw) -> None:
+    def skip(self, bad_row: BadRow) -> None:
         self.skipped += 1
-        self.first_skipped = self.first_skipped or f"{flaw.where}: {flaw.problem}"
+        self.first_skipped = self.first_skipped or f"{bad_row.where}: {bad_row.problem}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Corpus:
     columns: dict[str, str] = field(default_factory=dict)
     weight: float = 1.0
     format: str = "auto"  # what the recipe says
-    wants: Wants = "text"
+    required_format: Wants = "text"
     builtin: str | None = None
     split: str | None = None  # of a data set, other than train
 
@@ -106,20 +106,22 @@ class Corpus:
         return self.bytes * builtin.SHARES.get(self.builtin or "", 1.0)
 
 
-def open_corpora(data: Data, wants: Wants = "text") -> list[Corpus]:
+def open_corpora(data: Data, required_format: Wants = "text") -> list[Corpus]:
     """What the data section means on this machine, read for what an objective wants. Raises UserError when it names
     nothing, too much, or files that are not there.
     """
     given = [name for name in ("path", "builtin", "sources") if getattr(data, name)]
     if len(given) != 1:
         problem = "names no text" if not given else f"names {' and '.join(given)}, which exclude each other"
-        remedy = "set one of data.path, data.sources and data.builtin"
-        raise UserError(f"the recipe {problem}", where="data", remedy=remedy)
+        fix = "set one of data.path, data.sources and data.builtin"
+        raise UserError(f"the recipe {problem}", where="data", fix=fix)
     if data.builtin:
-        if data.builtin != "stdlib-code" and wants == "text":
-            raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", remedy="use stdlib-code")
-        return [Corpus(data.builtin, tuple(builtin.stdlib_files()), wants=wants, builtin=data.builtin)]
-    return [open_corpus(source, wants) for source in sources_of(data)]
+        if data.builtin != "stdlib-code" and required_format == "text":
+            raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", fix="use stdlib-code")
+        return [
+            Corpus(data.builtin, tuple(builtin.stdlib_files()), required_format=required_format, builtin=data.builtin)
+        ]
+    return [open_corpus(source, required_format) for source in sources_of(data)]
 
 
 def sources_of(data: Data) -> list[Source]:
@@ -128,101 +130,101 @@ def sources_of(data: Data) -> list[Source]:
     return [] if data.builtin else data.sources or [whole]
 
 
-def open_corpus(source: Source, wants: Wants = "text", *, split: str | None = None) -> Corpus:
+def open_corpus(source: Source, required_format: Wants = "text", *, split: str | None = None) -> Corpus:
     """Raises UserError as `open_corpora` does. `split`: one of its data set's other splits than train."""
-    if source.format in FORMATS and wants == "text":
+    if source.format in FORMATS and required_format == "text":
         problem = f"rows of format {source.format} are no plain text"
-        raise UserError(problem, where="data.format", remedy="use text, code, jsonl, ...")
+        raise UserError(problem, where="data.format", fix="use text, code, jsonl, ...")
     refuse_unknown_roles(source)
-    rows = wants in ROWS
+    rows = required_format in ROWS
     files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
     path = source.path if split is None else f"{source.path}, split {split}"
-    return Corpus(path, tuple(files), source.columns, source.weight, source.format, wants, split=split)
+    return Corpus(path, tuple(files), source.columns, source.weight, source.format, required_format, split=split)
 
 
-def read_documents(corpus: Corpus, *, on_error: str, tally: Tally) -> Iterator[Document]:
-    """Every document in the order of the files. A row that cannot be read raises UserError, or is counted in `tally`
+def read_documents(corpus: Corpus, *, on_error: str, stats: ReadStats) -> Iterator[Document]:
+    """Every document in the order of the files. A row that cannot be read raises UserError, or is counted in `stats`
     with on_error "skip".
     """
     if corpus.builtin in ("stdlib-chat", "stdlib-pairs"):
-        tally.formats.add(corpus.path)
+        stats.formats.add(corpus.path)
         for example in (builtin.pairs if corpus.builtin == "stdlib-pairs" else builtin.conversations)(corpus.files):
-            for wanted in documents_wanted(example, corpus.wants):
+            for wanted in documents_wanted(example, corpus.required_format):
                 yield Document(wanted.source, wanted)
-        tally.bytes_read += corpus.bytes
+        stats.bytes_read += corpus.bytes
         return
     for file in corpus.files:
-        for found in _read_file(file, corpus, tally):
+        for found in _read_file(file, corpus, stats):
             if isinstance(found, Document):
-                if found.example is None and corpus.wants in ("pairs", "kto"):
-                    raise refuse_text(corpus.wants, found.source)
+                if found.example is None and corpus.required_format in ("pairs", "kto"):
+                    raise refuse_text(corpus.required_format, found.source)
                 yield found
             elif on_error == "skip":
-                tally.skip(found)
+                stats.skip(found)
             else:
                 raise found.error()
-        tally.bytes_read += file.path.stat().st_size
+        stats.bytes_read += file.path.stat().st_size
 
 
-def _read_file(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+def _read_file(file: SourceFile, corpus: Corpus, stats: ReadStats) -> Iterator[Document | BadRow]:
     try:
         typed = file.format in ("parquet", "arrow")
-        yield from _typed_rows(file, corpus, tally) if typed else _rows(file, corpus, tally)
+        yield from _typed_rows(file, corpus, stats) if typed else _rows(file, corpus, stats)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        yield Flaw(file.shown, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
+        yield BadRow(file.shown, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), remedy=_REACH) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=_REACH) from error
 
 
-def _typed_rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+def _typed_rows(file: SourceFile, corpus: Corpus, stats: ReadStats) -> Iterator[Document | BadRow]:
     import pyarrow as pa
 
     try:
         types = column_types(file.path, file.format)
-        read, columns = _typed_reader(file, corpus, types, tally)
+        read, columns = _typed_reader(file, corpus, types, stats)
         for value in READERS[file.format](file.path, file.shown, columns):
             yield from read(value)
     except UnicodeDecodeError:
-        yield Flaw(file.shown, "holds a column whose name is not UTF-8", "rename the column")
+        yield BadRow(file.shown, "holds a column whose name is not UTF-8", "rename the column")
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).splitlines()[0][:120]  # pyarrow raises OSError without a number for damaged files
-        yield Flaw(file.shown, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
+        yield BadRow(file.shown, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
 
 
-_Read = Callable[[Value | Flaw], Iterator[Document | Flaw]]
+_Read = Callable[[Value | BadRow], Iterator[Document | BadRow]]
 
 
 def _typed_reader(
-    file: SourceFile, corpus: Corpus, types: dict[str, str], tally: Tally
+    file: SourceFile, corpus: Corpus, types: dict[str, str], stats: ReadStats
 ) -> tuple[_Read, list[str] | None]:
     """How rows of the file are read, and the columns that this takes."""
-    columns = None if corpus.wants == "text" else columns_of_examples(corpus.columns, types)
+    columns = None if corpus.required_format == "text" else columns_of_examples(corpus.columns, types)
     first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
     found = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
     if found is not None:
-        return _examples(*found, corpus, tally), columns
+        return _examples(*found, corpus, stats), columns
     kinds = {name: kind for name, kind in types.items() if kind in ("text", "tokens")}
     role, column = _choose(kinds, types, corpus, file.shown)
-    masks = _mask_columns(role, types, corpus, tally)
+    masks = _mask_columns(role, types, corpus, stats)
     return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
 
 
-def _rows(file: SourceFile, corpus: Corpus, tally: Tally) -> Iterator[Document | Flaw]:
+def _rows(file: SourceFile, corpus: Corpus, stats: ReadStats) -> Iterator[Document | BadRow]:
     read: _Read | None = None
     for value in READERS[file.format](file.path, file.shown, None):
         row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in FORMATS)
         if row and read is None:
-            read = _reader(value, corpus, tally)
+            read = _reader(value, corpus, stats)
         yield from read(value) if row and read is not None else [_document(value, "text", "")]
 
 
-def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
+def _reader(first: Value | BadRow, corpus: Corpus, stats: ReadStats) -> _Read:
     assert isinstance(first, Value)
     found = _format_of(first, corpus, plain=_has_text(first.content))
     if found is not None:
-        return _examples(*found, corpus, tally)
+        return _examples(*found, corpus, stats)
     kinds = dict[str, str]()
     for name, value in first.content.items():
         if isinstance(value, str):
@@ -230,7 +232,7 @@ def _reader(first: Value | Flaw, corpus: Corpus, tally: Tally) -> _Read:
         elif isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16]):
             kinds[name] = "tokens"
     role, column = _choose(kinds, first.content, corpus, first.where)
-    masks = _mask_columns(role, {name: kind for name, kind in kinds.items() if kind == "tokens"}, corpus, tally)
+    masks = _mask_columns(role, {name: kind for name, kind in kinds.items() if kind == "tokens"}, corpus, stats)
     return lambda value: iter([_document(value, role, column, masks)])
 
 
@@ -239,40 +241,40 @@ def _has_text(row: object) -> bool:
     return isinstance(row, dict) and any(isinstance(row.get(name), str) for name in TEXT_COLUMNS)
 
 
-def _format_of(first: Value | Flaw | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
+def _format_of(first: Value | BadRow | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
     if corpus.format in FORMATS:
         return corpus.format, corpus.columns
     if not isinstance(first, Value) or corpus.tokens or {"text", "tokens"} & set(corpus.columns):
         return None
-    return format_of_row(first.content, corpus.columns, wants=corpus.wants, plain=plain)
+    return format_of_row(first.content, corpus.columns, required_format=corpus.required_format, plain=plain)
 
 
-def _examples(format: str, columns: dict[str, str], corpus: Corpus, tally: Tally) -> _Read:
+def _examples(format: str, columns: dict[str, str], corpus: Corpus, stats: ReadStats) -> _Read:
     guessed = "" if columns == corpus.columns else f" ({in_words(columns)})"
-    tally.formats.add(format + guessed)
+    stats.formats.add(format + guessed)
 
-    def read(value: Value | Flaw) -> Iterator[Document | Flaw]:
-        found = value if isinstance(value, Flaw) else row_to_example(value, format, columns)
-        if isinstance(found, Flaw):
+    def read(value: Value | BadRow) -> Iterator[Document | BadRow]:
+        found = value if isinstance(value, BadRow) else row_to_example(value, format, columns)
+        if isinstance(found, BadRow):
             yield found
             return
-        for example in documents_wanted(found, corpus.wants):
+        for example in documents_wanted(found, corpus.required_format):
             yield Document(example.source, example)
 
     return read
 
 
-def _mask_columns(role: str, types: dict[str, str], corpus: Corpus, tally: Tally) -> list[str]:
+def _mask_columns(role: str, types: dict[str, str], corpus: Corpus, stats: ReadStats) -> list[str]:
     """Of tokens: the column that says which are padding, and the one that says which are trained on, where answers
     are. Pretraining trains on all of them.
     """
     if role != "tokens":
         return []
     flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]]
-    found = next((name for name in MASK_COLUMNS if name in flags and corpus.wants == "sft"), None)
+    found = next((name for name in MASK_COLUMNS if name in flags and corpus.required_format == "sft"), None)
     masks = [name for name in (ATTENTION, found) if name is not None and name in flags]
     if found is not None:
-        tally.formats.add(f"tokens with {found}")
+        stats.formats.add(f"tokens with {found}")
     return masks
 
 
@@ -291,44 +293,44 @@ def _choose(kinds: dict[str, str], present: Collection[str], corpus: Corpus, whe
         return "tokens", (usual_tokens or names["tokens"])[0]
     if len(names["text"]) == 1 and not corpus.tokens:
         return "text", names["text"][0]
-    meant = "tokens" if corpus.tokens else "text" if corpus.wants in ("text", "any") else "text or an answer"
-    refused = _no_column(f"has no column that is plainly the {meant}", present, where,
-                         {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.wants, "text"))  # fmt: skip
+    meant = "tokens" if corpus.tokens else "text" if corpus.required_format in ("text", "any") else "text or an answer"
+    column = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.required_format, "text")
+    refused = _no_column(f"has no column that is plainly the {meant}", present, where, column)
     if any(name not in present for name in corpus.columns.values()):
-        remedy = "set data.columns={}: it maps other data"
-        raise UserError(refused.problem, where=refused.where, remedy=remedy)
+        fix = "set data.columns={}: it maps other data"
+        raise UserError(refused.problem, where=refused.where, fix=fix)
     raise refused
 
 
 def _no_column(problem: str, present: Collection[str], where: str, role: str = "text") -> UserError:
     names = ", ".join(list(present)[:12])
-    return UserError(f"{problem}; it has: {names}", where=where, remedy=f"name it: data.columns={{{role}: NAME}}")
+    return UserError(f"{problem}; it has: {names}", where=where, fix=f"name it: data.columns={{{role}: NAME}}")
 
 
-def _document(value: Value | Flaw, role: str, column: str, masks: Sequence[str] = ()) -> Document | Flaw:
-    if isinstance(value, Flaw):
+def _document(value: Value | BadRow, role: str, column: str, masks: Sequence[str] = ()) -> Document | BadRow:
+    if isinstance(value, BadRow):
         return value
     content, where = value.content, value.where
     if column:
         where = f"{where}, field {column}"
         if not isinstance(content, dict) or column not in content:
-            return Flaw(where, "is missing")
+            return BadRow(where, "is missing")
         content = content[column]
     if role == "text" and isinstance(content, str):
         text = text_of(content, where)
-        return text if isinstance(text, Flaw) else Document(value.where, text)
+        return text if isinstance(text, BadRow) else Document(value.where, text)
     ids = content if role == "tokens" and isinstance(content, list) else None
     if ids is None or not all(type(item) is int and 0 <= item < 2**32 for item in ids):
         what = JSON_KINDS.get(type(content).__name__, f"a {type(content).__name__}")
-        return Flaw(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
+        return BadRow(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
     found, attended = Document(value.where, tokens=tuple(ids)), None
     for mask in masks:
         flags, where = value.content.get(mask), f"{value.where}, field {mask}"
         if not isinstance(flags, list) or len(flags) != len(ids):
             size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
-            return Flaw(where, f"has {size} where {column} has {len(ids):,} tokens")
+            return BadRow(where, f"has {size} where {column} has {len(ids):,} tokens")
         if not all(isinstance(flag, int) for flag in flags):
-            return Flaw(where, "holds what is neither a number nor true or false")
+            return BadRow(where, "holds what is neither a number nor true or false")
         if mask == ATTENTION:
             attended = [bool(flag) for flag in flags]
         else:
@@ -389,7 +391,7 @@ def read_file(path: Path) -> str:
     file = SourceFile(path, path.name, "code")
     with open_bytes(path):
         pass
-    return next(read_documents(Corpus(str(path), (file,)), on_error="stop", tally=Tally())).text
+    return next(read_documents(Corpus(str(path), (file,)), on_error="stop", stats=ReadStats())).text
 
 
-__all__ = ["Corpus", "Document", "Tally", "open_corpora", "open_corpus", "read_documents", "read_file"]
+__all__ = ["Corpus", "Document", "ReadStats", "open_corpora", "open_corpus", "read_documents", "read_file"]

@@ -61,23 +61,23 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
     try:
         return _listed(source, rows=rows)
     except OSError as error:
-        problem, remedy = f"cannot be read: {error.strerror}", "check its owner, its permissions and the disk"
-        raise UserError(problem, where=str(error.filename or source.path), remedy=remedy) from error
+        problem, fix = f"cannot be read: {error.strerror}", "check its owner, its permissions and the disk"
+        raise UserError(problem, where=str(error.filename or source.path), fix=fix) from error
     except UnicodeEncodeError as error:
-        problem, remedy = "this locale has no bytes for the letters of the name", "set LANG=C.UTF-8"
-        raise UserError(problem, where=f"data.path: {source.path}", remedy=remedy) from error
+        problem, fix = "this locale has no bytes for the letters of the name", "set LANG=C.UTF-8"
+        raise UserError(problem, where=f"data.path: {source.path}", fix=fix) from error
 
 
 def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     root = data_place(source.path)
     if not root.exists() and source.path.startswith(PREFIX):
-        remedy = f"`bloomery download {source.path.removeprefix(PREFIX)} --dataset` fetches it"
-        raise UserError("the data set has not been downloaded", where=f"data.path: {source.path}", remedy=remedy)
+        fix = f"`bloomery download {source.path.removeprefix(PREFIX)} --dataset` fetches it"
+        raise UserError("the data set has not been downloaded", where=f"data.path: {source.path}", fix=fix)
     if not root.exists():
-        raise UserError("there is no such file or folder", where=f"data.path: {source.path}", remedy=_near(root))
+        raise UserError("there is no such file or folder", where=f"data.path: {source.path}", fix=_near(root))
     if not root.is_file() and not root.is_dir():
-        remedy = "name a file or a folder of files"
-        raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", remedy=remedy)
+        fix = "name a file or a folder of files"
+        raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix)
     shown = _shown(source.path, root)
     if root.is_file():
         return [SourceFile(root, root.name, _format(root, source.format), str(shown))]
@@ -217,7 +217,7 @@ def train_files(names: list[str], where: str) -> list[str]:
     other = sorted(set(splits.values()) - examined)
     if examined and other and all(_SHARD.search(Path(name).name) for name in splits):
         problem = f"none of its splits is called train: {', '.join(sorted(set(splits.values())))}"
-        raise UserError(problem, where=f"data.path: {where}", remedy=f'name one: data.glob="{other[0]}-*"')
+        raise UserError(problem, where=f"data.path: {where}", fix=f'name one: data.glob="{other[0]}-*"')
     return names
 
 
@@ -237,7 +237,7 @@ def _format(path: Path, asked: str) -> str:
     known = DATA.get(suffix) or TABLES.get(suffix) or TEXT.get(suffix) or "code"
     if path.suffix in COMPRESSED and known in ("parquet", "arrow"):
         problem = f"a {known} file inside {path.suffix} is not read"
-        raise UserError(problem, where=str(path), remedy="decompress it: it is compressed inside")
+        raise UserError(problem, where=str(path), fix="decompress it: it is compressed inside")
     return known
 
 
@@ -245,14 +245,14 @@ def _nothing(root: Path, glob: str | None, found: list[str]) -> UserError:
     if glob:
         found = sorted(_walk(root, None))
     if not found:
-        return UserError("the folder is empty", where=f"data.path: {root}", remedy="put text there, or mend the path")
+        return UserError("the folder is empty", where=f"data.path: {root}", fix="put text there, or mend the path")
     suffixes = Counter(suffix_of(Path(name)) for name in found).most_common(3)
     kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
     if glob:
         meant = next((f'data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "mend data.glob")
-        return UserError(f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", remedy=meant)
+        return UserError(f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", fix=meant)
     problem = f"no file of a known format lies here; most are {kinds}"
-    return UserError(problem, where=f"data.path: {root}", remedy='name them: data.glob="*.xyz"')
+    return UserError(problem, where=f"data.path: {root}", fix='name them: data.glob="*.xyz"')
 
 
 def _saved_dataset(root: Path) -> list[SourceFile]:
@@ -261,17 +261,17 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
         splits = _names_of_splits(root)
         if "train" not in splits:
             problem = f"none of its splits is called train: {', '.join(splits)}"
-            raise UserError(problem, where=str(root), remedy=f"set data.path to {root}/<split>")
+            raise UserError(problem, where=str(root), fix=f"set data.path to {root}/<split>")
         return _saved_dataset(root / "train")
     try:
         state = json.loads((root / "state.json").read_text(encoding="utf-8"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem, remedy = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
-        raise UserError(problem, where=str(root / "state.json"), remedy=remedy) from error
+        problem, fix = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
+        raise UserError(problem, where=str(root / "state.json"), fix=fix) from error
     missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
     if missing:
-        raise UserError(f"{missing[0]} is missing", where=str(root), remedy="save the dataset again")
+        raise UserError(f"{missing[0]} is missing", where=str(root), fix="save the dataset again")
     return [SourceFile(root / name, name, "arrow") for name in names]
 
 
@@ -284,6 +284,6 @@ def _names_of_splits(root: Path) -> list[str]:
         if not isinstance(names, list) or not all(plain):
             raise TypeError("splits is no list of names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        problem, remedy = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
-        raise UserError(problem, where=str(path), remedy=remedy) from error
+        problem, fix = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
+        raise UserError(problem, where=str(path), fix=fix) from error
     return names

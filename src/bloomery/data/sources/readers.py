@@ -24,15 +24,15 @@ _CHUNK = 1024  # compressed bytes at a time: zstd expands one to at most some 30
 
 
 @dataclass(frozen=True)
-class Flaw:
+class BadRow:
     """Why a document cannot be read: an error when the recipe says stop, counted when it says skip."""
 
     where: str
     problem: str
-    remedy: str = "mend it, or set data.on_error to skip"
+    fix: str = "mend it, or set data.on_error to skip"
 
     def error(self) -> UserError:
-        return UserError(self.problem, where=self.where, remedy=self.remedy)
+        return UserError(self.problem, where=self.where, fix=self.fix)
 
 
 class Damaged(EOFError):
@@ -95,7 +95,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             yield raw
 
 
-def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | Flaw]]:
+def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | BadRow]]:
     """Numbered lines; one longer than MAX_BYTES comes as a Flaw and is passed over piece by piece. Nothing is read
     behind a run of white space longer than BLANK.
     """
@@ -114,25 +114,25 @@ def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | Flaw]]:
         yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
 
 
-def blank(where: str) -> Flaw:
+def blank(where: str) -> BadRow:
     problem = f"more than {format_bytes(BLANK)} of white space follow each other"
-    return Flaw(where, problem, "remove it; what follows is not read")
+    return BadRow(where, problem, "remove it; what follows is not read")
 
 
-def too_long(where: str, what: str) -> Flaw:
-    return Flaw(
+def too_long(where: str, what: str) -> BadRow:
+    return BadRow(
         where, f"{what} is longer than {format_bytes(MAX_BYTES)}, which is no document", "cut it into smaller documents"
     )
 
 
-def decode(data: bytes, where: str) -> str | Flaw:
+def decode(data: bytes, where: str) -> str | BadRow:
     """UTF-8 text, or what else the bytes look like."""
     if data.startswith(codecs.BOM_UTF32_LE):
-        return Flaw(where, "is UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8")
+        return BadRow(where, "is UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return Flaw(where, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
+        return BadRow(where, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
     if b"\0" in data[:MIB]:
-        return Flaw(
+        return BadRow(
             where,
             "is binary, not text: it holds NUL bytes",
             "leave it out with data.glob, or set data.on_error to skip",
@@ -142,17 +142,17 @@ def decode(data: bytes, where: str) -> str | Flaw:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"is not UTF-8: byte 0x{data[error.start]:02x} in line {line}"
-        return Flaw(where, problem, "convert it (iconv -f LATIN1 -t UTF-8), or set data.on_error to skip")
+        return BadRow(where, problem, "convert it (iconv -f LATIN1 -t UTF-8), or set data.on_error to skip")
 
 
-def text_of(value: str, where: str) -> str | Flaw:
+def text_of(value: str, where: str) -> str | BadRow:
     """A decoded string, or a Flaw when UTF-8 cannot hold it: JSON may escape half of a surrogate pair."""
     if value.isascii():
         return value if len(value) <= MAX_BYTES else too_long(where, "the text")
     try:
         size = len(value.encode("utf-8"))
     except UnicodeEncodeError as error:
-        return Flaw(where, f"holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, which is no character")
+        return BadRow(where, f"holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, which is no character")
     return value if size <= MAX_BYTES else too_long(where, "the text")
 
 
@@ -168,7 +168,7 @@ class Value:
 
 
 Reader = Callable[
-    [Path, str, list[str] | None], Iterator[Value | Flaw]
+    [Path, str, list[str] | None], Iterator[Value | BadRow]
 ]  # path, its name in messages, columns that are needed
 
 
@@ -187,19 +187,19 @@ def _reason(error: ValueError | RecursionError) -> str:
     return f"is not JSON: {error}".partition(";")[0]  # Python's advice on long numbers is not for our reader
 
 
-def read_text(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_text(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """The file as one text. A longer one than WHOLE comes in pieces cut at ends of lines."""
     del columns
     with open_bytes(path) as stream:
         data = stream.read(MAX_BYTES + 1)
         if len(data) <= WHOLE:
             text = decode(data.removeprefix(codecs.BOM_UTF8), name)
-            yield text if isinstance(text, Flaw) else Value(name, text)
+            yield text if isinstance(text, BadRow) else Value(name, text)
             return
         yield from _pieces(data, stream, name)
 
 
-def _pieces(data: bytes, stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
+def _pieces(data: bytes, stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     part = run = 0
     while data:
         part += 1
@@ -212,43 +212,43 @@ def _pieces(data: bytes, stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
             return
         end = end or len(data)
         text = decode(data[:end].removeprefix(codecs.BOM_UTF8), f"{name}, part {part}")
-        yield text if isinstance(text, Flaw) else Value(f"{name}, part {part}", text)
+        yield text if isinstance(text, BadRow) else Value(f"{name}, part {part}", text)
         data = data[end:]
         if len(data) < 4 * MIB:
             data += stream.read(MAX_BYTES + 1 - len(data))
 
 
-def read_code(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_code(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """The file as one text, whatever its size up to MAX_BYTES."""
     del columns
     with open_bytes(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     text = too_long(name, "the file") if len(data) > MAX_BYTES else decode(data.removeprefix(codecs.BOM_UTF8), name)
-    yield text if isinstance(text, Flaw) else Value(name, text)
+    yield text if isinstance(text, BadRow) else Value(name, text)
 
 
-def read_jsonl(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_jsonl(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """One value a line; blank lines are passed over."""
     del columns
     with open_bytes(path) as stream:
         for number, line in lines(stream, name):
-            if isinstance(line, Flaw):
+            if isinstance(line, BadRow):
                 yield line
             elif not line.isspace():
                 yield _parse(line, f"{name}:{number}")
 
 
-def _parse(line: bytes, where: str) -> Value | Flaw:
+def _parse(line: bytes, where: str) -> Value | BadRow:
     text = decode(line, where)
-    if isinstance(text, Flaw):
+    if isinstance(text, BadRow):
         return text
     try:
         return Value(where, _DECODER.decode(text))
     except (ValueError, RecursionError) as error:
-        return Flaw(where, _reason(error))
+        return BadRow(where, _reason(error))
 
 
-def read_json(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_json(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """A list of rows, rows one after the other, or one object that holds a list of rows under some key.
 
     Rows of a list are parsed one by one. What follows a row that cannot be parsed is lost, as its end is unknown.
@@ -270,7 +270,7 @@ def _only_list(content: object) -> list[Any] | None:
     return lists[0] if len(lists) == 1 and not {"role", "from"} & set(lists[0][0]) else None
 
 
-def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
+def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     """Values of a list or of a plain sequence. A value that does not parse may be incomplete: more is read, twice as
     much each time.
     """
@@ -288,7 +288,7 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
             content, end = _DECODER.raw_decode(buffer) if buffer else (None, 0)
         except (ValueError, RecursionError) as error:
             if ended or isinstance(error, RecursionError):
-                yield Flaw(f"{name}:{line}", _reason(error))
+                yield BadRow(f"{name}:{line}", _reason(error))
                 return
             content, end = None, 0
         if end and (ended or end < len(buffer)):
@@ -306,11 +306,11 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | Flaw]:
             try:
                 buffer += decoder.decode(chunk, final=ended)
             except UnicodeDecodeError as error:
-                yield Flaw(name, f"is not UTF-8: byte 0x{error.object[error.start]:02x}", "convert it to UTF-8")
+                yield BadRow(name, f"is not UTF-8: byte 0x{error.object[error.start]:02x}", "convert it to UTF-8")
                 return
 
 
-def read_csv(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_csv(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """Rows of a comma-separated file with a header (tab-separated when its name says .tsv)."""
     del columns
     csv.field_size_limit(MAX_BYTES)
@@ -322,32 +322,32 @@ def read_csv(path: Path, name: str, columns: list[str] | None) -> Iterator[Value
             for row in rows if header else ():
                 where = f"{name}:{rows.line_num}"
                 if row and header and len(row) != len(header):
-                    yield Flaw(where, f"has {len(row)} fields where the header names {len(header)}")
+                    yield BadRow(where, f"has {len(row)} fields where the header names {len(header)}")
                 elif row and header:
                     yield Value(where, dict(zip(header, row, strict=True)))
         except csv.Error as error:
-            yield Flaw(f"{name}:{rows.line_num}", f"is not CSV: {error}; is a quote unbalanced?")
+            yield BadRow(f"{name}:{rows.line_num}", f"is not CSV: {error}; is a quote unbalanced?")
         except _Unreadable as error:
-            yield error.flaw
+            yield error.bad_row
 
 
 class _Unreadable(Exception):
     """Carries a Flaw through the csv module."""
 
-    def __init__(self, flaw: Flaw) -> None:
-        super().__init__(flaw)
-        self.flaw = flaw
+    def __init__(self, bad_row: BadRow) -> None:
+        super().__init__(bad_row)
+        self.bad_row = bad_row
 
 
 def _strict_text(stream: BinaryIO, name: str) -> Iterator[str]:
     for number, line in lines(stream, name):
-        text = line if isinstance(line, Flaw) else decode(line, f"{name}:{number}")
-        if isinstance(text, Flaw):
+        text = line if isinstance(line, BadRow) else decode(line, f"{name}:{number}")
+        if isinstance(text, BadRow):
             raise _Unreadable(text)
         yield text
 
 
-def read_parquet(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_parquet(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """Rows, page by page; only the columns that are needed are read."""
     import pyarrow.parquet as pq
 
@@ -355,7 +355,7 @@ def read_parquet(path: Path, name: str, columns: list[str] | None) -> Iterator[V
         yield from _batches(file.iter_batches(batch_size=64, columns=columns), file.schema_arrow, name, columns)
 
 
-def read_arrow(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def read_arrow(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """Rows of an Arrow stream (what datasets writes) or file, memory-mapped."""
     import pyarrow as pa
 
@@ -371,14 +371,14 @@ def read_arrow(path: Path, name: str, columns: list[str] | None) -> Iterator[Val
         yield from _batches(selected, reader.schema, name, columns)
 
 
-def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] | None) -> Iterator[Value | Flaw]:
+def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     for column in columns or schema.names:
         field = schema.field(column)
         if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(field.type, "extension_name"):
             raise UserError(
                 f"is of an extension type, {field.type}, which is not read",
                 where=f"{name}, column {column}",
-                remedy="name another column: data.columns={text: NAME}",
+                fix="name another column: data.columns={text: NAME}",
             )
     row = 0
     for batch in batches:
@@ -390,7 +390,7 @@ def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] 
                 contents = [_row(part, index, f"{name}, row {row + index + 1}") for index in range(part.num_rows)]
             for content in contents:
                 row += 1
-                yield content if isinstance(content, Flaw) else Value(f"{name}, row {row}", content)
+                yield content if isinstance(content, BadRow) else Value(f"{name}, row {row}", content)
 
 
 def _row(batch: Any, index: int, where: str) -> Any:
@@ -398,7 +398,7 @@ def _row(batch: Any, index: int, where: str) -> Any:
         return batch.slice(index, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
         problem = f"holds text that is not UTF-8: byte 0x{error.object[error.start]:02x}"
-        return Flaw(where, problem, "write the column again as UTF-8, or set data.on_error to skip")
+        return BadRow(where, problem, "write the column again as UTF-8, or set data.on_error to skip")
 
 
 READERS: dict[str, Reader] = {

@@ -110,7 +110,7 @@ def refuse_long(size: int, most: int | None = None) -> None:
         raise UserError(
             f"holds {format_bytes(size)} in one piece, and {format_bytes(most)} is the limit: the tokenizer cannot "
             "encode parts of it",
-            remedy="cut it into lines or smaller documents",
+            fix="cut it into lines or smaller documents",
         )
 
 

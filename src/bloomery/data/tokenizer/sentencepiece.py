@@ -100,8 +100,8 @@ class SentencePiece:
         try:
             import sentencepiece
         except ImportError as error:
-            problem, remedy = "a SentencePiece .model needs its library", "pip install 'bloomery[sentencepiece]'"
-            raise UserError(problem, where=str(path), remedy=remedy) from error
+            problem, fix = "a SentencePiece .model needs its library", "pip install 'bloomery[sentencepiece]'"
+            raise UserError(problem, where=str(path), fix=fix) from error
         self.description: dict[str, Any] = {}
         self.growth = 1.0
         self._content = read_input(path, MAX_FILE)
@@ -110,10 +110,10 @@ class SentencePiece:
             size = int(self._processor.get_piece_size())
         except (RuntimeError, ValueError) as error:
             problem = "is no SentencePiece model, or a damaged one"
-            raise UserError(problem, where=str(path), remedy="copy or download it again") from error
+            raise UserError(problem, where=str(path), fix="copy or download it again") from error
         self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
         if len(self._ids) != size:
-            raise UserError("holds a piece twice", where=str(path), remedy="copy or download it again")
+            raise UserError("holds a piece twice", where=str(path), fix="copy or download it again")
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """`special` changes nothing: SentencePiece never reads control tokens out of a text."""
@@ -127,7 +127,7 @@ class SentencePiece:
         """
         if self._translated is None:
             raise UserError("this SentencePiece model has no tokenizer.json that cuts text alike, which chats need",
-                            where=MODEL_FILE, remedy="save a tokenizer.json beside it with transformers")  # fmt: skip
+                            where=MODEL_FILE, fix="save a tokenizer.json beside it with transformers")  # fmt: skip
         encodings = self._translated.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 

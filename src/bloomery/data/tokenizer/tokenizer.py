@@ -36,9 +36,9 @@ def read_json(path: Path) -> Json:
     try:
         value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError("is not JSON, or is cut short", where=str(path), remedy="copy or download it again") from error
+        raise UserError("is not JSON, or is cut short", where=str(path), fix="copy or download it again") from error
     if not isinstance(value, dict):
-        raise UserError("holds no JSON object", where=str(path), remedy=_ANOTHER)
+        raise UserError("holds no JSON object", where=str(path), fix=_ANOTHER)
     return value
 
 
@@ -54,30 +54,30 @@ def check_ids(description: Json, where: str) -> None:
     """Ids and tokens must be one to one and dense enough for an embedding. Raises UserError."""
     model = description.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise UserError("describes no tokenizer: model.vocab is missing", where=where, remedy=_ANOTHER)
+        raise UserError("describes no tokenizer: model.vocab is missing", where=where, fix=_ANOTHER)
     vocab = model["vocab"]
     if not vocab:
-        raise UserError("describes no tokenizer: its vocabulary is empty", where=where, remedy=_ANOTHER)
+        raise UserError("describes no tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
     try:
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
         problem = "describes no tokenizer: the vocabulary is malformed"
-        raise UserError(problem, where=where, remedy=_ANOTHER) from error
+        raise UserError(problem, where=where, fix=_ANOTHER) from error
     if isinstance(vocab, list) and len(ids) != len(vocab):
-        raise UserError("the vocabulary holds a token twice", where=where, remedy=_ANOTHER)
+        raise UserError("the vocabulary holds a token twice", where=where, fix=_ANOTHER)
     for token, index in added.items():
         if ids.setdefault(token, index) != index:
             problem = f"token {token!r} has two ids, {ids[token]} and {index}"
-            raise UserError(problem, where=where, remedy=_ANOTHER)
+            raise UserError(problem, where=where, fix=_ANOTHER)
     owners: dict[int, str] = {}
     for token, index in ids.items():
         if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
             problem = f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens"
-            raise UserError(problem, where=where, remedy=_ANOTHER)
+            raise UserError(problem, where=where, fix=_ANOTHER)
         if owners.setdefault(index, token) is not token:
             problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
-            raise UserError(problem, where=where, remedy=_ANOTHER)
+            raise UserError(problem, where=where, fix=_ANOTHER)
 
 
 def check_growth(description: Json, where: str) -> float:
@@ -88,7 +88,7 @@ def check_growth(description: Json, where: str) -> float:
     for part, factor in grown.items():
         if factor > MOST_GROWTH:
             told = f"{factor:,.0f}" if factor < 1e15 else "endlessly many"
-            raise UserError(f"its {part} makes a text up to {told} times as long", where=where, remedy=_ANOTHER)
+            raise UserError(f"its {part} makes a text up to {told} times as long", where=where, fix=_ANOTHER)
     return grown["normalizer"]
 
 
@@ -202,7 +202,7 @@ def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
         raise
     except BaseException as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise UserError(f"{problem}: {reason}", where=where, remedy="use another tokenizer file") from error
+        raise UserError(f"{problem}: {reason}", where=where, fix="use another tokenizer file") from error
 
 
 def refuse_foreign_ids(ids: Iterable[int], vocab_size: int) -> None:
@@ -212,7 +212,7 @@ def refuse_foreign_ids(ids: Iterable[int], vocab_size: int) -> None:
         raise UserError(
             f"the text holds token {largest:,}, and the model knows {vocab_size:,}: they do not belong together",
             where="tokenizer.json",
-            remedy="put the tokenizer there that the model was trained with",
+            fix="put the tokenizer there that the model was trained with",
         )
 
 
@@ -436,7 +436,7 @@ class Tokenizer:
         if not self._backend.description:
             raise UserError(
                 "a SentencePiece .model takes no further tokens", where="tokenizer.add_tokens",
-                remedy="save it as tokenizer.json with transformers, and name that in tokenizer.from",
+                fix="save it as tokenizer.json with transformers, and name that in tokenizer.from",
             )  # fmt: skip
         entries = [added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
         description = self._backend.description
@@ -473,7 +473,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             raise UserError(
                 "holds neither tokenizer.json nor a SentencePiece .model",
                 where=str(path),
-                remedy="name the file or another folder",
+                fix="name the file or another folder",
             )
         path = files[0]
     if path.suffix == ".model":
@@ -494,12 +494,12 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
     said = recipe.tokenizer
     if said.from_ and said.train:
         problem = "the recipe both names a tokenizer and trains one"
-        raise UserError(problem, where="tokenizer", remedy="remove tokenizer.from or tokenizer.train")
+        raise UserError(problem, where="tokenizer", fix="remove tokenizer.from or tokenizer.train")
     name = said.from_ or (None if said.train else "same" if recipe.model.from_ else None)
     if name == "same":
         if not recipe.model.from_:
             problem = "there is no model to take the tokenizer from"
-            raise UserError(problem, where="tokenizer.from", remedy="set model.from, or tokenizer.train")
+            raise UserError(problem, where="tokenizer.from", fix="set model.from, or tokenizer.train")
         name = recipe.model.from_
     if name:
         return {"from": name, "add_tokens": said.add_tokens} if said.add_tokens else {"from": name}

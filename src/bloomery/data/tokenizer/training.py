@@ -28,7 +28,7 @@ def refuse_few_tokens(spec: TrainTokenizer) -> None:
     smallest = len({*SPECIAL, *spec.special_tokens}) + 256
     if spec.vocab_size < smallest:
         raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
-                        where="tokenizer.train.vocab_size", remedy=f"set it to {smallest} or more")  # fmt: skip
+                        where="tokenizer.train.vocab_size", fix=f"set it to {smallest} or more")  # fmt: skip
 
 
 def train_tokenizer(
@@ -134,11 +134,11 @@ def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Prog
             raise UserError(
                 f"the process that trained the tokenizer died (code {code}){': ' if said else ''}{said}",
                 where="tokenizer.train",
-                remedy="if memory ran out, set tokenizer.train.vocab_size to a smaller number, or name fewer files",
+                fix="if memory ran out, set tokenizer.train.vocab_size to a smaller number, or name fewer files",
             )  # fmt: skip
     if "refused" in told:
-        problem, where, remedy = told["refused"]
-        raise UserError(problem, where=where, remedy=remedy)
+        problem, where, fix = told["refused"]
+        raise UserError(problem, where=where, fix=fix)
     made: bytes = told["content"]
     return made.decode()
 
@@ -168,7 +168,7 @@ def main() -> None:
     try:
         made = _trained(received(), TrainTokenizer.model_validate_json(job["spec"]), told=True)
     except UserError as error:
-        tell(job, {"refused": [error.problem, error.where, error.remedy]})
+        tell(job, {"refused": [error.problem, error.where, error.fix]})
     else:
         tell(job, {}, made.encode())
 

@@ -197,7 +197,7 @@ QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noh
 
 @final
 @dataclass(frozen=True)
-class Tenant:
+class GpuProcess:
     """A process with memory on any GPU here; `name` is its command's."""
 
     pid: int
@@ -205,12 +205,14 @@ class Tenant:
     bytes: int
 
 
-def tenants(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[Tenant, ...]:
+def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[GpuProcess, ...]:
     """Other processes with memory on a GPU, the largest first; what this user may not see is missing."""
     held: dict[int, int] = {}
     for pid, size in (*_of_kfd(root), *_of_nvidia(output_of(QUERY, seconds=PATIENCE_SECONDS) or "")):
         held[pid] = held.get(pid, 0) + size
-    others = [Tenant(pid, _process_name(proc, pid), size) for pid, size in held.items() if size and pid != os.getpid()]
+    others = [
+        GpuProcess(pid, _process_name(proc, pid), size) for pid, size in held.items() if size and pid != os.getpid()
+    ]
     return tuple(sorted(others, key=lambda tenant: -tenant.bytes))
 
 

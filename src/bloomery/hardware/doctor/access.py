@@ -38,15 +38,15 @@ def _blacklisted(display: Display, host: Host) -> Finding:
     says, others = host.driver.blacklisted, display.driver not in ("", "amdgpu")
     machines = " for virtual machines" if display.driver == "vfio-pci" else ""
     if says.startswith("/"):
-        mend = [f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(says)}"]
+        fix = [f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(says)}"]
     else:
         edit = r"s/((modprobe\.blacklist|module_blacklist)=[^ \"]*)\bamdgpu\b,?/\1/"
-        mend = [f"sudo sed -i.bak -E '{edit}' /etc/default/grub"]
+        fix = [f"sudo sed -i.bak -E '{edit}' /etc/default/grub"]
     if display.driver == "vfio-pci":
-        mend.append("# take the card's number out of `options vfio-pci ids=` in the same folder")
-    mend.append(_boot_again("initramfs" if says.startswith("/") else "grub", host.distribution))
+        fix.append("# take the card's number out of `options vfio-pci ids=` in the same folder")
+    fix.append(_boot_again("initramfs" if says.startswith("/") else "grub", host.distribution))
     held = f"; {display.driver} holds the card {display.address}{machines}" if others else ""
-    return found("driver-blacklisted", mend=mend, says=says, held=held)
+    return found("driver-blacklisted", fix=fix, says=says, held=held)
 
 
 def _boot_again(what: Literal["initramfs", "grub"], distribution: str) -> str:
@@ -117,8 +117,8 @@ def silent_nvidia(machine: Machine) -> Iterator[Finding]:
             container=around.container,
             part="",
             evidence=f"a card is at {cards[0].address}, nvidia-smi lists none here",
-            mend=("docker run --gpus all ...  # outside; `bloomery doctor --docker` prints the whole line",),
-            prove="nvidia-smi",
+            fix=("docker run --gpus all ...  # outside; `bloomery doctor --docker` prints the whole line",),
+            verify="nvidia-smi",
         )
     elif around.wsl:
         yield found("wsl-nvidia", level=level)
@@ -147,7 +147,7 @@ def groups(machine: Machine) -> Iterator[Finding]:
         refusals = "sudo ausearch -m avc -ts recent | grep -E 'kfd|renderD'  # SELinux's refusals"
         rights = f"ls -l {closed.replace(' and ', ' ')}  # an access list or a udev rule forbids it"
         said = "; this system has SELinux" if selinux else ""
-        yield found("access-denied", mend=(refusals if selinux else rights,), selinux=said, **facts)
+        yield found("access-denied", fix=(refusals if selinux else rights,), selinux=said, **facts)
     else:
         yield found("login-again" if facts["group"] in access.listed_groups else "not-in-group", **facts)
 

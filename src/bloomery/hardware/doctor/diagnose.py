@@ -59,15 +59,15 @@ def _finding(probe: Probe, kind: str, machine: Machine) -> Finding:
         subject += f" in {probe.name.partition('-')[2]}"
     known = [one for one in match(probe.said, machine=machine) if one.id not in SAID_BY_OUTCOME]
     off = f" (off by {probe.error:.2g})" if probe.error else ""
-    mend = _around(probe, kind, machine)
-    mend += (known[0].remedy if known else _remedy(probe, kind, machine)) if probe.outcome != "wrong" else []
+    fix = _around(probe, kind, machine)
+    fix += (known[0].fix if known else _fix(probe, kind, machine)) if probe.outcome != "wrong" else []
     return Finding(
         id=f"probe-{probe.name}",
         level=_level(probe, kind, machine),
         what=f"{subject} {SAID[probe.outcome]} on this machine" + (f": {known[0].cause}" if known else ""),
         evidence=f"{probe.name}: {probe.said or probe.outcome}{off}",
-        mend=_without_repeats(mend or ["bloomery doctor --bundle report.json  # what a maintainer needs"]),
-        prove=PROBE,
+        fix=_without_repeats(fix or ["bloomery doctor --bundle report.json  # what a maintainer needs"]),
+        verify=PROBE,
     )
 
 
@@ -107,7 +107,7 @@ def _level(probe: Probe, kind: str, machine: Machine) -> Level:
     return "note" if unused.get(kind) else SUBJECTS.get(kind, ("", "note", ""))[1]
 
 
-def _remedy(probe: Probe, kind: str, machine: Machine) -> list[str]:
+def _fix(probe: Probe, kind: str, machine: Machine) -> list[str]:
     if kind == "device" and machine.accelerators:
         return [install(machine) + "  # the build that has this chip's kernels"]
     return [] if probe.outcome != "crashed" else ["bloomery doctor --bundle report.json  # what a maintainer needs"]
@@ -132,7 +132,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
     yield found(
         "shm-small",
         level="stops" if several else "note",
-        mend=(outside if around.container else "sudo mount -o remount,size=16G /dev/shm",),
+        fix=(outside if around.container else "sudo mount -o remount,size=16G /dev/shm",),
         others="" if several else " or loader processes",
         size=format_bytes(size),
     )
@@ -186,7 +186,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
     tools = dict.fromkeys(access.SELINUX, "dnf install gcc-c++") | {"arch": "pacman -S gcc"}
     tools |= dict.fromkeys(("sles", "opensuse-leap"), "zypper install gcc-c++")
     slower = ", 10 to 35% slower on a CPU" if best_device(machine) is None else ""
-    yield found("no-compiler", mend=("sudo " + tools.get(name, "apt install g++"),), slower=slower)
+    yield found("no-compiler", fix=("sudo " + tools.get(name, "apt install g++"),), slower=slower)
 
 
 def disk(machine: Machine) -> Iterator[Finding]:
@@ -244,7 +244,7 @@ def diagnose(machine: Machine) -> tuple[Finding, ...]:
 
 
 def _numbered(finding: Finding, number: int) -> Finding:
-    return replace(finding, mend=tuple(step.replace(NUMBER, str(number)) for step in finding.mend))
+    return replace(finding, fix=tuple(step.replace(NUMBER, str(number)) for step in finding.fix))
 
 
 def ready(findings: tuple[Finding, ...]) -> bool:

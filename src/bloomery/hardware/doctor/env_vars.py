@@ -19,13 +19,13 @@ class Effect:
     name: str
     value: str
     does: Does
-    because: str
+    reason: str
 
     def __str__(self) -> str:
-        if self.because.startswith(self.name):
-            return self.because
+        if self.reason.startswith(self.name):
+            return self.reason
         verb = {"nothing": "does nothing here", "works": "works", "slows": "slows", "harms": "harms"}[self.does]
-        return f"{self.name}={self.value} {verb}: {self.because}"
+        return f"{self.name}={self.value} {verb}: {self.reason}"
 
 
 def idle_settings(machine: Machine, profile: Profile) -> tuple[Effect, ...]:
@@ -34,7 +34,7 @@ def idle_settings(machine: Machine, profile: Profile) -> tuple[Effect, ...]:
     for name, value in sorted(machine.software.environment.items()):
         said = _allocator(name, value, machine, profile) if name in ALLOCATORS else _said(name, value, machine, profile)
         if said is not None:
-            found.append(Effect(name=name, value=value, does=said[0], because=said[1]))
+            found.append(Effect(name=name, value=value, does=said[0], reason=said[1]))
     return tuple(found)
 
 

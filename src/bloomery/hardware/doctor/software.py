@@ -55,7 +55,7 @@ def missing(machine: Machine) -> Iterator[Finding]:
     software = machine.software
     if software.torch is None:
         steps = (*install_steps(machine, anew=False), "# in a checkout of Bloomery, make setup does it and pins it")
-        yield found("no-torch", mend=steps, python=software.python, prefix=software.prefix or "this environment")
+        yield found("no-torch", fix=steps, python=software.python, prefix=software.prefix or "this environment")
     elif series(software.torch) < OLDEST_TORCH:
         oldest = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
         yield to_install("torch-too-old", machine, torch=software.torch, oldest=oldest, folder=software.torch_folder)
@@ -139,7 +139,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         loan = [f"export {name}={value}  # or, with the wheel that is here" for name, value in borrowed.items()]
         chips = ", ".join(sorted(known))
         one = to_install("arch-not-in-wheel", machine, arch=arch, local=torch.partition("+")[2], known=chips)
-        yield replace(one, mend=(*one.mend, *loan))
+        yield replace(one, fix=(*one.fix, *loan))
 
 
 def claimed(value: str) -> str:
@@ -184,7 +184,7 @@ def override(machine: Machine) -> Iterator[Finding]:
     facts: dict[str, Any] = {"value": value, "where": where, "remark": "  # and delete that line" if lines else ""}
     if _borrows(machine, device):
         facts |= {"arch": device.arch, "torch": machine.software.torch or "", "install": install(machine)}
-        yield found("override-helps", claims=claims, because=fitting_builds(machine, device)[0].because, **facts)
+        yield found("override-helps", claims=claims, reason=fitting_builds(machine, device)[0].reason, **facts)
     elif claims == device.arch and _one_chip(machine):
         yield found("override-needless", **facts)
     else:
@@ -260,7 +260,7 @@ def torch_missing(machine: Machine) -> UserError:
     """For a command that needs PyTorch where none is installed: the lines that install the build for this machine."""
     steps = "\n       ".join(install_steps(machine, anew=False))
     where = f"Python {machine.software.python} in {machine.software.prefix or 'this environment'}"
-    return UserError("PyTorch is not installed here", where=where, remedy=steps)
+    return UserError("PyTorch is not installed here", where=where, fix=steps)
 
 
 def tested(driver: str, rocm: str) -> bool:
@@ -313,7 +313,7 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
     yield found(
         "amd-driver-old",
         level="note" if works else "stops",
-        mend=(*_newer_driver(machine, wheel), *build),
+        fix=(*_newer_driver(machine, wheel), *build),
         run=run,
         rocm=rocm,
         wheel=wheel,
@@ -327,8 +327,8 @@ def _inbox(machine: Machine, wheel: str) -> Iterator[Finding]:
     kernel = version_key(machine.host.driver.kernel)[:2]
     if RELEASES.index(wheel) < RELEASES.index("7.0") or not kernel or kernel >= INBOX_FROM:
         return
-    mend = (f"{PROBE}  # where all works nothing needs to change; else:", *_newer_driver(machine, wheel))
-    yield found("amd-driver-inbox", mend=mend, kernel=".".join(map(str, kernel)), wheel=wheel)
+    fix = (f"{PROBE}  # where all works nothing needs to change; else:", *_newer_driver(machine, wheel))
+    yield found("amd-driver-inbox", fix=fix, kernel=".".join(map(str, kernel)), wheel=wheel)
 
 
 def _newer_driver(machine: Machine, wheel: str) -> tuple[str, ...]:
@@ -380,7 +380,7 @@ def loaded_rocm(machine: Machine) -> Iterator[Finding]:
     yield found(
         "rocm-mixed",
         level="stops" if other else "note",
-        mend=loads or ((swap,) if module else (unset,)),
+        fix=loads or ((swap,) if module else (unset,)),
         version=version,
         wheel=wheel,
         mostly="" if other else "; with the same major version that mostly works",
@@ -424,11 +424,11 @@ def site_modules(machine: Machine) -> Iterator[Finding]:
         return  # another ROCm is loaded in its place: `loaded_rocm` judges that one
     yield found(
         "site-modules-missing",
-        mend=build.before,
+        fix=build.before,
         module=missing[0],
         site=machine.host.around.site,
         loaded=", ".join(machine.host.around.modules) or "none",
-        because=build.because,
+        reason=build.reason,
     )
 
 
@@ -453,7 +453,7 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
         newest = OLDEST_DRIVER["13"]  # the wheel that is installed instead is CUDA 13's
         one = to_install("cuda-too-old", machine, **facts)
         update = (_nvidia_update(machine, newest),) if _older(said, newest) else ()
-        yield replace(one, mend=(*one.mend, *update))
+        yield replace(one, fix=(*one.fix, *update))
     elif _older(said, oldest):
         evidence = f"driver {said}; {device.arch} with CUDA {cuda[0]} needs {oldest} or newer"
         brought = re.search(r"\+cu(\d\d)", build.requirement)
@@ -461,9 +461,9 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
         one = to_install("cuda-too-new", machine, thing="driver", evidence=evidence, **facts)
         update_it = _nvidia_update(machine, oldest)
         if served and runs:
-            yield replace(one, mend=(*one.mend, update_it + "  # or, to keep this PyTorch"))
+            yield replace(one, fix=(*one.fix, update_it + "  # or, to keep this PyTorch"))
         else:
-            yield replace(one, mend=(update_it,), run="")
+            yield replace(one, fix=(update_it,), run="")
 
 
 def _older(driver: str, major: int) -> bool:

@@ -22,7 +22,7 @@ LONGEST_TEXT = 2_000_000  # of a log the end counts
 LONGEST_LINE = 2_000  # no message is longer; patterns never see more of a line
 PCI_VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
 PROBE = "bloomery doctor --probe"
-NUMBER = "{number}"  # in `mend`: the number that the finding gets in the list
+NUMBER = "{number}"  # in `fix`: the number that the finding gets in the list
 PIN = "pin torch"
 
 
@@ -37,24 +37,24 @@ class Row(Entry):
     level: Level
     what: str
     evidence: str
-    mend: tuple[str, ...] = ()
-    prove: str = "bloomery doctor"
+    fix: tuple[str, ...] = ()
+    verify: str = "bloomery doctor"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing that stops or slows training or is worth knowing.
 
-    `mend`: lines for a shell, what they do after two blanks and a #. `run`: what `doctor --fix` may do itself, after
-    asking: a `pip install ...` as it stands in `mend`, or PIN.
+    `fix`: lines for a shell, what they do after two blanks and a #. `run`: what `doctor --fix` may do itself, after
+    asking: a `pip install ...` as it stands in `fix`, or PIN.
     """
 
     id: str
     level: Level
     what: str
     evidence: str
-    mend: tuple[str, ...]
-    prove: str = "bloomery doctor"
+    fix: tuple[str, ...]
+    verify: str = "bloomery doctor"
     run: str = ""
 
 
@@ -72,8 +72,8 @@ def found(
     id: str,
     *,
     level: Level | None = None,
-    mend: Sequence[str] = (),
-    prove: str = "",
+    fix: Sequence[str] = (),
+    verify: str = "",
     run: str = "",
     **facts: Any,
 ) -> Finding:
@@ -85,8 +85,8 @@ def found(
         level=level or row.level,
         what=row.what.format_map(known),
         evidence=row.evidence.format_map(known),
-        mend=tuple(mend) or tuple(step.format_map(known) for step in row.mend),
-        prove=prove or row.prove.format_map(known),
+        fix=tuple(fix) or tuple(step.format_map(known) for step in row.fix),
+        verify=verify or row.verify.format_map(known),
         run=run,
     )
 
@@ -95,7 +95,7 @@ def install_steps(machine: Machine, *, anew: bool = True) -> tuple[str, ...]:
     """What a cluster loads before, then `install` with the reason where it leaves the GPU idle."""
     device = best_device(machine)
     build = fitting_builds(machine, device)[0]
-    remark = f"  # for the CPU: {build.because}" if build.cpu and device is not None else ""
+    remark = f"  # for the CPU: {build.reason}" if build.cpu and device is not None else ""
     return (*build.before, install(machine, anew=anew) + remark)
 
 
@@ -103,7 +103,7 @@ def to_install(id: str, machine: Machine, **facts: Any) -> Finding:
     """A finding that another PyTorch mends; `--fix` installs none that leaves the GPU idle."""
     device = best_device(machine)
     idle = device is not None and fitting_builds(machine, device)[0].cpu
-    return found(id, mend=install_steps(machine), run="" if idle else install(machine), **facts)
+    return found(id, fix=install_steps(machine), run="" if idle else install(machine), **facts)
 
 
 class Facts(Entry):
@@ -139,8 +139,8 @@ class Symptom(Entry):
     requires: Facts = Facts()
     likely: Facts = Facts()
     cause: str
-    remedy: Annotated[tuple[str, ...], Field(min_length=1)]
-    prove: str
+    fix: Annotated[tuple[str, ...], Field(min_length=1)]
+    verify: str
     cites: Annotated[tuple[str, ...], Field(min_length=1)]
     log: str
     log_from: str
@@ -152,15 +152,15 @@ class Symptoms(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A symptom that was recognised. `line`: where; `remedy`: commands, with what they do after two blanks and a #."""
+    """A symptom that was recognised. `line`: where; `fix`: commands, with what they do after two blanks and a #."""
 
     id: str
     level: Level
     what: str
     cause: str
     line: str
-    remedy: tuple[str, ...]
-    prove: str
+    fix: tuple[str, ...]
+    verify: str
     cites: tuple[str, ...]
     score: float
 
@@ -203,8 +203,8 @@ def _match(symptom: Symptom, text: str, machine: Machine | None) -> Match | None
         what=symptom.title,
         cause=symptom.cause,
         line=_line_around(text, first.start()),
-        remedy=tuple(filled(step, machine) for step in symptom.remedy),
-        prove=symptom.prove,
+        fix=tuple(filled(step, machine) for step in symptom.fix),
+        verify=symptom.verify,
         cites=symptom.cites,
         score=sum(1 + min(len(hit[0]), 100) / 100 for hit in hits) + supported / 2,
     )

@@ -48,7 +48,7 @@ class Card(Frozen):
     model: dict[str, Any]  # the facts of its ModelConfig
     parameters: int
     text: str  # prepared, or random: tokens without meaning in documents of whole rows
-    giver: str
+    contributor: str
     day: str  # 2026-11-21
     points: tuple[Point, ...]
 
@@ -85,7 +85,7 @@ def threads(machine: Machine) -> int:
 
 def remember(card: Card) -> bool:
     """Keeps an own card, instead of an older one of the same device, torch and model. False: it cannot be written."""
-    mine = card.model_copy(update={"giver": OWN})
+    mine = card.model_copy(update={"contributor": OWN})
     others = [each for each in _own() if _identity(each) != _identity(mine)]
     kept = [*others, mine][-KEPT:]
     return write_json(_own_file(), [each.model_dump(mode="json") for each in kept])
@@ -97,7 +97,7 @@ def write_card(card: Card, path: Path) -> None:
         path.write_text(json.dumps(card.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         problem = f"the card cannot be written: {error.strerror}"
-        raise UserError(problem, where=str(path), remedy="name a file in a folder that you may write to") from error
+        raise UserError(problem, where=str(path), fix="name a file in a folder that you may write to") from error
 
 
 @cache

@@ -45,7 +45,7 @@ class ArchSpec(Spec):
     float16_rate: str = ""  # of float32's, where it is so slow that nobody trains in it
     cautious: bool = False  # nobody publishes training on it: float32, nothing pinned, until probes say more
     compile: bool
-    compile_because: str
+    compile_reason: str
     efficiency: tuple[float, float, float] | None = None
     efficiency_source: str = "nobody published a figure"
     context_mib: int
@@ -241,10 +241,10 @@ def find_gpu(text: str) -> Accelerator:
         size = None
     found = found or _meant(wanted) or _by_arch(wanted)
     if not found:
-        raise UserError(f"{text!r} is not in the table of GPUs", where="--gpu", remedy=_nearest(text), code=2)
+        raise UserError(f"{text!r} is not in the table of GPUs", where="--gpu", fix=_nearest(text), code=2)
     if len(found) > 1:
         names = ", ".join(spec.name for spec in found)
-        raise UserError(f"{text!r} can be {names}", where="--gpu", remedy=f'name one: --gpu "{found[0].name}"', code=2)
+        raise UserError(f"{text!r} can be {names}", where="--gpu", fix=f'name one: --gpu "{found[0].name}"', code=2)
     return _installed(found[0], size, text)
 
 
@@ -257,8 +257,8 @@ def _refuse_other_makers(text: str) -> None:
     intel = re.fullmatch(r"(?:intel\s+)?(?:arc\b.*|iris\b.*|data cent.*max.*)|.*\bintel\b.*", name)
     maker = "Apple" if apple else "Intel" if intel else ""
     if maker:
-        remedy = "name a GPU of AMD or NVIDIA, or leave out --gpu: Bloomery trains on the CPU there"
-        raise UserError(f"GPUs of {maker} are not supported: {text!r}", where="--gpu", remedy=remedy, code=2)
+        fix = "name a GPU of AMD or NVIDIA, or leave out --gpu: Bloomery trains on the CPU there"
+        raise UserError(f"GPUs of {maker} are not supported: {text!r}", where="--gpu", fix=fix, code=2)
 
 
 def _meant(text: str) -> list[GpuSpec]:
@@ -300,15 +300,15 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
     if not sizes:
         if size is None:
             problem = f"{spec.name} shares the machine's memory, whose size is open"
-            raise UserError(problem, where="--gpu", remedy=f'write it: --gpu "{text} 32GB"', code=2)
+            raise UserError(problem, where="--gpu", fix=f'write it: --gpu "{text} 32GB"', code=2)
         lent = int(size * GIB * LENT_SHARE)
         return Accelerator(
             index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=0, integrated=True,
             gtt_bytes=lent,
         )  # fmt: skip
     if size not in sizes and (size is not None or len(sizes) > 1):
-        remedy = "write " + " or ".join(f"{spec.name} {gib}GB" for gib in sizes)
-        raise UserError(f"{text!r} leaves open how much memory it has", where="--gpu", remedy=remedy, code=2)
+        fix = "write " + " or ".join(f"{spec.name} {gib}GB" for gib in sizes)
+        raise UserError(f"{text!r} leaves open how much memory it has", where="--gpu", fix=fix, code=2)
     memory = size * GIB if size is not None and len(sizes) > 1 else spec.memory_bytes()
     return Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
 

@@ -62,7 +62,7 @@ class TorchBuild:
 
     requirement: str
     index: str | None
-    because: str
+    reason: str
     never: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()  # variables that this build needs
     before: tuple[str, ...] = ()  # commands that come first, in this shell and in every job
@@ -158,10 +158,10 @@ def _rocm(arch: str, torch: str, system: str, processor: str) -> list[TorchBuild
 
 def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     if arch == "gfx906":
-        because = "the last index whose wheels bring kernels and the matrix library of gfx906; it ends with torch 2.9.1"
+        reason = "the last index whose wheels bring kernels and the matrix library of gfx906; it ends with torch 2.9.1"
         newer = "install torch from rocm6.4 or newer: " + NOT_FROM_PYTORCH[arch]
         pinned = torch if series(torch) == (2, 9) else "2.9.1"
-        return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", because, (newer,))]
+        return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", reason, (newer,))]
     index, archs = PYTORCH_ROCM.get(series(torch), ("", ""))
     crashes = arch in NOT_FROM_PYTORCH and not (arch in _AMD_FIRST and index == "rocm7.14")
     if crashes or arch not in archs.split():
@@ -173,15 +173,15 @@ def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
 def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
     if torch not in AMD_WHEELS or arch not in AMD_DEVICES.split() or arch == "gfx900":
         return []
-    because = f"AMD's wheels bring {arch}'s own kernels"
+    reason = f"AMD's wheels bring {arch}'s own kernels"
     if arch in ("gfx906", "gfx908", "gfx90a", "gfx950"):
-        because += "; AMD calls them built, not tested, for this GPU"
+        reason += "; AMD calls them built, not tested, for this GPU"
     never = [f"{_OVERRIDE}: the card would ask for kernels that this wheel does not bring"]
     if arch in _AMD_FIRST:
         never.append(f"install torch from rocm7.2 or older: {NOT_FROM_PYTORCH[arch]}")
     return [
         TorchBuild(
-            f"torch[device-{arch}]=={torch}+{AMD_WHEELS[torch]}", AMD_INDEX, because, (*never, *_triton(arch, torch))
+            f"torch[device-{arch}]=={torch}+{AMD_WHEELS[torch]}", AMD_INDEX, reason, (*never, *_triton(arch, torch))
         )
     ]
 
@@ -219,9 +219,9 @@ def _cuda(arch: str, torch: str, driver: int | None) -> TorchBuild:
     return TorchBuild(f"torch=={torch}", None, f"the wheel of PyPI is a CUDA build that knows {arch}")
 
 
-def _cpu(torch: str, system: str, because: str) -> TorchBuild:
+def _cpu(torch: str, system: str, reason: str) -> TorchBuild:
     """Linux's wheel on PyPI brings gigabytes of CUDA; PyTorch's own index has a small one."""
-    return TorchBuild(f"torch=={torch}", PYTORCH_INDEX + "cpu" if system != "Darwin" else None, because)
+    return TorchBuild(f"torch=={torch}", PYTORCH_INDEX + "cpu" if system != "Darwin" else None, reason)
 
 
 def series(version: str) -> tuple[int, int]:

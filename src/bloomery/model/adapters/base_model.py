@@ -28,12 +28,12 @@ class Base:
         cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
         return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else self.folder
 
-    def refuse_change(self, digest: str, *, where: str, remedy: str | None = None) -> None:
+    def refuse_change(self, digest: str, *, where: str, fix: str | None = None) -> None:
         """Raises UserError when the adapter in `where` was trained on other weights than these."""
         if digest != self.digest:
             raise UserError(
                 f"the adapter was trained on other weights than those in {self.folder}", where=where,
-                remedy=remedy or "put the base model back that it was trained on",
+                fix=fix or "put the base model back that it was trained on",
             )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def _weights(folder: Path) -> list[Path]:
             return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = "the index of the weights cannot be read"
-            raise UserError(problem, where=str(index), remedy="download or save the model again") from error
+            raise UserError(problem, where=str(index), fix="download or save the model again") from error
     return [single] if single.is_file() else []
 
 
@@ -76,29 +76,29 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """adapter_config.json. Raises UserError when it is none."""
     path = folder / CONFIG
     if path.stat().st_size > LARGEST_CONFIG:
-        raise UserError(f"{CONFIG} is larger than 16 MiB", where=str(path), remedy=AGAIN)
+        raise UserError(f"{CONFIG} is larger than 16 MiB", where=str(path), fix=AGAIN)
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
-        raise UserError(f"{CONFIG} is not JSON: {reason}", where=str(path), remedy=AGAIN) from error
+        raise UserError(f"{CONFIG} is not JSON: {reason}", where=str(path), fix=AGAIN) from error
     if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
-        raise UserError(f"{CONFIG} names no peft_type", where=str(path), remedy=AGAIN)
+        raise UserError(f"{CONFIG} names no peft_type", where=str(path), fix=AGAIN)
     return said
 
 
 def base_folder(folder: Path) -> Path:
     """The model that the adapter in `folder` names: a local folder first, else one of the Hub. Raises UserError."""
     name, where = read_settings(folder).get("base_model_name_or_path"), str(folder / CONFIG)
-    remedy = f"name the base yourself: BASE+{folder.name}"
+    fix = f"name the base yourself: BASE+{folder.name}"
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise UserError("the adapter does not say which model it adapts", where=where, remedy=remedy)
+        raise UserError("the adapter does not say which model it adapts", where=where, fix=fix)
     beside = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # of a run that was moved
     for place in (Path(name), folder / name, *beside):
         if len(name) < 4000 and (place / "config.json").is_file():
             return place
     if not is_hub_id(name):
-        raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, remedy=remedy)
+        raise UserError(f"the adapter's base is not here: {name[:200]}", where=where, fix=fix)
     return fetch_model(name)
 
 
@@ -118,7 +118,7 @@ def refuse_other_base(folder: Path, base: Path) -> None:
         match json.loads(path.read_text(encoding="utf-8")):
             case {"base": {"digest": str(noted), **told}}:
                 given = base_of(base)
-                remedy = None if given.folder == told.get("folder", given.folder) else right_base(folder)
-                given.refuse_change(noted, where=str(folder), remedy=remedy)
+                fix = None if given.folder == told.get("folder", given.folder) else right_base(folder)
+                given.refuse_change(noted, where=str(folder), fix=fix)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"state.json is not JSON: {error}"[:200], where=str(path), remedy=AGAIN) from error
+        raise UserError(f"state.json is not JSON: {error}"[:200], where=str(path), fix=AGAIN) from error

@@ -157,8 +157,8 @@ def read_trained(
 
     def stored(name: str) -> Stored:
         if PREFIX + name not in tensors:
-            remedy = "save or download the adapter again"
-            raise UserError(f"the adapter lacks {name}", where=str(folder / TENSORS), remedy=remedy)
+            fix = "save or download the adapter again"
+            raise UserError(f"the adapter lacks {name}", where=str(folder / TENSORS), fix=fix)
         return tensors[PREFIX + name]
 
     kinds = ["lora_A.weight", "lora_B.weight"] + ([MAGNITUDE] if settings.dora else [])
@@ -190,7 +190,7 @@ def adapter_tensors(folder: Path) -> dict[str, Stored]:
     if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
         raise UserError(
             "adapter_model.bin is a pickle: opening it could run anything", where=str(folder),
-            remedy="ask its author for safetensors, or save it again with PEFT's save_pretrained",
+            fix="ask its author for safetensors, or save it again with PEFT's save_pretrained",
         )  # fmt: skip
     found = stored_in(folder, TENSORS)
     with Reader() as reader:
@@ -199,8 +199,8 @@ def adapter_tensors(folder: Path) -> dict[str, Stored]:
             pieces = reader.pieces(flat, 0, *flat.shape, device=torch.device("cpu")) if stored.kind in WEIGHTS else ()
             if not all(bool(piece.isfinite().all()) for _, piece in pieces):
                 problem = f"{name[:120]} of the adapter holds values that are not finite (NaN or infinity)"
-                remedy = f"{AGAIN}; of a run, name an earlier checkpoint with --step"
-                raise UserError(problem, where=str(folder / TENSORS), remedy=remedy)
+                fix = f"{AGAIN}; of a run, name an earlier checkpoint with --step"
+                raise UserError(problem, where=str(folder / TENSORS), fix=fix)
     return found
 
 
@@ -238,7 +238,7 @@ def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, Mode
         config = grown(config, embedding.shape[0])
     whole = _replaced_modules(rest, config, where)
     if not pairs and not whole:
-        raise UserError("the adapter changes nothing", where=where, remedy=AGAIN)
+        raise UserError("the adapter changes nothing", where=where, fix=AGAIN)
     dtype = "bfloat16" if all(str(each.dtype) == "torch.bfloat16" for each in tensors.values()) else "float32"
     return Adaptation(pairs=pairs, whole=whole, dora=settings.dora, rslora=settings.rslora, dtype=dtype), config
 
@@ -267,7 +267,7 @@ def _settings(folder: Path) -> _Settings:
     """Raises UserError for whatever could change the numbers in a way that is not known here."""
     said, where = read_settings(folder), str(folder / CONFIG)
     if said["peft_type"] != "LORA":
-        raise UserError(f"{said['peft_type'][:40]!r} is another method than LoRA and DoRA", where=where, remedy=MERGE)
+        raise UserError(f"{said['peft_type'][:40]!r} is another method than LoRA and DoRA", where=where, fix=MERGE)
     unknown = [
         f"{key[:40]!r} ({str(value)[:40]!r})"
         for key, value in said.items()
@@ -277,35 +277,33 @@ def _settings(folder: Path) -> _Settings:
         unknown.append(f"bias ({str(said['bias'])[:40]!r})")
     if unknown:
         problem = f"the adapter uses {unknown[0]}, which Bloomery does not know"
-        raise UserError(problem, where=where, remedy=MERGE)
+        raise UserError(problem, where=where, fix=MERGE)
     start = said.get("init_lora_weights", True)
     if start not in KEEPS_BASE:
         raise UserError(
             f"its base is not the published model but what init_lora_weights {str(start)[:40]!r} left of it",
-            where=where, remedy=f"{MERGE}, or save it with its path_initial_model_for_weight_conversion",
+            where=where, fix=f"{MERGE}, or save it with its path_initial_model_for_weight_conversion",
         )  # fmt: skip
 
     def number(value: object, key: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
-            raise UserError(f"{key} is {str(value)[:40]!r}, not a number above 0", where=where, remedy=AGAIN)
+            raise UserError(f"{key} is {str(value)[:40]!r}, not a number above 0", where=where, fix=AGAIN)
         return float(value)
 
     def pattern(key: str) -> dict[str, float]:
         """Regular expressions from a stranger: without groups and with few repeats they cannot run for long."""
-        stated = said.get(key) or {}
-        if not isinstance(stated, dict):
-            raise UserError(f"{key} is no object", where=where, remedy=AGAIN)
-        for name in stated:
+        raw_config = said.get(key) or {}
+        if not isinstance(raw_config, dict):
+            raise UserError(f"{key} is no object", where=where, fix=AGAIN)
+        for name in raw_config:
             wide = len(name) > 200 or re.search(r"[(){}]", name) or sum(map(name.count, "*+?")) > 4
             try:
                 re.compile("" if wide else name)
             except re.error:
                 wide = True
             if wide:
-                raise UserError(
-                    f"{key} holds {name[:60]!r}, too wide a pattern", where=where, remedy="write full names"
-                )
-        return {name: number(value, f"{key}[{name[:60]!r}]") for name, value in stated.items()}
+                raise UserError(f"{key} holds {name[:60]!r}, too wide a pattern", where=where, fix="write full names")
+        return {name: number(value, f"{key}[{name[:60]!r}]") for name, value in raw_config.items()}
 
     return _Settings(
         rank=int(number(said.get("r", 8), "r")), alpha=number(said.get("lora_alpha", 8), "lora_alpha"),
@@ -318,7 +316,7 @@ def _by_names_of_the_base(folder: Path) -> dict[str, Stored]:
     found = adapter_tensors(folder)
     if strange := [name for name in found if not name.startswith(PREFIX)]:
         problem = f"{strange[0][:80]!r} is no name that PEFT gives a tensor"
-        raise UserError(problem, where=str(folder / TENSORS), remedy=AGAIN)
+        raise UserError(problem, where=str(folder / TENSORS), fix=AGAIN)
     for name, stored in found.items():
         refuse_whole_numbers(name, stored)
     return {name.removeprefix(PREFIX): each for name, each in found.items()}
@@ -328,17 +326,17 @@ def _not_in_base(name: str, config: ModelConfig, where: str) -> UserError:
     return UserError(
         f"the adapter changes {name[:80]!r}, which this base does not have "
         f"({config.family}, layers 0 to {config.num_layers - 1})",
-        where=where, remedy=right_base(Path(where).parent),
+        where=where, fix=right_base(Path(where).parent),
     )  # fmt: skip
 
 
 def _expect(tensors: Mapping[str, Stored], name: str, shape: Shape, where: str) -> None:
     if name not in tensors:
-        raise UserError(f"the adapter lacks {name[:120]}", where=where, remedy=AGAIN)
+        raise UserError(f"the adapter lacks {name[:120]}", where=where, fix=AGAIN)
     if (found := tensors[name].shape) != shape:
         raise UserError(
             f"{name[:120]} is {list(found)}; this base and {CONFIG} make it {list(shape)}", where=where,
-            remedy=right_base(Path(where).parent),
+            fix=right_base(Path(where).parent),
         )  # fmt: skip
 
 
@@ -359,6 +357,6 @@ def _replaced_modules(rest: Mapping[str, Stored], config: ModelConfig, where: st
         if len(both) < 2 or both[0].shape != both[1].shape or not both[0].equal(both[1]):
             raise UserError(
                 "the adapter has trained the embedding apart from the head, which this model shares with it",
-                where=where, remedy=MERGE,
+                where=where, fix=MERGE,
             )  # fmt: skip
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in mine))

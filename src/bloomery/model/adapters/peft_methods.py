@@ -47,7 +47,7 @@ class PeftAdapter:
         except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
             raise UserError(
                 f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}", where="adapter",
-                remedy="bloomery recipes show everything names its keys; the method's own are PEFT's", code=2,
+                fix="bloomery recipes show everything names its keys; the method's own are PEFT's", code=2,
             ) from error  # fmt: skip
         finally:
             torch.set_rng_state(states)
@@ -160,7 +160,7 @@ def open_method(model: Decoder, folder: Path) -> None:
             PeftModel.from_pretrained(_named_as_files(model), str(folder), adapter_name=NAME, config=config)
     except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
         problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
-        raise UserError(problem, where=str(folder), remedy=right_base(folder)) from error
+        raise UserError(problem, where=str(folder), fix=right_base(folder)) from error
     model.requires_grad_(False)
 
 
@@ -181,7 +181,7 @@ def merge_methods(model: Decoder) -> None:
             module.merge(safe_merge=True)
         except (NotImplementedError, AttributeError, ValueError) as error:
             problem = f"this method cannot be merged ({type(module).__name__}: {error})"
-            raise UserError(problem, where=name, remedy="--to adapter keeps it beside its base") from error
+            raise UserError(problem, where=name, fix="--to adapter keeps it beside its base") from error
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module.get_base_layer())
 
@@ -200,8 +200,8 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
             raise unknown_key(adapter.method, name, known)
     if "total_step" in known and not said["total_step"]:
         problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
-        remedy = 'set it to steps: train.length="500 steps"'
-        raise UserError(problem, where="train.length", remedy=remedy, code=2)
+        fix = 'set it to steps: train.length="500 steps"'
+        raise UserError(problem, where="train.length", fix=fix, code=2)
     return constructed(kind, said, adapter.method)
 
 
@@ -209,9 +209,9 @@ def _kind(method: str) -> Any:
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
-        raise UserError("PEFT is not installed", where="adapter.kind=peft", remedy=INSTALL) from error
+        raise UserError("PEFT is not installed", where="adapter.kind=peft", fix=INSTALL) from error
     found = next((kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == named(method)), None)
     if found is None:
         problem = f"the PEFT that is installed has no {method}"
-        raise UserError(problem, where="adapter.method", remedy="pip install --upgrade peft", code=2)
+        raise UserError(problem, where="adapter.method", fix="pip install --upgrade peft", code=2)
     return found

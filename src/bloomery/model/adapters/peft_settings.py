@@ -46,21 +46,21 @@ def named(method: str) -> str:
     """As PEFT writes it. Raises UserError for what is no method of PEFT's that trains here."""
     name = method.upper().replace("-", "_")
     if name in NATIVE:
-        raise UserError(f"{method} is not PEFT's here", where="adapter.method", remedy=NATIVE[name], code=2)
+        raise UserError(f"{method} is not PEFT's here", where="adapter.method", fix=NATIVE[name], code=2)
     if name in PROMPTS:
         problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
-        raise UserError(problem, where="adapter.method", remedy="set adapter.kind=lora", code=2)
+        raise UserError(problem, where="adapter.method", fix="set adapter.kind=lora", code=2)
     if name not in METHODS:
         near = closest(name, METHODS)
         known = "PEFT has: " + ", ".join(sorted(METHODS)).lower()
-        remedy = f"did you mean adapter.method={near[0].lower()}?" if near else known
-        raise UserError(f"PEFT has no method {method!r}", where="adapter.method", remedy=remedy, code=2)
+        fix = f"did you mean adapter.method={near[0].lower()}?" if near else known
+        raise UserError(f"PEFT has no method {method!r}", where="adapter.method", fix=fix, code=2)
     return name
 
 
 def unknown_key(method: str, name: str, known: Iterable[str]) -> UserError:
-    remedy = did_you_mean(name, sorted(known), f"its keys are those of PEFT's {method}")
-    return UserError(f"{method} has no key {name}", where=f"adapter.{name}", remedy=remedy, code=2)
+    fix = did_you_mean(name, sorted(known), f"its keys are those of PEFT's {method}")
+    return UserError(f"{method} has no key {name}", where=f"adapter.{name}", fix=fix, code=2)
 
 
 def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
@@ -73,18 +73,22 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # which PEFT knows of transformers' own models alone
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
     names: Iterable[str] = parameter_shapes(config)
-    if config.foreign is not None:  # by the names that files have, those in its layers: the rest has two owners
-        names = [theirs for ours, theirs, _ in config.foreign.parameters if ours.startswith("model.layers.")]
+    if (
+        config.transformers_backend is not None
+    ):  # by the names that files have, those in its layers: the rest has two owners
+        names = [
+            theirs for ours, theirs, _ in config.transformers_backend.parameters if ours.startswith("model.layers.")
+        ]
     known = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if not isinstance(asked, str | list):
         problem = f"target_modules is {str(asked)[:40]}, no list of names"
-        raise UserError(problem, where=where, remedy="name modules: adapter.target_modules=[q_proj]", code=2)
+        raise UserError(problem, where=where, fix="name modules: adapter.target_modules=[q_proj]", code=2)
     if isinstance(asked, str):
         try:
             matches = any(re.fullmatch(asked, name) for name in known)
         except re.error as error:
-            problem, remedy = f"{asked[:80]!r} is no pattern: {error}", "name modules: adapter.target_modules=[q_proj]"
-            raise UserError(problem, where=where, remedy=remedy, code=2) from error
+            problem, fix = f"{asked[:80]!r} is no pattern: {error}", "name modules: adapter.target_modules=[q_proj]"
+            raise UserError(problem, where=where, fix=fix, code=2) from error
         if not matches:
             raise unknown_module(asked, known, where, f"{ALL_LINEAR}; a text alone is a pattern over full names")
         return asked
@@ -123,7 +127,7 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
     for name in said:
         if name in OURS:
             raise UserError(
-                f"{name} is not a recipe's to set: {OURS[name]}", where=f"adapter.{name}", remedy="take it out", code=2
+                f"{name} is not a recipe's to set: {OURS[name]}", where=f"adapter.{name}", fix="take it out", code=2
             )
         if known is not None and name not in known:
             raise unknown_key(adapter.method, name, known)
@@ -154,16 +158,16 @@ def constructed(kind: Any, said: Mapping[str, Any], method: str) -> Any:
             return kind(**said)
     except (ValueError, TypeError, NotImplementedError) as error:
         problem = f"PEFT refuses these settings of {method}: {str(error).splitlines()[0][:200]}"
-        raise UserError(problem, where="adapter", remedy=f"mend them: they are {kind.__name__}'s", code=2) from error
+        raise UserError(problem, where="adapter", fix=f"mend them: they are {kind.__name__}'s", code=2) from error
 
 
 def refuse_stored_otherwise(config: ModelConfig) -> None:
     """PEFT's file speaks of the modules of transformers: where those differ from ours, it would not fit."""
     moved = any(place.name != name or place.transposed for name, place in places(config).items())
-    if moved and config.foreign is None:
+    if moved and config.transformers_backend is None:
         raise UserError(
             f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
-            where="adapter.kind=peft", remedy="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
+            where="adapter.kind=peft", fix="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
             code=2,
         )  # fmt: skip
 
@@ -174,38 +178,38 @@ def _refuse_values(said: Mapping[str, Any], kind: Any) -> None:
     for name, value in said.items():
         where, default = f"adapter.{name}", fields[name].default
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} must be a finite number", where=where, remedy="write a number", code=2)
-        stated = kind.stated[name]
-        if value != default and not _fits(stated, value):
-            problem = f"{name} must be {_described(stated)}, not {str(value)[:40]!r}"
-            raise UserError(problem, where=where, remedy=f"mend it: it is {kind.__name__}'s", code=2)
+            raise UserError(f"{name} must be a finite number", where=where, fix="write a number", code=2)
+        raw_config = kind.raw_config[name]
+        if value != default and not _fits(raw_config, value):
+            problem = f"{name} must be {_described(raw_config)}, not {str(value)[:40]!r}"
+            raise UserError(problem, where=where, fix=f"mend it: it is {kind.__name__}'s", code=2)
         if name in RANKS and isinstance(value, int) and value <= 0 and value != default:
-            raise UserError(f"{name} must be above 0, not {value}", where=where, remedy="give a rank: 8", code=2)
+            raise UserError(f"{name} must be above 0, not {value}", where=where, fix="give a rank: 8", code=2)
 
 
-def _fits(stated: Any, value: object) -> bool:
+def _fits(raw_config: Any, value: object) -> bool:
     """Whether a value of a recipe may stand in a field of that type. What is unknown may."""
-    origin, inner = typing.get_origin(stated), typing.get_args(stated)
+    origin, inner = typing.get_origin(raw_config), typing.get_args(raw_config)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in inner)
     if origin is typing.Literal:
         return value in inner
-    if (origin or stated) in (list, tuple, set):
+    if (origin or raw_config) in (list, tuple, set):
         return isinstance(value, list) and all(any(_fits(one, item) for one in inner or (Any,)) for item in value)
-    if (origin or stated) is dict:
+    if (origin or raw_config) is dict:
         return isinstance(value, dict)
-    if stated in (int, float):
-        return not isinstance(value, bool) and isinstance(value, int if stated is int else (int, float))
-    return isinstance(value, stated) if stated in (bool, str, type(None)) else True
+    if raw_config in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if raw_config is int else (int, float))
+    return isinstance(value, raw_config) if raw_config in (bool, str, type(None)) else True
 
 
-def _described(stated: Any) -> str:
-    origin, inner = typing.get_origin(stated), typing.get_args(stated)
+def _described(raw_config: Any) -> str:
+    origin, inner = typing.get_origin(raw_config), typing.get_args(raw_config)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None)))
     if origin is typing.Literal:
         return " or ".join(map(str, inner))
-    return _KINDS.get(origin or stated, str(stated))
+    return _KINDS.get(origin or raw_config, str(raw_config))
 
 
 # The source of PEFT's config classes
@@ -215,7 +219,7 @@ def _described(stated: Any) -> str:
 class _Base:
     """For peft.config.PeftConfig, whose own fields are in OURS."""
 
-    stated: typing.ClassVar[dict[str, Any]] = {}
+    raw_config: typing.ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         pass
@@ -233,7 +237,7 @@ class _Anything:
 
 @cache
 def config_class(method: str) -> Any:
-    """The dataclass of a method in the installed PEFT, and in `stated` the type of each field; None without any."""
+    """The dataclass of a method in the installed PEFT, and in `raw_config` the type of each field; None without any."""
     found = find_spec("peft")
     if found is None or found.origin is None:
         return None
@@ -246,9 +250,9 @@ def config_class(method: str) -> Any:
         return None
 
 
-def _type_of(stated: Any, defined: dict[str, Any]) -> Any:
+def _type_of(raw_config: Any, defined: dict[str, Any]) -> Any:
     try:
-        return eval(stated, dict(defined)) if isinstance(stated, str) else stated
+        return eval(raw_config, dict(defined)) if isinstance(raw_config, str) else raw_config
     except (NameError, TypeError, AttributeError):  # of what stands for a class
         return Any
 
@@ -269,9 +273,11 @@ def _defined(home: Path, path: Path) -> dict[str, Any]:
             kept.append(node)
     exec(compile(ast.fix_missing_locations(ast.Module(kept, [])), str(path), "exec"), space)
     for kind in list(space.values()):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and "stated" not in vars(kind):
-            own = {name: _type_of(stated, space) for name, stated in vars(kind).get("__annotations__", {}).items()}
-            kind.stated = getattr(kind, "stated", {}) | own  # type: ignore[attr-defined]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and "raw_config" not in vars(kind):
+            own = {
+                name: _type_of(raw_config, space) for name, raw_config in vars(kind).get("__annotations__", {}).items()
+            }
+            kind.raw_config = getattr(kind, "raw_config", {}) | own  # type: ignore[attr-defined]
     return space
 
 

@@ -56,12 +56,12 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     whole = whole_modules(config, adapter.train_also + ([VALUES] if config.head == "values" else []))
     if both := [name for name in targets if name in whole]:
         problem = f"{both[0]} is both adapted and trained in full"
-        raise UserError(problem, where="adapter.train_also", remedy="name it in one of the two", code=2)
+        raise UserError(problem, where="adapter.train_also", fix="name it in one of the two", code=2)
     shapes = parameter_shapes(config)
     for name in targets if adapter.init == "pissa" else ():
         if adapter.rank > (most := min(shapes[f"{name}.weight"])):
             problem = f"{name} has only {most} singular values, and PiSSA starts from {adapter.rank} of them"
-            raise UserError(problem, where="adapter.rank", remedy=f"set adapter.rank={most} or lower", code=2)
+            raise UserError(problem, where="adapter.rank", fix=f"set adapter.rank={most} or lower", code=2)
     if adapter.kind == "dora":
         _refuse_parts(config, targets, "adapter.targets")
     rank = adapter.rank
@@ -82,7 +82,7 @@ def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> No
         raise UserError(
             f"{new} token{'s are' if new > 1 else ' is'} new to the model, and an adapter alone would never learn"
             f" {'them' if new > 1 else 'it'}",
-            where="adapter.train_also", remedy=f"set adapter.train_also=[{leaves}]", code=2,
+            where="adapter.train_also", fix=f"set adapter.train_also=[{leaves}]", code=2,
         )  # fmt: skip
 
 
@@ -107,15 +107,15 @@ def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ..
             raise UserError(
                 f"{leaf} cannot be adapted: adapters stand on the linear maps inside the layers",
                 where="adapter.targets", code=2,
-                remedy=f"take it out, and train it in full with adapter.train_also=[{leaf}]",
+                fix=f"take it out, and train it in full with adapter.train_also=[{leaf}]",
             )  # fmt: skip
         if not means:
             inside = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
             raise unknown_module(target, known, "adapter.targets", ALL_LINEAR + inside)
         found.update(means)
     if not found:
-        remedy = "set adapter.targets=[q_proj, v_proj] or adapter.targets=[all-linear]"
-        raise UserError("the adapter has no targets", where="adapter.targets", remedy=remedy, code=2)
+        fix = "set adapter.targets=[q_proj, v_proj] or adapter.targets=[all-linear]"
+        raise UserError("the adapter has no targets", where="adapter.targets", fix=fix, code=2)
     return tuple(name for name in known if name in found)
 
 
@@ -143,8 +143,8 @@ def unknown_module(name: str, known: list[str], where: str, more: str) -> UserEr
     leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in known))
     wanted = name.rpartition(".")[2]
     near = closest(wanted, leaves, count=3, cutoff=0.5)
-    remedy = f"near it: {', '.join(near)}" if near and wanted not in leaves else f"known: {', '.join(leaves)}, {more}"
-    return UserError(f"{name[:80]!r} matches no module of this model", where=where, remedy=remedy, code=2)
+    fix = f"near it: {', '.join(near)}" if near and wanted not in leaves else f"known: {', '.join(leaves)}, {more}"
+    return UserError(f"{name[:80]!r} matches no module of this model", where=where, fix=fix, code=2)
 
 
 def shares_head(config: ModelConfig) -> bool:
@@ -170,5 +170,5 @@ def _refuse_parts(config: ModelConfig, chosen: Collection[str], where: str) -> N
             fused, leaf = min(set(together) - set(missing)), missing[0].rpartition(".")[2]
             raise UserError(
                 f"a {config.family} model stores {fused} fused with {missing[0]}", where=where,
-                remedy=f"add {leaf}, or take {fused.rpartition('.')[2]} out", code=2,
+                fix=f"add {leaf}, or take {fused.rpartition('.')[2]} out", code=2,
             )  # fmt: skip

@@ -96,13 +96,13 @@ def choose(
     """The backend of a training run. `arch_has_fused`: torch brings fused attention kernels for this GPU."""
     bites = window is not None and window < sequence_length
     simple = not bites and (device_type != "cpu" or dropout == 0)  # what sdpa does without a [T, T] tensor
-    for backend, because in _candidates(device_type, arch_has_fused, sequence_length, simple):
+    for backend, reason in _candidates(device_type, arch_has_fused, sequence_length, simple):
         unfit = supports(
             backend, device_type=device_type, packed=packed, window=bites, softcap=softcap is not None,
             dropout=dropout > 0, float32=float32, torch=torch,
         )  # fmt: skip
         if unfit is None:
-            return Choice(backend, because)
+            return Choice(backend, reason)
     raise AssertionError("blockwise honours everything and closes every list")
 
 

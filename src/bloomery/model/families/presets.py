@@ -45,8 +45,8 @@ _QWEN = {
     "7B": _qwen(3584, 18944, 28, 28, 4, vocab=152064),
 }
 _STATED: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    **{f"Qwen/Qwen2.5-{size}": stated for size, stated in _QWEN.items()},
-    **{f"Qwen/Qwen2.5-{size}-Instruct": stated for size, stated in _QWEN.items()},
+    **{f"Qwen/Qwen2.5-{size}": raw_config for size, raw_config in _QWEN.items()},
+    **{f"Qwen/Qwen2.5-{size}-Instruct": raw_config for size, raw_config in _QWEN.items()},
     "meta-llama/Llama-2-7b-hf": _LLAMA_2,
     "meta-llama/Llama-2-7b-chat-hf": _LLAMA_2,
     "meta-llama/Llama-3.1-8B": _LLAMA_31,
@@ -56,8 +56,8 @@ _STATED: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 
 def published_config(name: str) -> ModelConfig | None:
     """The config of a Hub id, with or without a revision; None where the table does not have it."""
-    stated = _STATED.get(name.partition("@")[0])
-    return None if stated is None else config_from_hf(dict(stated), where=name)
+    raw_config = _STATED.get(name.partition("@")[0])
+    return None if raw_config is None else config_from_hf(dict(raw_config), where=name)
 
 
 LARGEST_CONFIG = 16 * 2**20
@@ -93,8 +93,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
 def preset(name: str) -> ModelConfig:
     """Raises UserError for an unknown name."""
     if name not in PRESETS:
-        remedy = f"these are: {', '.join(PRESETS)}"
-        raise UserError(f"{name!r} is no preset", where="model.preset", remedy=remedy, code=2)
+        fix = f"these are: {', '.join(PRESETS)}"
+        raise UserError(f"{name!r} is no preset", where="model.preset", fix=fix, code=2)
     return PRESETS[name].config
 
 
@@ -104,7 +104,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     `implementation`: whose layers compute it; auto: ours where we have them, else those of transformers.
     """
     said, where = stated_config(folder), str(folder / "config.json")
-    if chosen(said, implementation) == "foreign":
+    if chosen(said, implementation) == "transformers":
         return foreign_config(said, where=where)
     return config_from_hf(said, where=where)
 
@@ -113,26 +113,26 @@ def stated_config(folder: Path) -> dict[str, Any]:
     """The object in a folder's config.json, unjudged. Raises UserError."""
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
-        remedy = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
-        raise UserError("this is an adapter, not a whole model", where=str(folder), remedy=remedy)
+        fix = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
+        raise UserError("this is an adapter, not a whole model", where=str(folder), fix=fix)
     if not path.is_file():
-        raise UserError("no config.json is here", where=str(folder), remedy="give the folder of a saved model")
+        raise UserError("no config.json is here", where=str(folder), fix="give the folder of a saved model")
     if path.stat().st_size > LARGEST_CONFIG:
-        raise UserError("config.json is larger than 16 MiB", where=str(path), remedy=_AGAIN)
+        raise UserError("config.json is larger than 16 MiB", where=str(path), fix=_AGAIN)
     try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
+        raw_config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # Python's advice on long numbers is not for our reader
-        raise UserError(f"config.json is not JSON: {reason}", where=str(path), remedy=_AGAIN) from error
-    if not isinstance(stated, dict):
-        raise UserError("config.json holds no object", where=str(path), remedy=_AGAIN)
-    return stated
+        raise UserError(f"config.json is not JSON: {reason}", where=str(path), fix=_AGAIN) from error
+    if not isinstance(raw_config, dict):
+        raise UserError("config.json holds no object", where=str(path), fix=_AGAIN)
+    return raw_config
 
 
 def known_config(name: str, implementation: str = "auto") -> ModelConfig:
     """Of a folder or of a model that was fetched; of one that was not, from our table. Raises UserError."""
     folder = cached_model(name)
-    table = published_config(name) if folder is None and implementation != "foreign" else None
+    table = published_config(name) if folder is None and implementation != "transformers" else None
     return table or read_config(folder or local_model(name), implementation)
 
 
@@ -151,14 +151,14 @@ def build_config(
     """
     named = [key for key in ("from_", "preset", "family") if getattr(model, key) is not None]
     if len(named) != 1 and named != ["preset", "family"]:
-        remedy = "set one of model.from, model.preset and model.family"
-        raise UserError("the recipe names no single model", where="model", remedy=remedy, code=2)
+        fix = "set one of model.from, model.preset and model.family"
+        raise UserError("the recipe names no single model", where="model", fix=fix, code=2)
     if model.from_ is not None:
         return _pretrained(model, vocab_size)
-    if model.implementation == "foreign":
-        remedy = "set model.from to the folder of a model, or model.implementation=auto"
+    if model.implementation == "transformers":
+        fix = "set model.from to the folder of a model, or model.implementation=auto"
         problem = "transformers' layers are trained from a model's weights, not from fresh ones"
-        raise UserError(problem, where="model.implementation", remedy=remedy, code=2)
+        raise UserError(problem, where="model.implementation", fix=fix, code=2)
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
     if "vocab_size" not in sizes and vocab_size is not None:
         sizes["vocab_size"] = vocab_size
@@ -171,7 +171,7 @@ def build_config(
     if vocab_size is not None and vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}",
-            where="model.vocab_size", remedy=f"set model.vocab_size to at least {vocab_size}, or leave it out",
+            where="model.vocab_size", fix=f"set model.vocab_size to at least {vocab_size}, or leave it out",
         )  # fmt: skip
     config_to_hf(checked(config, where="model"))
     return config
@@ -190,12 +190,12 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
         raise UserError(
             f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}",
             where="model",
-            remedy="take them out, or name a family instead of model.from",
+            fix="take them out, or name a family instead of model.from",
             code=2,
         )
     config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
-    if config.foreign is not None and model.safe_load:
-        config = replace(config, foreign=replace(config.foreign, safe_because=SAFE))
+    if config.transformers_backend is not None and model.safe_load:
+        config = replace(config, transformers_backend=replace(config.transformers_backend, safe_reason=SAFE))
     return replace(config, **_dropout(model))
 
 
@@ -203,24 +203,27 @@ def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:
     """The same with at least `vocab_size` tokens; `weights.read_model` gives those that are new rows of their own."""
     if vocab_size <= config.vocab_size:
         return config
-    if config.foreign is None:
+    if config.transformers_backend is None:
         return replace(config, vocab_size=vocab_size)
-    said = json.loads(config.foreign.stated) | {"vocab_size": vocab_size}
+    said = json.loads(config.transformers_backend.raw_config) | {"vocab_size": vocab_size}
     larger = foreign_config(said, where="model.from")
-    assert larger.foreign is not None
-    return replace(larger, foreign=replace(larger.foreign, safe_because=config.foreign.safe_because))
+    assert larger.transformers_backend is not None
+    return replace(
+        larger,
+        transformers_backend=replace(larger.transformers_backend, safe_reason=config.transformers_backend.safe_reason),
+    )
 
 
 def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
     assert model.family is not None
     missing = [key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes]
     if missing:
-        remedy = f"set {', '.join(f'model.{key}' for key in missing)}"
-        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model", remedy=remedy, code=2)
+        fix = f"set {', '.join(f'model.{key}' for key in missing)}"
+        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model", fix=fix, code=2)
     width, heads = sizes["hidden_size"], sizes["num_heads"]
     if "head_dim" not in sizes and width % heads:
         problem = f"hidden_size {width} is not a multiple of num_heads {heads}"
-        raise UserError(problem, where="model.num_heads", remedy="change one of them, or set model.head_dim", code=2)
+        raise UserError(problem, where="model.num_heads", fix="change one of them, or set model.head_dim", code=2)
     # 4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64.
     gated = known_family(model.family).facts.get("gated_mlp", True)
     inner = -(-8 * width // 3 // 64) * 64 if gated else 4 * width

@@ -32,7 +32,7 @@ class Fields:
     def refuse(self, key: str, expected: str) -> UserError:
         shown = repr(self.get(key))
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, remedy=MEND)
+        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, fix=MEND)
 
     def size(self, key: str, largest: int, *, default: int | None = None) -> int:
         """A positive whole number of at most `largest`."""
@@ -40,7 +40,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if value is None:
-            raise UserError(f"{key} is missing", where=self.where, remedy=MEND)
+            raise UserError(f"{key} is missing", where=self.where, fix=MEND)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
             raise self.refuse(key, f"a whole number from 1 to {largest:,}")
         return value
@@ -49,7 +49,7 @@ class Fields:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
-            raise UserError(f"{key} is missing", where=self.where, remedy=MEND)
+            raise UserError(f"{key} is missing", where=self.where, fix=MEND)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
         if not plain or not math.isfinite(value) or not low <= value <= high:
             raise self.refuse(key, f"a number from {low:g} to {high:g}")
@@ -106,57 +106,57 @@ Facts = dict[str, Any]
 
 def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> Facts:
     """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig."""
-    stated = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
-    local = stated.inside("sliding_attention")
-    stated = stated.inside("full_attention") or stated
-    scaling = fields.inside("rope_scaling") or stated
+    raw_config = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
+    local = raw_config.inside("sliding_attention")
+    raw_config = raw_config.inside("full_attention") or raw_config
+    scaling = fields.inside("rope_scaling") or raw_config
     share = fields.number("partial_rotary_factor", high=1.0, default=1.0)
-    share = stated.number("partial_rotary_factor", high=1.0, default=share)
+    share = raw_config.number("partial_rotary_factor", high=1.0, default=share)
     local_theta = fields.optional_number("rope_local_base_freq")
     width = int(head_dim * share)
     if width < 2 or width % 2:
         problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
-        raise UserError(problem, where=fields.where, remedy="choose an even head_dim")
+        raise UserError(problem, where=fields.where, fix="choose an even head_dim")
     return {
-        "rope_theta": stated.number("rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)),
+        "rope_theta": raw_config.number("rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)),
         "rope_scaling": _scaling(scaling, fields, max_positions=max_positions, width=width),
         "rotary_share": share,
         "local_rope_theta": local.number("rope_theta", low=1e-6, default=local_theta) if local else local_theta,
     }
 
 
-def _scaling(stated: Fields, outer: Fields, *, max_positions: int, width: int) -> RopeScaling | None:
-    kind: Any = stated.get("rope_type") or stated.get("type") or "default"
+def _scaling(raw_config: Fields, outer: Fields, *, max_positions: int, width: int) -> RopeScaling | None:
+    kind: Any = raw_config.get("rope_type") or raw_config.get("type") or "default"
     if kind == "default":
         return None
-    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in stated.values) else kind
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in raw_config.values) else kind
     if kind not in get_args(RopeKind):
         raise UserError(
             f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
             where=f"{outer.where}, rope_scaling",
-            remedy=MEND,
+            fix=MEND,
         )
     if kind == "linear" or kind == "dynamic":
-        return RopeScaling(kind=kind, factor=stated.number("factor", low=1e-6))
-    nearest = stated if stated.get("original_max_position_embeddings") is not None else outer
+        return RopeScaling(kind=kind, factor=raw_config.number("factor", low=1e-6))
+    nearest = raw_config if raw_config.get("original_max_position_embeddings") is not None else outer
     outermost = outer if outer.get("original_max_position_embeddings") is not None else nearest
     original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
-    factor = stated.number("factor", low=1e-6, default=max_positions / original)
+    factor = raw_config.number("factor", low=1e-6, default=max_positions / original)
     shared: Facts = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "llama3":
-        low, high = stated.number("low_freq_factor", low=1e-6), stated.number("high_freq_factor", low=1e-6)
+        low, high = raw_config.number("low_freq_factor", low=1e-6), raw_config.number("high_freq_factor", low=1e-6)
         return RopeScaling(**shared, low_freq_factor=low, high_freq_factor=high)
-    shared["attention_factor"] = stated.optional_number("attention_factor")
+    shared["attention_factor"] = raw_config.optional_number("attention_factor")
     if kind == "longrope":
-        short, long = stated.numbers("short_factor", width // 2), stated.numbers("long_factor", width // 2)
+        short, long = raw_config.numbers("short_factor", width // 2), raw_config.numbers("long_factor", width // 2)
         return RopeScaling(**shared, short_factor=short, long_factor=long)
     if shared["attention_factor"] is None:  # DeepSeek states a ratio of two `mscale`; None: YaRN's own formula
-        above, below = stated.optional_number("mscale"), stated.optional_number("mscale_all_dim")
+        above, below = raw_config.optional_number("mscale"), raw_config.optional_number("mscale_all_dim")
         if above and below and factor > 1:
             log = math.log(factor)  # in this order of products: they round
             shared["attention_factor"] = (0.1 * above * log + 1.0) / (0.1 * below * log + 1.0)
-    fast, slow = stated.optional_number("beta_fast") or 32.0, stated.optional_number("beta_slow") or 1.0
-    return RopeScaling(**shared, beta_fast=fast, beta_slow=slow, truncate=stated.get("truncate") is not False)
+    fast, slow = raw_config.optional_number("beta_fast") or 32.0, raw_config.optional_number("beta_slow") or 1.0
+    return RopeScaling(**shared, beta_fast=fast, beta_slow=slow, truncate=raw_config.get("truncate") is not False)
 
 
 def rope_keys(config: ModelConfig) -> Facts:
@@ -285,8 +285,8 @@ def _windows_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
     interval = fields.size("no_rope_layer_interval", 2**12, default=4)
-    stated = fields.entries("no_rope_layers", layers)  # the name misleads: 1 means that the layer rotates
-    return tuple(bool(stated[n]) if stated is not None else (n + 1) % interval != 0 for n in range(layers))
+    raw_config = fields.entries("no_rope_layers", layers)  # the name misleads: 1 means that the layer rotates
+    return tuple(bool(raw_config[n]) if raw_config is not None else (n + 1) % interval != 0 for n in range(layers))
 
 
 def _gemma_scale(fields: Fields, facts: Facts) -> Facts:
@@ -404,13 +404,13 @@ def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
     kind, architectures = hf.get("model_type"), hf.get("architectures")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
-    stated = architectures[0] if isinstance(architectures, list) and architectures else kind
+    raw_config = architectures[0] if isinstance(architectures, list) and architectures else kind
     for name, family in FAMILIES.items():
-        if stated == family.architecture:
+        if raw_config == family.architecture:
             return name
     raise UserError(
-        f"{str(stated)[:60]!r} is no architecture that Bloomery knows", where=where,
-        remedy=f"these are known: {', '.join(FAMILIES)}",
+        f"{str(raw_config)[:60]!r} is no architecture that Bloomery knows", where=where,
+        fix=f"these are known: {', '.join(FAMILIES)}",
     )  # fmt: skip
 
 
@@ -421,7 +421,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     fields = Fields(hf, family.defaults, where=where)
     for key in family.refused:
         if fields.flag(key):
-            raise UserError(f"{key} is not supported", where=where, remedy="choose another model")
+            raise UserError(f"{key} is not supported", where=where, fix="choose another model")
     facts: Facts = {"family": name, **family.facts, **_sizes(fields, family)}
     facts["embedding_dropout"] = fields.number("embd_pdrop", high=0.999, default=0.0)
     facts["residual_dropout"] = fields.number("resid_pdrop", high=0.999, default=0.0)
@@ -444,13 +444,13 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
 def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
     """Whether it is a reward model: transformers' classifier of a text with a single label. UserError for several."""
     architectures, labels = hf.get("architectures"), hf.get("id2label")
-    stated = architectures[0] if isinstance(architectures, list) and architectures else ""
-    if not str(stated).endswith("ForSequenceClassification"):
+    raw_config = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if not str(raw_config).endswith("ForSequenceClassification"):
         return False
     count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)  # transformers' default is 2
     if count != 1:
         problem = f"a classifier of {str(count)[:20]} labels gives no single value"
-        raise UserError(problem, where=where, remedy="choose a reward model, or the model that it was made from")
+        raise UserError(problem, where=where, fix="choose a reward model, or the model that it was made from")
     return True
 
 
@@ -474,40 +474,40 @@ def _sizes(fields: Fields, family: Family) -> dict[str, int]:
 
 def config_to_hf(config: ModelConfig) -> Facts:
     """A config.json for the config's family. Raises UserError when that family cannot hold these facts."""
-    if config.foreign is not None:
-        return cast(Facts, json.loads(config.foreign.stated))
+    if config.transformers_backend is not None:
+        return cast(Facts, json.loads(config.transformers_backend.raw_config))
     family = FAMILIES[config.family]
-    stated: Facts = {"architectures": [family.architecture], "model_type": config.family}
-    stated |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items() if ours != "activation"}
-    stated |= {theirs: getattr(config, ours) for ours, theirs in family.flags.items()}
-    stated[family.keys["activation"]] = family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
-    stated |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.initializer_range}
-    stated |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    stated |= {"pad_token_id": config.pad_token_id, "use_cache": True}
+    raw_config: Facts = {"architectures": [family.architecture], "model_type": config.family}
+    raw_config |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items() if ours != "activation"}
+    raw_config |= {theirs: getattr(config, ours) for ours, theirs in family.flags.items()}
+    raw_config[family.keys["activation"]] = family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
+    raw_config |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.initializer_range}
+    raw_config |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    raw_config |= {"pad_token_id": config.pad_token_id, "use_cache": True}
     if family.states_dropout or config.residual_dropout or config.embedding_dropout:
-        stated |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
+        raw_config |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
     if config.positions == "rotary":
-        stated |= rope_keys(config)
+        raw_config |= rope_keys(config)
     if config.head == "values":  # what transformers says of a model with one value a text
         stem = family.classifier or family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        stated |= {"architectures": [f"{stem}ForSequenceClassification"]}
-        stated |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    stated |= family.write(config)
-    again = config_from_hf(stated, where="model")
+        raw_config |= {"architectures": [f"{stem}ForSequenceClassification"]}
+        raw_config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    raw_config |= family.write(config)
+    again = config_from_hf(raw_config, where="model")
     lost = [f.name for f in fields(config) if getattr(again, f.name) != getattr(config, f.name)]
     if lost:
         listed = ", ".join(f"{name} {getattr(config, name)!r}" for name in lost)
         raise UserError(
             f"a {config.family} model cannot have {listed}",
-            where="model.family", remedy=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
+            where="model.family", fix=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
         )  # fmt: skip
-    return stated
+    return raw_config
 
 
 def architecture_of(config: ModelConfig) -> str:
     """The name of its class in transformers."""
-    if config.foreign is not None:
-        return config.foreign.architecture or config.family
+    if config.transformers_backend is not None:
+        return config.transformers_backend.architecture or config.family
     return FAMILIES[config.family].architecture
 
 
@@ -515,7 +515,7 @@ def known_family(name: str) -> Family:
     """Raises UserError for a name that is none."""
     if name not in FAMILIES:
         raise UserError(
-            f"{name!r} is no family that Bloomery knows", where="model.family", remedy=f"known: {', '.join(FAMILIES)}"
+            f"{name!r} is no family that Bloomery knows", where="model.family", fix=f"known: {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
 
@@ -523,11 +523,11 @@ def known_family(name: str) -> Family:
 def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
     """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
     keys = known_family(name).keys
-    stated: Facts = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
+    raw_config: Facts = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
     if window is not None:
-        stated |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    config = config_from_hf({"model_type": name, **stated}, where="model")
+        raw_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    config = config_from_hf({"model_type": name, **raw_config}, where="model")
     if window is not None and not config.sliding_window:
-        remedy = "leave it out, or choose mistral"
-        raise UserError(f"a {name} model has no sliding window", where="model.sliding_window", remedy=remedy)
+        fix = "leave it out, or choose mistral"
+        raise UserError(f"a {name} model has no sliding window", where="model.sliding_window", fix=fix)
     return replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)

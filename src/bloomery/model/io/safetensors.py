@@ -113,7 +113,7 @@ class Reader:
         while done < len(memory):
             count = file.readinto(memory[done:])
             if not count:
-                raise UserError("the file ends too early", where=str(stored.path), remedy="download the model again")
+                raise UserError("the file ends too early", where=str(stored.path), fix="download the model again")
             done += count
 
 

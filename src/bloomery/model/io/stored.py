@@ -68,8 +68,11 @@ STORAGE: Mapping[str, Storage] = MappingProxyType({
 
 def places(config: ModelConfig) -> dict[str, Place]:
     """By the name of our parameter, in the order of `parameter_shapes`."""
-    if config.foreign is not None:
-        return {ours: Place(theirs, rows=shape[0], of=shape[0]) for ours, theirs, shape in config.foreign.parameters}
+    if config.transformers_backend is not None:
+        return {
+            ours: Place(theirs, rows=shape[0], of=shape[0])
+            for ours, theirs, shape in config.transformers_backend.parameters
+        }
     storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
 
     def renamed(path: str) -> str:
@@ -142,21 +145,21 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         if (folder / SINGLE).is_file():
             return None
         if (pickled := _pickled(folder)) is None:
-            remedy = "give the folder of a saved model"
-            raise UserError("no model.safetensors is here", where=str(folder), remedy=remedy)
+            fix = "give the folder of a saved model"
+            raise UserError("no model.safetensors is here", where=str(folder), fix=fix)
         raise UserError(
             f"{pickled} is a pickle: opening it could run anything", where=str(folder),
-            remedy="ask its author for safetensors, or save it again with transformers' save_pretrained",
+            fix="ask its author for safetensors, or save it again with transformers' save_pretrained",
         )  # fmt: skip
     if index.stat().st_size > LARGEST_INDEX:
-        raise UserError("the index is larger than 256 MiB", where=str(index), remedy=AGAIN)
+        raise UserError("the index is larger than 256 MiB", where=str(index), fix=AGAIN)
     try:
-        stated = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        raw_config = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError("the index holds no weight_map", where=str(index), remedy=AGAIN) from error
-    if not isinstance(stated, dict) or not all(isinstance(name, str) for name in stated.values()):
-        raise UserError("weight_map does not name a file for each tensor", where=str(index), remedy=AGAIN)
-    return stated
+        raise UserError("the index holds no weight_map", where=str(index), fix=AGAIN) from error
+    if not isinstance(raw_config, dict) or not all(isinstance(name, str) for name in raw_config.values()):
+        raise UserError("weight_map does not name a file for each tensor", where=str(index), fix=AGAIN)
+    return raw_config
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -164,14 +167,14 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
         problem = f"the index names {name[:80]!r}, which is not a file of this folder"
-        raise UserError(problem, where=str(folder), remedy="use a copy from a source that you trust")
+        raise UserError(problem, where=str(folder), fix="use a copy from a source that you trust")
     if not path.is_file():
-        raise UserError(f"{name} is missing", where=str(folder), remedy="download the model again")
+        raise UserError(f"{name} is missing", where=str(folder), fix="download the model again")
     target, home = path.resolve(), folder.resolve()
     blobs = home.parent.parent / "blobs"  # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
     if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
-        remedy = "put the file itself there, if you trust it"
-        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), remedy=remedy)
+        fix = "put the file itself there, if you trust it"
+        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), fix=fix)
     return path
 
 
@@ -186,14 +189,14 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             pass
     except (SafetensorError, OSError) as error:
         problem = f"the file cannot be read as safetensors: {error}"[:200]
-        raise UserError(problem, where=str(path), remedy=AGAIN) from error
+        raise UserError(problem, where=str(path), fix=AGAIN) from error
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """The library keeps one of two entries of a name; which one, each reader decides for itself."""
         entries = dict(pairs)
         if len(entries) < len(pairs):
             (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), remedy=AGAIN)
+            raise UserError(f"{twice[:80]!r} is in the header twice", where=str(path), fix=AGAIN)
         return entries
 
     with path.open("rb") as file:
@@ -203,7 +206,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             problem = f"{name} is stored as {entry['dtype']}, which Bloomery cannot read"
-            raise UserError(problem, where=str(path), remedy=f"save it as one of {', '.join(DTYPES)}")
+            raise UserError(problem, where=str(path), fix=f"save it as one of {', '.join(DTYPES)}")
     start = 8 + length
     return {
         name: Stored(path, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
@@ -216,17 +219,17 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
     """
-    stated = _weight_map(folder)
-    if stated is None:
+    raw_config = _weight_map(folder)
+    if raw_config is None:
         return stored_tensors(inside(folder, SINGLE))
     found: dict[str, Stored] = {}
-    for name in sorted(set(stated.values())):
+    for name in sorted(set(raw_config.values())):
         tensors = stored_tensors(inside(folder, name))
         if twice := found.keys() & tensors.keys():
-            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), remedy=AGAIN)
+            raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), fix=AGAIN)
         found |= tensors
-    if missing := stated.keys() - found.keys():
-        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), remedy=AGAIN)
+    if missing := raw_config.keys() - found.keys():
+        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), fix=AGAIN)
     return found
 
 
@@ -239,7 +242,7 @@ def refuse_whole_numbers(name: str, stored: Stored) -> None:
     """Raises UserError for a weight of whole numbers or truth values: a cast would train something else."""
     if stored.kind not in WEIGHTS:
         problem = f"{name[:120]} is stored as {stored.kind}, and weights are floating-point numbers"
-        raise UserError(problem, where=str(stored.path), remedy=f"save it as one of {', '.join(WEIGHTS)}")
+        raise UserError(problem, where=str(stored.path), fix=f"save it as one of {', '.join(WEIGHTS)}")
 
 
 def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = False) -> dict[str, Stored]:
@@ -258,19 +261,19 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
     if surplus and expected_names <= found.keys():
         raise UserError(
             f"{min(surplus)} has no place in a {config.family} model", where=str(next(iter(found.values())).path),
-            remedy="this is another architecture than config.json says",
+            fix="this is another architecture than config.json says",
         )  # fmt: skip
     for name, place in where.items():
         stored, expected = found.get(place.name), place.stored_shape(shapes[name])
         if stored is None and headless and name == VALUES:
             continue
         if stored is None:
-            raise UserError(f"{place.name} is missing", where=str(folder), remedy="save or download it again")
+            raise UserError(f"{place.name} is missing", where=str(folder), fix="save or download it again")
         if stored.shape != expected:
             raise UserError(
                 f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",
                 where=str(stored.path),
-                remedy="put the config.json there that was saved with these weights",
+                fix="put the config.json there that was saved with these weights",
             )
         refuse_whole_numbers(place.name, stored)
     return {name: found[place.name] for name, place in where.items() if place.name in found}

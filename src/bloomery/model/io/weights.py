@@ -115,7 +115,7 @@ def load_decoder(
         note_base(decoder)
     if other:
         open_method(decoder, folder)
-    if config.foreign is not None:
+    if config.transformers_backend is not None:
         check_head(decoder.eval(), TOLERANCE[next(decoder.parameters()).dtype])
     return decoder.eval()
 
@@ -249,7 +249,7 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
-    if isinstance(decoder.model, ForeignBackbone) and decoder.model.foreign.safe_because:
+    if isinstance(decoder.model, ForeignBackbone) and decoder.model.transformers_backend.safe_reason:
         _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as stored:
@@ -270,10 +270,10 @@ class StoredModel:
     def __init__(
         self, config: ModelConfig, folder: Path, *, seed: int | None = None, new: Collection[int] = ()
     ) -> None:
-        of_folder = read_config(folder, "auto" if config.foreign is None else "foreign")
+        of_folder = read_config(folder, "auto" if config.transformers_backend is None else "transformers")
         self.config, self.seed, self.new = config, seed, new
         self.known = min(config.vocab_size, of_folder.vocab_size)
-        saved = replace(config, vocab_size=self.known) if config.foreign is None else of_folder
+        saved = replace(config, vocab_size=self.known) if config.transformers_backend is None else of_folder
         self.tensors = stored_parameters(folder, saved, headless=seed is not None)
         self.places, self.reader = places(config), Reader()
 

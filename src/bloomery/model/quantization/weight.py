@@ -198,7 +198,7 @@ def ready(reader: str) -> str:
         except ImportError as error:
             raise UserError(
                 "the plan reads the 4-bit weights with bitsandbytes, which is not here any more",
-                remedy="pip install --no-deps 'bitsandbytes>=0.50.0'",
+                fix="pip install --no-deps 'bitsandbytes>=0.50.0'",
             ) from error
     return reader
 
@@ -317,7 +317,7 @@ class QuantisedWeight(nn.Module):
         if not bool(scales.isfinite().all()):
             raise UserError(
                 f"{name} holds weights that are not finite, which no {self.base} can stand for",
-                where="model.from", remedy="take a model whose weights are sound, or download it again",
+                where="model.from", fix="take a model whose weights are sound, or download it again",
             )  # fmt: skip
         if self.outer.numel():
             codes, outer = quantise_scales(scales)

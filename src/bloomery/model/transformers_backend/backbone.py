@@ -39,11 +39,11 @@ class _MatricesOnMeta(TorchFunctionMode):
         return func(*args, **said)
 
 
-def blank_model(stated: str, attention: str | None = None) -> tuple[Any, str]:
+def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str]:
     """Transformers' model of a config.json without memory for its matrices, and its attention. Raises ValueError."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    said = json.loads(stated)
+    said = json.loads(raw_config)
     config = CONFIG_MAPPING[said["model_type"]].from_dict(said)
     build: Any = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _MatricesOnMeta():
@@ -84,7 +84,7 @@ def _flat(module: nn.Module, named: dict[int, str]) -> Iterator[tuple[str, nn.Mo
 
 
 @lru_cache(maxsize=1)
-def computed_buffers(stated: str, attention: str) -> dict[str, Tensor]:
+def computed_buffers(raw_config: str, attention: str) -> dict[str, Tensor]:
     """What files do not hold, from the modules' own constructors. Built twice, from other random numbers.
 
     Raises Unlike where the two differ or a buffer follows from weights.
@@ -93,7 +93,7 @@ def computed_buffers(stated: str, attention: str) -> dict[str, Tensor]:
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            found.append(dict(blank_model(stated, attention)[0].named_buffers()))
+            found.append(dict(blank_model(raw_config, attention)[0].named_buffers()))
     first, second = found
     for name, value in first.items():
         if value.is_meta or not torch.equal(value, second[name]):
@@ -110,9 +110,9 @@ class ForeignBackbone(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
-        assert config.foreign is not None
-        self.config, self.backend, self.foreign = config, backend, config.foreign
-        whole, _ = blank_model(self.foreign.stated, self.foreign.attention)
+        assert config.transformers_backend is not None
+        self.config, self.backend, self.transformers_backend = config, backend, config.transformers_backend
+        whole, _ = blank_model(self.transformers_backend.raw_config, self.transformers_backend.attention)
         self._whole = (whole.to("meta"),)  # in a tuple, as only its parts are ours
         for name, module in parts(whole, config.num_layers).items():
             self.add_module(name, module)
@@ -131,9 +131,11 @@ class ForeignBackbone(nn.Module):
     def restore(self) -> None:
         """Computes what files do not hold; where transformers loads the model, it does."""
         device = self.embed_tokens.weight.device
-        if device.type == "meta" or self.foreign.safe_because:
+        if device.type == "meta" or self.transformers_backend.safe_reason:
             return
-        self.set_buffers(computed_buffers(self.foreign.stated, self.foreign.attention), device)
+        self.set_buffers(
+            computed_buffers(self.transformers_backend.raw_config, self.transformers_backend.attention), device
+        )
 
     def set_buffers(self, values: dict[str, Tensor], device: torch.device) -> None:
         for name, value in values.items():
@@ -149,10 +151,12 @@ class ForeignBackbone(nn.Module):
             first = 0 if cache is None else cache.length
             places = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
             said["position_ids"] = places.expand(tokens_BT.shape) if positions_BT is None else positions_BT
-        if documents_BT is not None and (self.foreign.attention == "sdpa" or bool(documents_BT.amax() > 0)):
+        if documents_BT is not None and (
+            self.transformers_backend.attention == "sdpa" or bool(documents_BT.amax() > 0)
+        ):
             # [B, 1, T, T]: earlier positions of the same document; added to scores where softmax is written out.
             seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()[:, None]
-            if self.foreign.attention != "sdpa":
+            if self.transformers_backend.attention != "sdpa":
                 blank = torch.zeros_like(seen_BTT, dtype=embedded_BTD.dtype)
                 seen_BTT = blank.masked_fill(~seen_BTT, torch.finfo(blank.dtype).min)
             said["attention_mask"] = seen_BTT
@@ -162,7 +166,7 @@ class ForeignBackbone(nn.Module):
             said["past_key_values"] = cache.past = cache.past or DynamicCache()
             cache.length += tokens_BT.shape[1]
         hidden_BTD: Tensor = self.whole.base_model(**said).last_hidden_state
-        return hidden_BTD if self.foreign.factor == 1.0 else hidden_BTD * self.foreign.factor
+        return hidden_BTD if self.transformers_backend.factor == 1.0 else hidden_BTD * self.transformers_backend.factor
 
 
 @torch.no_grad()
@@ -174,11 +178,11 @@ def loaded_safely(backbone: ForeignBackbone, folder: Path) -> dict[str, Tensor]:
     try:
         theirs = load(
             str(folder), use_safetensors=True, trust_remote_code=False, local_files_only=True,
-            attn_implementation=backbone.foreign.attention,
+            attn_implementation=backbone.transformers_backend.attention,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"transformers cannot load it: {str(error).splitlines()[0][:200]}"
-        raise UserError(problem, where=str(folder), remedy="save or download the model again") from error
+        raise UserError(problem, where=str(folder), fix="save or download the model again") from error
     backbone.set_buffers(dict(theirs.named_buffers()), backbone.embed_tokens.weight.device)
     found = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
     return {
@@ -252,7 +256,7 @@ def check_head(model: "Decoder", limit: float) -> None:
     error = _difference(model(tokens_BT), theirs)
     if not error <= limit:
         problem = f"its logits are more than a matrix of its last hidden states (they differ by {error:.2g})"
-        raise UserError(problem, where=f"a {model.config.family} model through transformers", remedy=OTHER)
+        raise UserError(problem, where=f"a {model.config.family} model through transformers", fix=OTHER)
 
 
 @torch.no_grad()
@@ -264,7 +268,7 @@ def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
     error = _difference(model(tokens_BT)[:, : first.shape[1]], model(first))
     if not error <= limit:
         problem = f"its tokens see later ones, so that it cannot be trained to predict them ({error:.2g})"
-        raise UserError(problem, where=where, remedy=OTHER)
+        raise UserError(problem, where=where, fix=OTHER)
     if not packed:
         return
     numbers, device = torch.arange(TOKENS), tokens_BT.device
@@ -276,12 +280,12 @@ def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
         together = model(tokens_BT, documents_BT=rows[0], positions_BT=rows[1])
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         problem = f"this architecture takes no mask of documents ({str(error).partition(chr(10))[0][:120]})"
-        raise UserError(problem, where="data.layout=packed", remedy=apart) from error
+        raise UserError(problem, where="data.layout=packed", fix=apart) from error
     errors = [_difference(a, model(b)) for a, b in ((together[:, : first.shape[1]], first),
                                                     (together[:, first.shape[1] :], second))]  # fmt: skip
     if not max(errors) <= limit:
         problem = f"documents of one row see each other in this architecture ({max(errors):.2g} of the largest logit)"
-        raise UserError(problem, where="data.layout=packed", remedy=apart)
+        raise UserError(problem, where="data.layout=packed", fix=apart)
 
 
 def _trial_tokens(model: "Decoder") -> Tensor:

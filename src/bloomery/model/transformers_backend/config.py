@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.model.config import Foreign, ModelConfig, checked
+from bloomery.model.config import ModelConfig, TransformersBackend, checked
 from bloomery.model.families.registry import ACTIVATIONS, FAMILIES, LARGEST, Fields
 
 INSTALL = 'pip install "bloomery[hf]"'
@@ -26,7 +26,7 @@ def chosen(said: Mapping[str, Any], implementation: str) -> str:
     known = said.get("model_type") in FAMILIES or _architecture(said) in {f.architecture for f in FAMILIES.values()}
     if implementation != "auto":
         return implementation
-    return "native" if known or find_spec("transformers") is None or "model_type" not in said else "foreign"
+    return "native" if known or find_spec("transformers") is None or "model_type" not in said else "transformers"
 
 
 def _architecture(said: Mapping[str, Any]) -> object:
@@ -38,46 +38,46 @@ def foreign_config(said: Mapping[str, Any], *, where: str) -> ModelConfig:
     """Raises UserError where transformers has no decoder of text for it, or one that does not fit under our head."""
     if find_spec("transformers") is None:
         problem = "transformers, which has the layers of this architecture, is not installed"
-        raise UserError(problem, where=where, remedy=INSTALL)
+        raise UserError(problem, where=where, fix=INSTALL)
     if "quantization_config" in said:
         problem = "its weights are stored quantised, and transformers' layers train from plain ones here"
-        raise UserError(problem, where=where, remedy="choose the model that it was made from")
+        raise UserError(problem, where=where, fix="choose the model that it was made from")
     if any(key in said for key in ("vision_config", "audio_config", "text_config")):
-        raise UserError("it is a multimodal model, and only text is trained here", where=where, remedy=OTHER)
+        raise UserError("it is a multimodal model, and only text is trained here", where=where, fix=OTHER)
     kept = {key: value for key, value in said.items() if key != "auto_map"}  # no code comes with a model
     return _asked(json.dumps(kept, sort_keys=True), where)
 
 
 @lru_cache(maxsize=4)
-def _asked(stated: str, where: str) -> ModelConfig:
+def _asked(raw_config: str, where: str) -> ModelConfig:
     from transformers.utils.logging import get_verbosity, set_verbosity
 
     level = get_verbosity()
     set_verbosity(logging.CRITICAL)  # it prints a whole config before the error that is told in a sentence here
     try:
-        return _probed(stated, where)
+        return _probed(raw_config, where)
     finally:
         set_verbosity(level)
 
 
-def _probed(stated: str, where: str) -> ModelConfig:
+def _probed(raw_config: str, where: str) -> ModelConfig:
     from bloomery.model.transformers_backend.backbone import Unlike, blank_model, computed_buffers, foreign_facts
 
-    fields = _fields(json.loads(stated), where)
+    fields = _fields(json.loads(raw_config), where)
     sizes = _sizes(fields)
     try:
-        whole, attention = blank_model(stated)
+        whole, attention = blank_model(raw_config)
         facts = foreign_facts(whole, sizes["num_layers"])
     except Unlike as error:
-        raise UserError(f"transformers' layers do not fit here: {error}", where=where, remedy=OTHER) from error
+        raise UserError(f"transformers' layers do not fit here: {error}", where=where, fix=OTHER) from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         problem = f"transformers cannot build this model: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise UserError(problem[:300], where=where, remedy="mend config.json, or download the model again") from error
+        raise UserError(problem[:300], where=where, fix="mend config.json, or download the model again") from error
     try:
-        computed_buffers(stated, attention)
-        because = ""
+        computed_buffers(raw_config, attention)
+        reason = ""
     except Unlike as error:
-        because = str(error)
+        reason = str(error)
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     rate = fields.number("attention_dropout", high=0.999, default=0.0)
     factor = fields.number("logit_scale", default=1.0) / fields.number("logits_scaling", low=1e-6, default=1.0)
@@ -90,9 +90,9 @@ def _probed(stated: str, where: str) -> ModelConfig:
         activation=ACTIVATIONS.get(str(activation), "gelu"),
         tie_embeddings=tied, final_softcap=fields.optional_number("final_logit_softcapping"), attention_dropout=rate,
         sliding_window=_windows(fields, sizes["num_layers"]),
-        foreign=Foreign(
-            stated=stated, architecture=type(whole).__name__, attention=attention, factor=factor, safe_because=because,
-            **facts,
+        transformers_backend=TransformersBackend(
+            raw_config=raw_config, architecture=type(whole).__name__, attention=attention, factor=factor,
+            safe_reason=reason, **facts,
         ),
     )  # fmt: skip
     return checked(config, where=where)
@@ -105,16 +105,16 @@ def _fields(said: dict[str, Any], where: str) -> Fields:
     kind = str(said.get("model_type"))
     if kind not in CONFIG_MAPPING:
         problem = f"{kind[:60]!r} is an architecture that neither Bloomery nor transformers knows"
-        raise UserError(problem, where=where, remedy="choose another; code that comes with a model is never run")
+        raise UserError(problem, where=where, fix="choose another; code that comes with a model is never run")
     try:
         config = CONFIG_MAPPING[kind].from_dict(said)
         whole = config.to_dict()
     except Exception as error:  # transformers' validators raise errors of their own kinds
         problem = f"transformers refuses it: {str(error).strip().partition(chr(10))[0]}"
-        raise UserError(problem[:300], where=where, remedy="mend config.json, or download the model again") from error
+        raise UserError(problem[:300], where=where, fix="mend config.json, or download the model again") from error
     if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "has an encoder" if getattr(config, "is_encoder_decoder", False) else "writes no text"
-        raise UserError(f"a model of the kind {kind} {what}, and is not trained here", where=where, remedy=OTHER)
+        raise UserError(f"a model of the kind {kind} {what}, and is not trained here", where=where, fix=OTHER)
     common = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return Fields(whole | {key: getattr(config, key, None) for key in common}, {}, where=where)
 

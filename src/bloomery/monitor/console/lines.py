@@ -17,9 +17,9 @@ from bloomery.core.units import format_seconds
 from bloomery.monitor.console.screen import Screen, Seen, picture
 from bloomery.monitor.console.words import happened, score
 from bloomery.monitor.events import (
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     Phase,
     Recovered,
     Resumed,
@@ -28,12 +28,12 @@ from bloomery.monitor.events import (
     Sampled,
     Saved,
     StepDone,
-    Vitals,
+    StepHealth,
     Warned,
     as_shown,
 )
 from bloomery.monitor.sinks import Sink
-from bloomery.monitor.tally import RunFacts, Tally, in_millions, sparkline
+from bloomery.monitor.summary import RunFacts, RunSummary, in_millions, sparkline
 
 WIDTH = 100
 TITLE = 11  # columns
@@ -78,7 +78,7 @@ def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Ev
     `before`: what a run that goes on has told until now.
     """
     console = console or Console()
-    seen = Seen(tally=Tally(steps=facts.steps))
+    seen = Seen(summary=RunSummary(steps=facts.steps))
     for event in before:
         seen.add(event)
     seen.begin_again()
@@ -86,7 +86,7 @@ def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Ev
     def write(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    view: View = LiveView(facts, console, seen) if console.is_terminal else PlainView(facts, write, seen.tally)
+    view: View = LiveView(facts, console, seen) if console.is_terminal else PlainView(facts, write, seen.summary)
     try:
         yield view
     finally:
@@ -142,10 +142,10 @@ class _Line:
 class PlainView:
     """One aligned line every `monitor.every` steps and at each exam. The loss is the mean since the line before."""
 
-    def __init__(self, facts: RunFacts, write: Callable[[str], None], tally: Tally | None = None) -> None:
+    def __init__(self, facts: RunFacts, write: Callable[[str], None], summary: RunSummary | None = None) -> None:
         self._facts = facts
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
-        self._tally = tally or Tally(steps=facts.steps, announced=facts.steps)
+        self._tally = summary or RunSummary(steps=facts.steps, announced=facts.steps)
         self._line: _Line | None = None
         self._since: list[StepDone] = []
         self._curve: list[float] = []
@@ -160,7 +160,7 @@ class PlainView:
         match event:
             case Phase(name="length") if self._tally.announced == announced:
                 pass
-            case Vitals() | GpuSampled():
+            case StepHealth() | DeviceStats():
                 pass  # for a diagnosis, which says in words what is wrong, and for the live view
             case StepDone():
                 if line is not None and line.step != event.step:
@@ -209,7 +209,7 @@ class PlainView:
                 for line in titled("sample", *cut) if cut else ():
                     self._write(line)
             case Warned():
-                self._titled("warning", event.because)
+                self._titled("warning", event.reason)
             case Recovered() | Saved() | Resumed():
                 if isinstance(event, Resumed):
                     self._since.clear()

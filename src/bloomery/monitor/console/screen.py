@@ -26,7 +26,7 @@ from bloomery.monitor.events import (
     StepDone,
     as_shown,
 )
-from bloomery.monitor.tally import BARS, RunFacts, Tally, in_millions
+from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
 
 Point = tuple[float, float]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
@@ -135,7 +135,7 @@ _ASCII = str.maketrans({"█": "#", "░": "-", "·": "-", "…": "~", "°": " "
 class Seen:
     """Mutable: what a watcher knows of a run after the events that `add` was given."""
 
-    tally: Tally = field(default_factory=Tally)
+    summary: RunSummary = field(default_factory=RunSummary)
     curve: list[Point] = field(default_factory=list)  # losses
     rates: list[Point] = field(default_factory=list)
     speeds: list[Point] = field(default_factory=list)
@@ -147,9 +147,9 @@ class Seen:
     def add(self, event: Event) -> None:
         event = as_shown(event)
         if isinstance(event, RunStarted | Resumed) and self._open:
-            self.incidents.append((replace(event, step=self.tally.step), "killed, without a word"))
+            self.incidents.append((replace(event, step=self.summary.step), "killed, without a word"))
             self._open = False
-        self.tally.add(event)
+        self.summary.add(event)
         match event:
             case StepDone():
                 self._open = True
@@ -178,18 +178,18 @@ class Seen:
 
     def begin_again(self) -> None:
         """Another process goes on: how the one before it ended is history, and no state of this one."""
-        self.tally.ended, self.tally.stopping, self.tally.phase = None, False, None
-        self.tally.recent.clear()
+        self.summary.ended, self.summary.stopping, self.summary.phase = None, False, None
+        self.summary.recent.clear()
         self.incidents.clear()
 
     @property
     def state(self) -> str:
         """What the run does, as far as its events tell."""
-        if self.tally.ended is not None:
-            return self.tally.ended.why.partition(":")[0]
-        if self.tally.stopping:
+        if self.summary.ended is not None:
+            return self.summary.ended.why.partition(":")[0]
+        if self.summary.stopping:
             return "stopping"
-        return "running" if self.tally.recent else "starting"
+        return "running" if self.summary.recent else "starting"
 
 
 @final
@@ -206,10 +206,10 @@ def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float
     """The picture, no line wider than the screen. `state`: what the run does; `now`: seconds since 1970."""
     width, head, figures = (
         screen.width,
-        _head(seen.tally, facts, screen, state, now),
+        _head(seen.summary, facts, screen, state, now),
         _figures(seen, facts, screen.width),
     )
-    all_devices = seen.tally.devices.all
+    all_devices = seen.summary.devices.all
     devices = lines(all_devices, width)
     if screen.height is None:
         chart, what, samples = _chart(seen, screen, 10), _happened(seen, width, 16, now=now), _samples(seen, width, 8)
@@ -241,23 +241,23 @@ def picture(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: flo
     return Group(*(Text(row, style, no_wrap=True, overflow="crop") for row, style in zip(rows, styles, strict=True)))
 
 
-def _head(tally: Tally, facts: RunFacts, screen: Screen, state: str, now: float) -> list[str]:
+def _head(summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now: float) -> list[str]:
     """Name, state and step in one line, or two where a name is long; then a bar with the time gone and left."""
-    steps, phase = tally.steps or facts.steps, tally.phase
+    steps, phase = summary.steps or facts.steps, summary.phase
     works = state in ("starting", "running")
     doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
-    told = f"{state}{doing} · step {tally.step:,}" + (f" of {steps:,}" if steps else "")
+    told = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
     whole = f"{facts.name} · {told}" if facts.name else told
 
     lives = works or state in ("stopping", "paused")
-    times = format_seconds(tally.clock.until(now if lives or tally.latest is None else tally.latest))
-    if state == "running" and (seconds := tally.seconds_left):
+    times = format_seconds(summary.clock.until(now if lives or summary.latest is None else summary.latest))
+    if state == "running" and (seconds := summary.seconds_left):
         times += f", {format_seconds(seconds)} left"
         if seconds > _CLOCK_SECONDS:  # by the clock where one would have to count
             end, today = time.localtime(now + seconds), time.localtime(now)
             times += f", until {time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)}"
-    done, total = float(tally.step), float(tally.steps or 0)
-    if phase is not None and phase.total and not tally.last:
+    done, total = float(summary.step), float(summary.steps or 0)
+    if phase is not None and phase.total and not summary.last:
         done, total = phase.done, phase.total
     share = min(done / total, 1.0) if total else 0.0
     room = max(screen.width - len(times) - 8, 4)
@@ -267,34 +267,36 @@ def _head(tally: Tally, facts: RunFacts, screen: Screen, state: str, now: float)
 
 
 def _chart(seen: Seen, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
-    exams = [(float(step), told.loss) for step, told in sorted(seen.tally.evaluations.items()) if told.loss is not None]
+    exams = [
+        (float(step), told.loss) for step, told in sorted(seen.summary.evaluations.items()) if told.loss is not None
+    ]
     top, below = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds} if strips else {}
     drawn = plot(seen.curve, exams, below, width=screen.width, height=height, top=top, plain=screen.plain)
-    legend = f"loss, {seen.tally.unit}"
+    legend = f"loss, {seen.summary.unit}"
     legend += "   o exam on held-out text" if exams else ""
     legend += f"   (it began at {seen.curve[0][1]:.4g})" if top is not None else ""
     return [legend, *drawn] if drawn else []
 
 
 def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
-    tally, last = seen.tally, seen.tally.last
+    summary, last = seen.summary, seen.summary.last
     if last is None:
         return []
-    speed, exam, best = tally.tokens_per_second or 0.0, tally.evaluation, tally.best
-    used, joules, each = facts.utilisation(speed), tally.devices.joules, tally.joules_per_token
+    speed, exam, best = summary.tokens_per_second or 0.0, summary.evaluation, summary.best
+    used, joules, each = facts.utilization(speed), summary.devices.joules, summary.joules_per_token
     loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
     limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
     energy = "" if joules is None else format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
     pairs = [
-        ("loss", loss if tally.smoothed is None else f"{loss}, smoothed {tally.smoothed:.4f}"),
+        ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
-        ("exam", "none yet" if exam is None else f"{score(exam, tally.per)} at {exam.step:,}"),
-        ("best", "" if best is None or best == exam else f"{score(best, tally.per)} at {best.step:,}"),
-        ("tokens", in_millions(tally.tokens)),
+        ("exam", "none yet" if exam is None else f"{score(exam, summary.per)} at {exam.step:,}"),
+        ("best", "" if best is None or best == exam else f"{score(best, summary.per)} at {best.step:,}"),
+        ("tokens", in_millions(summary.tokens)),
         ("memory", f"{last.memory_gib:.2f}{limit} GiB"),
         ("rate", f"{last.learning_rate:.3g}"),
         ("gradient", "skipped" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
-        ("data", f"{tally.data_wait or 0:.1%} of the time waited for"),
+        ("data", f"{summary.data_wait or 0:.1%} of the time waited for"),
         ("energy", energy),
         ("saved", "nothing yet" if seen.saved is None else f"step {seen.saved.step:,}"),
     ]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.monitor.events import (
-    PROCESSOR,
+    CPU_DEVICE,
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     Phase,
     Recovered,
     Resumed,
@@ -17,10 +17,10 @@ from bloomery.monitor.events import (
     Sampled,
     Saved,
     StepDone,
-    Vitals,
+    StepHealth,
     Warned,
 )
-from bloomery.monitor.tally import JOULES_IN_KWH, DeviceTally
+from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary
 
 _SPARE = (7, 4)  # cells of a device that a narrow screen does without: what PyTorch holds, then the clock
 _LEFT_ALIGNED = (6, 7)  # the rest are figures, whose last digits stand under each other
@@ -39,9 +39,9 @@ def happened(event: Event) -> str | None:
             )
             return f"resumed {source} in {format_seconds(event.seconds)}"
         case Recovered():
-            return f"{event.because}; {event.action}"
+            return f"{event.reason}; {event.action}"
         case Warned():
-            return event.because
+            return event.reason
         case RunEnded():
             return event.why
         case Phase(name="paused"):
@@ -91,7 +91,7 @@ def sentence(event: Event) -> str:
                 f"  rate {event.learning_rate:.3g}  {event.tokens_per_second:,.0f} tokens/s  {event.memory_gib:.2f} GiB"
                 + told(event.metrics)
             )
-        case Vitals():
+        case StepHealth():
             moved = f"weights moved by {event.update_ratio:.2g} of their size" if event.update_ratio else "no update"
             return f"vitals of step {event.step}  {moved}"
         case EvalDone():
@@ -103,13 +103,13 @@ def sentence(event: Event) -> str:
         case Saved():
             kept = ", the best so far" if event.best else ""
             return f"saved {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{kept})"
-        case GpuSampled():
-            return " ".join(lines([DeviceTally(latest=event)])[0].split())
+        case DeviceStats():
+            return " ".join(lines([DeviceSummary(latest=event)])[0].split())
     kind = {Warned: "warning", Recovered: f"recovered at step {event.step}", RunEnded: "ended"}.get(type(event))
     return f"{kind}: {happened(event)}" if kind else f"step {event.step}: {happened(event) or type(event).__name__}"
 
 
-def lines(devices: Iterable[DeviceTally], width: int = 100) -> list[str]:
+def lines(devices: Iterable[DeviceSummary], width: int = 100) -> list[str]:
     """A line a device, as it is now; what is not known, or has no room, is left out. Figures stand under each other."""
     rows = [_cells(device) for device in devices]
     shown = [at for at in range(len(rows[0])) if any(row[at] for row in rows)] if rows else []
@@ -127,7 +127,7 @@ def lines(devices: Iterable[DeviceTally], width: int = 100) -> list[str]:
     return [line[:width] for line in told]
 
 
-def short_lines(devices: Iterable[DeviceTally], width: int = 80) -> list[str]:
+def short_lines(devices: Iterable[DeviceSummary], width: int = 80) -> list[str]:
     """Two devices a line: load, temperature, power and memory in use, and whether it is slowed."""
     cells = []
     for device in devices:
@@ -140,15 +140,15 @@ def short_lines(devices: Iterable[DeviceTally], width: int = 80) -> list[str]:
     return [f"{left:<{half}}{right}".rstrip()[:width] for left, right in pairs]
 
 
-def _cells(device: DeviceTally) -> tuple[str, ...]:
+def _cells(device: DeviceSummary) -> tuple[str, ...]:
     now = device.latest
     whole = f" of {now.memory_total_gib:.1f}" if now.memory_total_gib else ""
     held = ""
     if now.reserved_gib is not None and now.allocated_gib is not None:
         held = f"tensors {now.allocated_gib:.1f}, held {now.reserved_gib:.1f}"
     return (
-        "cpu" if now.device == PROCESSOR else f"gpu {now.device}",
-        figure(now.utilisation, ".0f", "%"),
+        "cpu" if now.device == CPU_DEVICE else f"gpu {now.device}",
+        figure(now.utilization, ".0f", "%"),
         figure(now.temperature, ".0f", " °C"),
         f"with GPU {now.shared_with}" if now.shared_with is not None else figure(now.power, ",.0f", " W"),
         figure(now.clock_mhz, ",.0f", " MHz"),

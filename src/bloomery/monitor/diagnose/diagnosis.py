@@ -64,10 +64,10 @@ COOLED = 0.85  # of the clock that this device has shown it can keep
 
 
 def _masked(seen: Seen, facts: Facts) -> Iterator[Finding]:
-    told = [step for step in seen.recent if step.learned_tokens is not None][-FEW:]
+    told = [step for step in seen.recent if step.loss_tokens is not None][-FEW:]
     if len(told) < 5 or not facts.tokens_per_step:
         return
-    learned = sum(step.learned_tokens or 0 for step in told) / len(told)
+    learned = sum(step.loss_tokens or 0 for step in told) / len(told)
     share, positions = learned / facts.tokens_per_step, f"{facts.tokens_per_step:,} positions a step"
     if share == 0:
         yield Finding(
@@ -87,11 +87,11 @@ def _masked(seen: Seen, facts: Facts) -> Iterator[Finding]:
 
 
 def _labels(seen: Seen, _: Facts) -> Iterator[Finding]:
-    following = middle([vitals.labels_next for vitals in seen.vitals])
+    following = middle([health.labels_next for health in seen.health])
     if following is None or following >= NEXT:
         return
-    own, after = (middle([getattr(v, name) for v in seen.vitals]) or 0.0 for name in ("labels_own", "labels_after"))
-    mend = (
+    own, after = (middle([getattr(v, name) for v in seen.health]) or 0.0 for name in ("labels_own", "labels_after"))
+    fix = (
         "labels[t] must be tokens[t + 1] of the same document: compare them with `bloomery prepare RECIPE --preview 3`"
     )
     if own > 0.9:
@@ -103,11 +103,11 @@ def _labels(seen: Seen, _: Facts) -> Iterator[Finding]:
     else:
         where = "not the text's next tokens: the tokens were shuffled after the labels were made, or the labels were"
         seen_there = f"{following:.0%} of the labels are the token that follows"
-    yield Finding("labels", f"the labels are {where}", seen_there, mend)
+    yield Finding("labels", f"the labels are {where}", seen_there, fix)
 
 
 def _shuffled(seen: Seen, facts: Facts) -> Iterator[Finding]:
-    looks = [vitals.pair_excess for vitals in seen.vitals if vitals.pair_excess is not None]
+    looks = [health.pair_excess for health in seen.health if health.pair_excess is not None]
     loss, floor = seen.loss, facts.unigram_nats
     if len(looks) < ORDER_LOOKS or median(looks) >= ORDER or seen.step < ENOUGH or loss is None:
         return
@@ -132,11 +132,11 @@ def _frozen(seen: Seen, facts: Facts) -> Iterator[Finding]:
         return
     name = f", {looks[-1].still} among them" if looks[-1].still else ""
     if without >= 0.9 * share:
-        why, mend = "no gradient reaches them", "look for requires_grad=False, detach() and no_grad() on their way"
+        why, fix = "no gradient reaches them", "look for requires_grad=False, detach() and no_grad() on their way"
     elif facts.precision == "bfloat16-pure":
-        why, mend = "their updates are lost in rounding to bfloat16", "set train.precision=bfloat16"
+        why, fix = "their updates are lost in rounding to bfloat16", "set train.precision=bfloat16"
     else:
-        why, mend = (
+        why, fix = (
             "they have gradients, but no update reaches them",
             "look whether the optimizer holds these parameters",
         )
@@ -144,7 +144,7 @@ def _frozen(seen: Seen, facts: Facts) -> Iterator[Finding]:
         "frozen",
         f"{share:.0%} of the weights are frozen: {why}",
         f"{len(looks)} steps that were looked at left them as they were{name}",
-        mend,
+        fix,
     )
 
 
@@ -155,11 +155,11 @@ def _first_loss(seen: Seen, facts: Facts) -> Iterator[Finding]:
     chance = log(size)
     said = f"the first loss is {begin:.2f}, that of a guess among {size:,} tokens ln {size:,} = {chance:.2f}"
     if facts.fresh and begin < FIRST_LOW * chance:
-        mend = "check that no position sees its own label: the mask of attention, and how labels are shifted"
-        yield Finding("first-loss", "a model that has learned nothing knows the answers", said, mend)
+        fix = "check that no position sees its own label: the mask of attention, and how labels are shifted"
+        yield Finding("first-loss", "a model that has learned nothing knows the answers", said, fix)
     elif begin > FIRST_HIGH * chance:
-        mend = "lower model.initializer_range" if facts.fresh else "take the tokenizer of those weights: tokenizer.from"
-        yield Finding("first-loss", "the model begins worse than a guess", said, mend)
+        fix = "lower model.initializer_range" if facts.fresh else "take the tokenizer of those weights: tokenizer.from"
+        yield Finding("first-loss", "the model begins worse than a guess", said, fix)
 
 
 def _fell_little(seen: Seen, facts: Facts) -> bool:
@@ -249,21 +249,21 @@ def _gradient(seen: Seen, facts: Facts) -> Iterator[Finding]:
         seen_norm = f"its norm was 0 in the last {FEW} steps; {_curve(seen, facts)}"
         yield Finding("gradient", "no gradient comes back from the loss", seen_norm, "look for detach() and no_grad()")
     elif now > 10 * then > 0:
-        mend = "set train.clip=1.0" if facts.clip is None else f"set {_rate_key(facts)[0]} to a tenth of what it is"
+        fix = "set train.clip=1.0" if facts.clip is None else f"set {_rate_key(facts)[0]} to a tenth of what it is"
         grew = f"its norm was {then:.2g} in the first steps and is {now:.2g} now; {_curve(seen, facts)}"
-        yield Finding("gradient", "the gradient explodes", grew, mend)
+        yield Finding("gradient", "the gradient explodes", grew, fix)
     elif facts.clip is not None and sum(norm > 10 * facts.clip for norm in norms) >= 0.95 * len(norms):
         cut = f"its norm is {now:.2g}, and train.clip={facts.clip:g} leaves {facts.clip / now:.1%} of it"
-        mend = f"set train.clip={_rounded(now)} or look for what is that large in the text"
-        yield Finding("clipped", "every step is cut to a small part of its gradient", cut, mend)
+        fix = f"set train.clip={_rounded(now)} or look for what is that large in the text"
+        yield Finding("clipped", "every step is cut to a small part of its gradient", cut, fix)
 
 
 def _warmup(seen: Seen, facts: Facts) -> Iterator[Finding]:
     if facts.steps is not None and facts.warmup_steps >= facts.steps:
         reached = f"{facts.warmup_steps:,} steps of warmup in a run of {facts.steps:,}: the rate came to"
         share = seen.peak_rate / facts.learning_rate if facts.learning_rate else 0.0
-        mend = f'set optimizer.warmup="{max(1, facts.steps // 20)} steps"'
-        yield Finding("warmup", "the learning rate never reaches its peak", f"{reached} {share:.0%} of it", mend)
+        fix = f'set optimizer.warmup="{max(1, facts.steps // 20)} steps"'
+        yield Finding("warmup", "the learning rate never reaches its peak", f"{reached} {share:.0%} of it", fix)
 
 
 def _tokenizer(_: Seen, facts: Facts) -> Iterator[Finding]:
@@ -327,8 +327,8 @@ def _data(seen: Seen, _: Facts) -> Iterator[Finding]:
     if share > DATA:
         evidence = f"{share:.0%} of their time, {median(waits) * 1000:,.0f} ms a step"
         place = "put the prepared text on a local disk (data.prepared=/a/local/folder)"
-        mend = f"{place} and read further ahead (data.prefetch=16)"
-        yield Finding("data", "the steps wait for data", evidence, mend)
+        fix = f"{place} and read further ahead (data.prefetch=16)"
+        yield Finding("data", "the steps wait for data", evidence, fix)
 
 
 def _attention(seen: Seen, facts: Facts) -> Iterator[Finding]:
@@ -351,8 +351,8 @@ def _heat(seen: Seen, _: Facts) -> Iterator[Finding]:
         samples = [sample for sample in seen.gpus if sample.device == device]
         told = [sample.throttled for sample in samples if sample.throttled]
         hottest = max((sample.temperature or 0.0 for sample in samples), default=0.0)
-        clocks = [s.clock_mhz for s in samples if s.clock_mhz and (s.utilisation is None or s.utilisation > 50)]
-        now = [s for s in samples if s.clock_mhz and (s.utilisation is None or s.utilisation > 50)][-FEW:]
+        clocks = [s.clock_mhz for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)]
+        now = [s for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)][-FEW:]
         hot = len(now) == FEW and median(s.temperature or 0.0 for s in now) >= HOT
         if len(told) > 0.1 * len(samples):
             share = len(told) / len(samples)
@@ -361,14 +361,14 @@ def _heat(seen: Seen, _: Facts) -> Iterator[Finding]:
             evidence = f"its clock fell from {max(clocks):,.0f} to {median(clocks[-FEW:]):,.0f} MHz at {hottest:.0f} °C"
         else:
             continue
-        mend = "give it air, or lower its power limit so that it keeps one speed (`rocm-smi --setpoweroverdrive`)"
-        yield Finding(f"heat-{device}", f"GPU {device} slows itself down", evidence, mend)
+        fix = "give it air, or lower its power limit so that it keeps one speed (`rocm-smi --setpoweroverdrive`)"
+        yield Finding(f"heat-{device}", f"GPU {device} slows itself down", evidence, fix)
 
 
 def _cores(seen: Seen, _: Facts) -> Iterator[Finding]:
-    vitals = [v for v in seen.vitals if v.core_wait_seconds is not None and v.seconds > 0][-FEW:]
-    seconds = sum(v.seconds for v in vitals)
-    waited = total([v.core_wait_seconds for v in vitals])
+    health = [v for v in seen.health if v.core_wait_seconds is not None and v.seconds > 0][-FEW:]
+    seconds = sum(v.seconds for v in health)
+    waited = total([v.core_wait_seconds for v in health])
     if seconds >= SECONDS / 3 and waited > CORES * seconds:
         yield Finding(
             "cores",
@@ -394,12 +394,12 @@ def _compiling(seen: Seen, facts: Facts) -> Iterator[Finding]:
 
 def _graphs(seen: Seen, _: Facts) -> Iterator[Finding]:
     """Shapes are fixed in training and in evaluation, so that nothing is left to compile after the first exam."""
-    early, last = seen.compiled_graphs, seen.vitals[-1].graphs if seen.vitals else None
+    early, last = seen.compiled_graphs, seen.health[-1].graphs if seen.health else None
     if early is not None and last is not None and last > 2 * early + 4:
         yield Finding(
             "recompiled",
             "torch.compile keeps compiling",
-            f"{early} graphs at the start, {last} at step {seen.vitals[-1].step:,}",
+            f"{early} graphs at the start, {last} at step {seen.health[-1].step:,}",
             "set train.compile=false, and report the shape that changes",
         )
 
@@ -424,13 +424,13 @@ def _crowded(seen: Seen, _: Facts) -> Iterator[Finding]:
 def _between(seen: Seen, facts: Facts) -> Iterator[Finding]:
     saving = 0.0 if facts.saves_in_background else seen.saving_seconds
     looks = "evaluate less often or less: eval.every, eval.tokens"
-    for cause, name, seconds, mend in (
+    for cause, name, seconds, fix in (
         ("evaluation", "evaluations take", seen.evaluation_seconds, looks),
         ("saving", "writing checkpoints takes", saving, "save less often: checkpoint.every"),
     ):
         whole = seen.steps_seconds + seen.evaluation_seconds + saving
         if seconds > BETWEEN * whole:
-            yield Finding(cause, f"{name} a good part of the run", f"{seconds:,.0f} of {whole:,.0f} s", mend)
+            yield Finding(cause, f"{name} a good part of the run", f"{seconds:,.0f} of {whole:,.0f} s", fix)
 
 
 def _recomputing(seen: Seen, facts: Facts) -> Iterator[Finding]:
@@ -531,7 +531,7 @@ class Diagnosis:
         for found in (*_not_learning(self._seen, self._known), *_slow(self._seen, self._known)):
             if found.cause not in self._said:
                 self._said.add(found.cause)
-                yield Warned(step=self._seen.step, because=str(found), cause=found.cause)
+                yield Warned(step=self._seen.step, reason=str(found), cause=found.cause)
 
     def _read(self, event: Event) -> None:
         self._seen.add(event)

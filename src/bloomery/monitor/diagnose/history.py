@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from bloomery.monitor.events import (
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     Recovered,
     Resumed,
     RunStarted,
     Saved,
     StepDone,
-    Vitals,
+    StepHealth,
 )
 
 RECENT = 200  # steps and samples that count as "now"
@@ -60,10 +60,10 @@ class Finding:
     cause: str  # one word, by which it is said once
     what: str
     seen: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.seen}): {self.mend}"
+        return f"{self.what} ({self.seen}): {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Seen:
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: "array[float]" = field(default_factory=lambda: array("f"))  # finite ones, in order
     told_at: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
-    vitals: deque[Vitals] = field(default_factory=lambda: deque(maxlen=RECENT))
-    gpus: deque[GpuSampled] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
-    allocator: deque[GpuSampled] = field(default_factory=lambda: deque(maxlen=RECENT))  # as training tells it
+    health: deque[StepHealth] = field(default_factory=lambda: deque(maxlen=RECENT))
+    gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
+    allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))  # as training tells it
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out loss
     attention: str = ""
     step: int = 0
@@ -105,16 +105,16 @@ class Seen:
         match event:
             case StepDone():
                 self._add_step(event)
-            case Vitals():
+            case StepHealth():
                 self._add_vitals(event)
             case EvalDone(loss=float() as loss):
                 self.evaluations[event.step] = loss
                 self.evaluation_seconds += event.seconds
             case Saved():
                 self.saving_seconds += event.seconds
-            case GpuSampled() if event.reserved_gib is not None:
+            case DeviceStats() if event.reserved_gib is not None:
                 self.allocator.append(event)
-            case GpuSampled() if event.device >= 0:
+            case DeviceStats() if event.device >= 0:
                 self.gpus.append(event)
             case RunStarted():
                 self.attention, self.began_at, self.began, self.compiled_graphs = (
@@ -138,14 +138,14 @@ class Seen:
         if event.grad_norm is not None and len(self.first_norms) < FEW:
             self.first_norms.append(event.grad_norm)
 
-    def _add_vitals(self, event: Vitals) -> None:
+    def _add_vitals(self, event: StepHealth) -> None:
         """The path takes each ratio for all steps since the one before: they change slowly."""
-        since = event.step - (self.vitals[-1].step if self.vitals else self.began_at)
+        since = event.step - (self.health[-1].step if self.health else self.began_at)
         ratio, before = event.update_ratio or 0.0, self.moved[-1]
         self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
         if event.graphs is not None and self.compiled_graphs is None and event.step >= self.began_at + FEW:
             self.compiled_graphs = event.graphs
-        self.vitals.append(event)
+        self.health.append(event)
 
     def _go_back(self, step: int) -> None:
         """What a resume or a recovery gave up is forgotten; seconds that were spent stay spent."""
@@ -154,7 +154,7 @@ class Seen:
         past = [told for told in self.moved if told.step <= step] or [Moved()]
         self.moved = deque(past, maxlen=RECENT)
         self.recent = deque((told for told in self.recent if told.step <= step), maxlen=RECENT)
-        self.vitals = deque((told for told in self.vitals if told.step <= step), maxlen=RECENT)
+        self.health = deque((told for told in self.health if told.step <= step), maxlen=RECENT)
         self.allocator = deque((told for told in self.allocator if told.step <= step), maxlen=RECENT)
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
         self.first, self.step = self.first if step else None, step
@@ -193,10 +193,10 @@ class Seen:
         return fmean(self.losses[-tenth:]) > 0.99 * fmean(self.losses[half - tenth // 2 : half + tenth - tenth // 2])
 
     @property
-    def healthy_rate(self) -> list[Vitals]:
-        """Vitals of steps whose learning rate was at least a hundredth of the peak: others hardly move anything."""
+    def healthy_rate(self) -> list[StepHealth]:
+        """The health of steps whose learning rate was at least a hundredth of the peak: others hardly move anything."""
         rates = {told.step: told.learning_rate for told in self.recent}
-        return [v for v in self.vitals if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate]
+        return [v for v in self.health if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate]
 
     @property
     def ratio(self) -> float | None:

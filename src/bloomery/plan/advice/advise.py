@@ -19,7 +19,7 @@ from bloomery.plan.estimate.states import StepShape, learning_bytes, optimizer_b
 from bloomery.plan.gather import Facts
 from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.rules.objective import reference_of, teacher_of
-from bloomery.plan.types import Estimate, Longest, Plan, PlanReport, Remedy, Verdict
+from bloomery.plan.types import Estimate, Longest, PlanReport, Remedy, RunPlan, Verdict
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Expect, Recipe
 
@@ -27,21 +27,21 @@ STEP = 256  # tokens of the longest row: nobody asks for less
 MOST = 2**22
 TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
 REFERENCE_BYTES = 4  # of a token: data.reference
-PlanOf = Callable[[str], Plan | None]
+PlanOf = Callable[[str], RunPlan | None]
 WORTH = 0.9  # of the time: an edit that saves less than a tenth is not offered
 LITTLE = 0.05  # of the memory: shorter rows that save less and are not enough are not offered
 NO_DROPOUT = "model.dropout=0"
 SHORTEST = 256  # tokens of a row that a plan would still propose
 
 
-def advise(loaded: LoadedRecipe, plan: Plan, facts: Facts) -> PlanReport:
+def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     """The plan, which takes the edits along that would make it fit, with all that is said of it."""
     recipe, profile = loaded.recipe, facts.profile
     step, measure, parts = _planned_step(plan, facts.machine, profile, facts.teacher)
     gpus = 1 if plan.parallel is None else plan.parallel.gpus
     nodes = 1 if plan.parallel is None else plan.parallel.nodes
 
-    def plan_of(edit: str) -> Plan | None:
+    def plan_of(edit: str) -> RunPlan | None:
         """None where the edit contradicts the rest of the recipe."""
         try:
             other = edited(loaded, edit)
@@ -53,15 +53,15 @@ def advise(loaded: LoadedRecipe, plan: Plan, facts: Facts) -> PlanReport:
         except UserError:
             return None
 
-    remedies = tuple((_faster if plan.fits else _to_fit)(recipe, plan, plan_of))
+    suggestions = tuple((_faster if plan.fits else _to_fit)(recipe, plan, plan_of))
     if not plan.fits:
-        plan = plan.model_copy(update={"remedies": tuple(remedy.edit for remedy in remedies)})
+        plan = plan.model_copy(update={"suggestions": tuple(fix.edit for fix in suggestions)})
     verdicts = _verdicts(recipe.expect, plan, step, measure)
     return PlanReport(
         plan=plan,
         claims=verdicts,
-        contradictions=tuple(warnings(recipe, plan, facts, verdicts)),
-        remedies=remedies,
+        warnings=tuple(warnings(recipe, plan, facts, verdicts)),
+        suggestions=suggestions,
         longest=_longest(step, measure) if profile.accelerator else None,
         step_parts=parts or {},
         disk=_disk_bytes(recipe, plan, step),
@@ -69,20 +69,20 @@ def advise(loaded: LoadedRecipe, plan: Plan, facts: Facts) -> PlanReport:
     )
 
 
-def claims_of(plan: Plan, expect: Expect, machine: Machine) -> tuple[Verdict, ...]:
+def claims_of(plan: RunPlan, expect: Expect, machine: Machine) -> tuple[Verdict, ...]:
     """The claims of a run's recipe against its plan, as the page judged them before it."""
     step, measure, _ = _planned_step(plan, machine, build_profile(machine), teacher_of(plan))
     return _verdicts(expect, plan, step, measure)
 
 
-def _verdicts(expect: Expect, plan: Plan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
+def _verdicts(expect: Expect, plan: RunPlan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
     def need(rows: int) -> float:
         return measure(replace(step, micro_batch=rows)).total
 
     return claims.judge(expect, plan, corpus=plan.corpus, need=need)
 
 
-def energy_kwh(plan: Plan, profile: Profile) -> float | None:
+def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
     """At the boards' rated power all the time; None where it or the time is unknown."""
     watts, seconds = profile.gpu.board_watts if profile.gpu else None, plan.seconds
     devices = 1 if plan.parallel is None else plan.parallel.devices
@@ -90,7 +90,7 @@ def energy_kwh(plan: Plan, profile: Profile) -> float | None:
 
 
 def _planned_step(
-    plan: Plan, machine: Machine, profile: Profile, teacher: ModelConfig | None
+    plan: RunPlan, machine: Machine, profile: Profile, teacher: ModelConfig | None
 ) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
     """The step on one device, what any step like it holds there, and its seconds by what takes them."""
     config, train, parallel = plan.model.config, plan.train, plan.parallel
@@ -112,7 +112,7 @@ def _planned_step(
     split = Split(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
     job = mesh.MeshWorkload.of(
         profile, step, estimator.rate(step),
-        rows_per_step=rows, gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
+        sequences_per_step=rows, gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
     )  # fmt: skip
     return step, job.memory(split), mesh.layout_parts(job, split, step, rows // split.data_parallel)
 
@@ -133,7 +133,7 @@ def _longest(step: StepShape, measure: Measure) -> Longest:
     return Longest(as_planned=search(step.checkpointing), checkpointed=search("full"))
 
 
-def _disk_bytes(recipe: Recipe, plan: Plan, step: StepShape) -> dict[str, float]:
+def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, float]:
     """Shards of the text, checkpoints of all that learns (those kept, the best one, the one being written), and what
     the model of the start says of each token where that is computed once.
     """
@@ -161,9 +161,9 @@ def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
     return LoadedRecipe(Recipe.model_validate(data), loaded.name, loaded.provenance)
 
 
-def _to_fit(recipe: Recipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
     """What is enough alone, shorter rows only where nothing else is; or each edit, and the fewest that are together."""
-    best: dict[str, tuple[str, str, Plan]] = {}  # of each key the first that is enough, else what saves most
+    best: dict[str, tuple[str, str, RunPlan]] = {}  # of each key the first that is enough, else what saves most
     for edit, cost in _ladder(recipe, plan):
         after, key = plan_of(edit), edit.partition("=")[0]
         if after is None:
@@ -189,13 +189,13 @@ def _to_fit(recipe: Recipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
             return
 
 
-def _saved(before: Plan, after: Plan, cost: str) -> str:
+def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
     saved = format_bytes(before.memory.total - after.memory.total)
     verdict = "fits" if after.fits else "still too much"
     return f"{saved}: {format_bytes(after.memory.total)} in all, {verdict}; {cost}"
 
 
-def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Edits that this version accepts, by what they cost, with that cost in words."""
     train, asked, optimizer, adapter = plan.train, recipe.train, recipe.optimizer, recipe.adapter.kind
     rows, gpu = train.micro_batch, train.device != "cpu"
@@ -236,7 +236,7 @@ def _ladder(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"data.sequence_length={length}", f"another training: the model never sees more than {length:,} tokens"
 
 
-def _faster(recipe: Recipe, plan: Plan, plan_of: PlanOf) -> Iterator[Remedy]:
+def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
     """What the recipe asks for and pays with time, where the plan's own choice is quicker and fits."""
     before = plan.step_seconds
     if before is None:

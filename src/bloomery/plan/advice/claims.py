@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.core.units import GIB, Duration, format_count, format_seconds, two_digits
-from bloomery.plan.types import CorpusFacts, Plan, Verdict
+from bloomery.plan.types import CorpusFacts, RunPlan, Verdict
 from bloomery.recipe.schema import Expect
 from bloomery.recipe.values import ClaimedRange
 
@@ -28,7 +28,7 @@ class Known:
 
     low: float
     high: float
-    because: str
+    reason: str
     otherwise: Callable[[str], str] | None = None
     slack: float = ROUNDING
     near: float = 1.0
@@ -63,19 +63,19 @@ def judged(expect: Expect, known: Callable[[Claim, ClaimedRange], Known | str]) 
     for claim, (low, high), text in claims:
         found = known(claim, (low, high))
         if isinstance(found, str):
-            verdicts.append(Verdict(claim=text, verdict="open", because=found))
+            verdicts.append(Verdict(claim=text, verdict="open", reason=found))
             continue
         verdict: Literal["fits", "low", "high", "wrong"] = "wrong"
         if high * (1 + found.slack) >= found.low and low * (1 - found.slack) <= found.high:
             verdict = "fits"
         elif high * found.near >= found.low and low <= found.high * found.near:
             verdict = "low" if high < found.low else "high"
-        because = found.because if verdict == "fits" or found.otherwise is None else found.otherwise(verdict)
-        verdicts.append(Verdict(claim=text, verdict=verdict, because=because))
+        reason = found.reason if verdict == "fits" or found.otherwise is None else found.otherwise(verdict)
+        verdicts.append(Verdict(claim=text, verdict=verdict, reason=reason))
     return tuple(verdicts)
 
 
-def judge(expect: Expect, plan: Plan, *, corpus: CorpusFacts | None, need: Need) -> tuple[Verdict, ...]:
+def judge(expect: Expect, plan: RunPlan, *, corpus: CorpusFacts | None, need: Need) -> tuple[Verdict, ...]:
     """By the plan's arithmetic, before the run."""
     timed = "known once the first steps are timed"
     open_length = timed if plan.train.seconds is not None else "known once the text is counted"
@@ -98,12 +98,12 @@ def judge(expect: Expect, plan: Plan, *, corpus: CorpusFacts | None, need: Need)
                 return Known(low, high, f"{where} {planned}", lambda _: f"it takes {planned}", slack=0.0, near=1e30)
             case "memory":
                 total, rows = plan.memory.total, plan.train.micro_batch
-                because = f"{total / GIB:.1f} GiB at micro-batch {rows}"
+                reason = f"{total / GIB:.1f} GiB at micro-batch {rows}"
 
                 def otherwise(_: str) -> str:
-                    return because + (f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}" if rows > 1 else "")
+                    return reason + (f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}" if rows > 1 else "")
 
-                return Known(total, total, because, otherwise, near=1e30)
+                return Known(total, total, reason, otherwise, near=1e30)
         vocabulary, steps = plan.model.config.vocab_size, plan.train.steps
         if claimed[0] > vocabulary:
             return Known(0.0, vocabulary, f"guessing among {vocabulary:,} tokens is already better", slack=0.0)
@@ -114,7 +114,7 @@ def judge(expect: Expect, plan: Plan, *, corpus: CorpusFacts | None, need: Need)
     return judged(expect, known)
 
 
-def _tokens(claimed: ClaimedRange, plan: Plan) -> Known:
+def _tokens(claimed: ClaimedRange, plan: RunPlan) -> Known:
     assert plan.total_tokens is not None
     tokens = plan.total_tokens
     length, each = plan.data.sequence_length, plan.train.tokens_per_step
@@ -126,7 +126,7 @@ def _tokens(claimed: ClaimedRange, plan: Plan) -> Known:
     return Known(tokens, tokens, product, lambda _: needed)
 
 
-def _epochs(claimed: ClaimedRange, plan: Plan, corpus: CorpusFacts | None, open_length: str) -> Known | str:
+def _epochs(claimed: ClaimedRange, plan: RunPlan, corpus: CorpusFacts | None, open_length: str) -> Known | str:
     if plan.total_tokens is None:
         wanted = plan.lengths.train if plan.lengths is not None else None
         if wanted is None or wanted.unit != "epochs":
@@ -135,12 +135,12 @@ def _epochs(claimed: ClaimedRange, plan: Plan, corpus: CorpusFacts | None, open_
     if corpus is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
         return f"true for a corpus of {size} tokens; there is none here to count"
-    seen = plan.total_tokens / (corpus.rows_per_epoch * plan.data.sequence_length)
-    because = f"{format_count(plan.total_tokens)} tokens are {seen:.2g} epochs of {format_count(corpus.tokens)}"
-    return Known(seen, seen, because, slack=ROUNDING + corpus.spread)
+    seen = plan.total_tokens / (corpus.sequences_per_epoch * plan.data.sequence_length)
+    reason = f"{format_count(plan.total_tokens)} tokens are {seen:.2g} epochs of {format_count(corpus.tokens)}"
+    return Known(seen, seen, reason, slack=ROUNDING + corpus.spread)
 
 
-def _speed(claimed: ClaimedRange, plan: Plan) -> Known | str:
+def _speed(claimed: ClaimedRange, plan: RunPlan) -> Known | str:
     if plan.step_seconds is None:
         return "nothing is known of this device's speed"
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step)

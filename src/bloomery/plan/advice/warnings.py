@@ -11,11 +11,11 @@ from bloomery.plan.gather import Facts
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.rules.adapters import adapted
 from bloomery.plan.rules.choices import idle_lean_settings
-from bloomery.plan.types import Plan, Verdict
+from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.schema import Expect, Lora, Recipe
 
 
-def warnings(recipe: Recipe, plan: Plan, facts: Facts, verdicts: Sequence[Verdict]) -> Iterator[str]:
+def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """One sentence each."""
     profile = facts.profile
     yield from facts.unrun
@@ -34,7 +34,7 @@ def warnings(recipe: Recipe, plan: Plan, facts: Facts, verdicts: Sequence[Verdic
     yield from idle_lean_settings(recipe, accelerator=device, precision=plan.train.precision)
 
 
-def _claims(expect: Expect, plan: Plan, verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _claims(expect: Expect, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:
     wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
     if expect.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
         seen, claimed = format_count(plan.total_tokens), format_count(expect.tokens[0])
@@ -48,7 +48,7 @@ def _claims(expect: Expect, plan: Plan, verdicts: Sequence[Verdict]) -> Iterator
             yield f"expect denies itself: {tokens} tokens at {rate} tokens/s take {took}, not {span(expect.duration)}"
 
 
-def _lengths(plan: Plan) -> Iterator[str]:
+def _lengths(plan: RunPlan) -> Iterator[str]:
     steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
     if steps is None:
         return
@@ -61,7 +61,7 @@ def _lengths(plan: Plan) -> Iterator[str]:
         yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: only the end is evaluated"
 
 
-def _rows(plan: Plan) -> Iterator[str]:
+def _rows(plan: RunPlan) -> Iterator[str]:
     """What of prepared conversations and pairs no row holds."""
     corpus, length = plan.corpus, plan.data.sequence_length
     if corpus is not None and corpus.left_out:
@@ -70,7 +70,7 @@ def _rows(plan: Plan) -> Iterator[str]:
         yield f"{corpus.cut_short:,} rows of the data are longer than {length:,} tokens and lose their ends"
 
 
-def _rank(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _rank(recipe: Recipe, plan: RunPlan) -> Iterator[str]:
     """A product of two matrices has no higher rank than the matrix that it is added to can have."""
     if not isinstance(recipe.adapter, Lora):
         return
@@ -96,4 +96,4 @@ def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
     elif asked.startswith("bfloat16") and arch is not None and not arch.bf16_matmul:
         yield f"train.precision is {asked}, and {profile.accelerator.arch} only emulates bf16: as slow as float32"
     if recipe.train.compile is True and not profile.compile.value:
-        yield f"train.compile is asked for, but {profile.compile.because}"
+        yield f"train.compile is asked for, but {profile.compile.reason}"

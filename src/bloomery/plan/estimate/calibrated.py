@@ -16,7 +16,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.states import FULL, StepShape
-from bloomery.plan.types import Estimate, MemoryEstimate, Plan
+from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.recipe.schema import Recipe
 
 NEAR = 2.0  # doublings of width between a measured model and this one: beyond them nothing is concluded
@@ -39,11 +39,11 @@ class Known:
 
     @property
     def own(self) -> bool:
-        return self.card.giver == OWN
+        return self.card.contributor == OWN
 
     @property
-    def because(self) -> str:
-        who = "measured on this machine" if self.own else f"measured by {self.card.giver} on {self.card.device}"
+    def reason(self) -> str:
+        who = "measured on this machine" if self.own else f"measured by {self.card.contributor} on {self.card.device}"
         return f"{who} on {self.card.day} with {self.point.micro_batch} x {self.point.sequence_length:,} tokens"
 
 
@@ -59,7 +59,7 @@ def corrected(
     if known is None or factor is None:
         return dict(parts)
     spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
-    return {name: _around(part.value * factor, spread, by=known.because) for name, part in parts.items()}
+    return {name: _around(part.value * factor, spread, by=known.reason) for name, part in parts.items()}
 
 
 def corrected_memory(
@@ -191,7 +191,7 @@ class StepEstimator:
     clips: bool
 
     @classmethod
-    def of(cls, asked: Recipe | Plan, machine: Machine, profile: Profile) -> "StepEstimator":
+    def of(cls, asked: Recipe | RunPlan, machine: Machine, profile: Profile) -> "StepEstimator":
         device, share = profile.accelerator, profile.memory_share.value
         limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
         clips = asked.train.clip is not None

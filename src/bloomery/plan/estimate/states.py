@@ -11,7 +11,7 @@ from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE, INT8_BLOCK, INT8_SMALLEST, MUON_STACK
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.plan.rules.adapters import adapted, counted_as
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 INT8_STATE = 1.0 + 4 / INT8_BLOCK
@@ -36,7 +36,7 @@ class TrainingMode:
     double: bool = True
 
     @property
-    def lean(self) -> bool:
+    def optimizer_memory(self) -> bool:
         """Whether AdamW is our own."""
         return self.states != "float32" or self.away or self.rounds or self.in_backward
 
@@ -49,7 +49,7 @@ class TrainingMode:
 FULL = TrainingMode()
 
 
-def mode_of(recipe: Recipe | Plan, config: ModelConfig) -> TrainingMode:
+def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
     """Raises UserError where an adapter's names match nothing."""
     optimizer, quantize = recipe.optimizer, recipe.quantize
     mode = TrainingMode(
@@ -262,7 +262,7 @@ def update_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: 
     if kind == "adafactor":  # without a gate, which backward alone has, the random bits fit into the three
         return (3 + 0.5 * (mode.rounds and mode.in_backward and not on_gpu)) * piece
     drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
-    return (5 + 0.5 * drawn + 4 * (mode.away and on_gpu)) * piece if mode.lean else 0.0
+    return (5 + 0.5 * drawn + 4 * (mode.away and on_gpu)) * piece if mode.optimizer_memory else 0.0
 
 
 def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:

@@ -14,7 +14,7 @@ from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.gather import facts_of
 from bloomery.plan.report.page import LABEL, SHORT_NAMES, WIDTH
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 
 HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
@@ -26,7 +26,7 @@ class Card:
 
     spec: GpuSpec
     memory_gib: float
-    plan: Plan | None
+    plan: RunPlan | None
     energy_kwh: float | None = None
     refused: str = ""
 

@@ -13,7 +13,7 @@ from bloomery.plan.advice.claims import span
 from bloomery.plan.estimate.speed import useful_flops
 from bloomery.plan.estimate.states import mode_of
 from bloomery.plan.lengths import in_epochs
-from bloomery.plan.types import Decision, Estimate, LayoutPlan, Longest, ParallelPlan, Plan, PlanReport, Verdict
+from bloomery.plan.types import Decision, Estimate, LayoutPlan, Longest, ParallelPlan, PlanReport, RunPlan, Verdict
 
 WIDTH = 100
 LABEL = 10
@@ -21,7 +21,7 @@ BAR = 16  # cells of the longest bar
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
 
 
-def memory_lines(plan: Plan, profile: Profile) -> Iterator[str]:
+def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     """The three largest parts with bars, the rest in a line; beside them total, limit and range."""
     unit, size = unit_of(plan.memory.total)
     digits = 1 if size == GIB else 0
@@ -37,7 +37,7 @@ def memory_lines(plan: Plan, profile: Profile) -> Iterator[str]:
     yield from joined(rest)
 
 
-def _part_name(name: str, plan: Plan, profile: Profile) -> str:
+def _part_name(name: str, plan: RunPlan, profile: Profile) -> str:
     if name == "context":
         return profile.arch.context_name if profile.arch else "context"
     if name == "half-precision copies":
@@ -46,7 +46,7 @@ def _part_name(name: str, plan: Plan, profile: Profile) -> str:
     return said.get(name, name)
 
 
-def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:
+def _memory_remarks(plan: RunPlan, profile: Profile, unit: str, size: float, digits: int) -> list[str]:
     memory = plan.memory
     verdict = "fits" if memory.fits else "too much"
     above, large = unit_of(memory.limit)
@@ -58,7 +58,7 @@ def _memory_remarks(plan: Plan, profile: Profile, unit: str, size: float, digits
         return [total, "(limit: the memory that is free now)", band]
     return [
         f"{total} (limit: {profile.memory_share.value:.0%} of the card,",
-        f"{profile.memory_share.because})",
+        f"{profile.memory_share.reason})",
         band,
     ]
 
@@ -107,7 +107,7 @@ def joined(facts: list[str]) -> list[str]:
     return lines
 
 
-def _share(plan: Plan, profile: Profile, rate: Estimate) -> str:
+def _share(plan: RunPlan, profile: Profile, rate: Estimate) -> str:
     """How much of the device's peak the interval is; nothing on a processor, whose table holds reached rates."""
     peak = profile.gpu.peak_flops(dtype_of(plan)) if profile.gpu else None
     if peak is None:
@@ -134,10 +134,10 @@ def part_lines(report: PlanReport, profile: Profile) -> Iterator[str]:
     shares = sorted(((part.value / step.value, name) for name, part in parts.items()), reverse=True)
     spent = [f"{name} {share:.0%}" for share, name in shares if share >= 0.005]
     yield from joined([f"of it {spent[0]}", *spent[1:]])
-    yield from joined(utilisation(plan, profile))
+    yield from joined(utilization(plan, profile))
 
 
-def utilisation(plan: Plan, profile: Profile) -> list[str]:
+def utilization(plan: RunPlan, profile: Profile) -> list[str]:
     """MFU against both denominators, with its formula."""
     assert profile.gpu is not None
     reached, dtype = reached_flops(plan), dtype_of(plan)
@@ -148,22 +148,22 @@ def utilisation(plan: Plan, profile: Profile) -> list[str]:
     return [against, *([of_best] if of_best else []), f"{weights} + 12 L d T a token"]
 
 
-def _per_token(plan: Plan) -> float:
+def _per_token(plan: RunPlan) -> float:
     return useful_flops(plan.model.config, mode_of(plan, plan.model.config), plan.data.sequence_length)
 
 
-def reached_flops(plan: Plan) -> float:
+def reached_flops(plan: RunPlan) -> float:
     """FLOP/s of one device by the usual count: products and all T x T scores, nothing that is computed again."""
     assert plan.step_seconds is not None
     counted = _per_token(plan) * plan.train.tokens_per_step
     return counted / plan.step_seconds.value / (plan.parallel.devices if plan.parallel else 1)
 
 
-def dtype_of(plan: Plan) -> str:
+def dtype_of(plan: RunPlan) -> str:
     return "bfloat16" if plan.train.precision.startswith("bfloat16") else plan.train.precision
 
 
-def longest_line(plan: Plan, longest: Longest) -> str:
+def longest_line(plan: RunPlan, longest: Longest) -> str:
     if longest.as_planned == longest.checkpointed == 0:
         return "not even a row of 256 tokens fits"
     if plan.train.activation_checkpointing == "full" or longest.as_planned == longest.checkpointed:
@@ -183,19 +183,19 @@ def disk_lines(report: PlanReport) -> Iterator[str]:
     yield from joined([*facts, f"{total} of checkpoints ({each} each: {kept} kept, the best, one being written)"])
 
 
-def mesh_lines(mesh: ParallelPlan, plan: Plan) -> Iterator[str]:
+def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     """One line a layout: what it splits, memory of a device, speed of all, what waits; then the choice's reason."""
     yield f"{'':<41}{'micro-batch':>11}{'GiB each':>9}{'tokens/s':>12}{'exposed':>9}{'bubble':>7}"
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _row(layout, plan)
-    yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.because}"
+    yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.reason}"
     rows, length = plan.train.tokens_per_step // plan.data.sequence_length, plan.data.sequence_length
     if rows < mesh.devices:
         yield f"{rows} rows a step are too few for {mesh.devices:,} devices to read their own:"
         yield f"replicate and shard begin at train.tokens_per_step={mesh.devices * length}"
 
 
-def _row(layout: LayoutPlan, plan: Plan) -> str:
+def _row(layout: LayoutPlan, plan: RunPlan) -> str:
     split = " x ".join(
         f"{count} {word}"
         for count, word in ((layout.replicate, "copies"), (layout.shard, "shards"), (layout.pipeline, "stages"))
@@ -266,13 +266,11 @@ def page(
         lines += [*_block("layouts", list(mesh_lines(plan.parallel, plan))), ""]
     if report.claims:
         lines += [*_claims(report), ""]
-    told = [
-        line for text in report.contradictions for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")
-    ]
+    told = [line for text in report.warnings for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")]
     if told:
         lines += [*_block("beware", told), ""]
-    if report.remedies:
-        lines += [*_block("faster" if plan.fits else "to fit", list(remedy_lines(report))), ""]
+    if report.suggestions:
+        lines += [*_block("faster" if plan.fits else "to fit", list(fix_lines(report))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
     commands = [part for line in next_lines(report, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
     lines += [*textwrap.wrap(confidence(plan, profile), WIDTH), *_block("next", commands)]
@@ -324,7 +322,7 @@ def in_words_like(claimed: str, count: float) -> str:
     return number if own and in_words(count).endswith(own) else f"{number} {own}".rstrip()
 
 
-def device_lines(plan: Plan, profile: Profile, machine: Machine) -> list[str]:
+def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]:
     """The device, how many of it, and with several what joins them."""
     line = device_line(profile, machine)
     if profile.accelerator is None:
@@ -356,10 +354,10 @@ def device_line(profile: Profile, machine: Machine) -> str:
     return " · ".join(facts) + units
 
 
-def model_line(plan: Plan) -> str:
+def model_line(plan: RunPlan) -> str:
     config = plan.model.config
     family = FAMILY_NAMES.get(config.family, config.family.capitalize())
-    if config.foreign is not None:
+    if config.transformers_backend is not None:
         family = architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     count = parameter_count(config)
     size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
@@ -367,7 +365,7 @@ def model_line(plan: Plan) -> str:
     return f"{family} shape, {size} parameters, context {plan.data.sequence_length:,}{origin}"
 
 
-def step_lines(plan: Plan) -> list[str]:
+def step_lines(plan: RunPlan) -> list[str]:
     train, length = plan.train, plan.data.sequence_length
     rows = train.tokens_per_step // length
     parts = "no accumulation" if train.accumulation == 1 else f"{train.accumulation} of them added up"
@@ -375,7 +373,7 @@ def step_lines(plan: Plan) -> list[str]:
     return joined([step, *filter(None, (_total(plan), in_epochs(plan)))])
 
 
-def _total(plan: Plan) -> str:
+def _total(plan: RunPlan) -> str:
     if plan.train.seconds is not None:
         least = "" if plan.train.min_steps is None else f", at least {plan.train.min_steps:,} steps"
         return f"as many as fit into {about(plan.train.seconds)}{least}"
@@ -384,8 +382,8 @@ def _total(plan: Plan) -> str:
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
     if in_epochs and plan.corpus is not None and plan.corpus.spread > 0:
         return f"about {two_digits(plan.train.steps)} steps"
-    length = next((choice for choice in plan.decisions if choice.key == "train.length"), None)
-    return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.because}"
+    length = next((choice for choice in plan.choices if choice.key == "train.length"), None)
+    return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.reason}"
 
 
 def _claims(report: PlanReport) -> list[str]:
@@ -395,7 +393,7 @@ def _claims(report: PlanReport) -> list[str]:
     for verdict in verdicts:
         head = f"{verdict.claim:<{claim}}{verdict.verdict:<8}"
         room = WIDTH - LABEL - len(head)
-        first, *rest = textwrap.wrap(verdict.because, room) or [""]
+        first, *rest = textwrap.wrap(verdict.reason, room) or [""]
         rows += [head + first, *(" " * len(head) + line for line in rest)]
     labels = ["claims", "of the", "recipe"]
     return [f"{labels[i] if i < len(labels) else '':<{LABEL}}{row}" for i, row in enumerate(rows)]
@@ -406,13 +404,13 @@ def _merged(claims: tuple[Verdict, ...]) -> list[Verdict]:
     kept: list[Verdict] = []
     counts: dict[tuple[str, str], int] = {}
     for claim in claims:
-        key = (claim.verdict, claim.because)
+        key = (claim.verdict, claim.reason)
         if claim.claim.startswith("perplexity") and claim.verdict == "open":
             counts[key] = counts.get(key, 0) + 1
             if counts[key] > 1:
                 continue
         kept.append(claim)
-    return [_counted(claim, counts.get((claim.verdict, claim.because), 0)) for claim in kept]
+    return [_counted(claim, counts.get((claim.verdict, claim.reason), 0)) for claim in kept]
 
 
 def _counted(claim: Verdict, times: int) -> Verdict:
@@ -422,68 +420,68 @@ def _counted(claim: Verdict, times: int) -> Verdict:
     return claim.model_copy(update={"claim": name})
 
 
-def chosen_lines(plan: Plan, profile: Profile, machine: Machine) -> Iterator[str]:
+def chosen_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator[str]:
     """What was decided by the machine, with the reason: the value, and the reason beside it."""
-    decided = {decision.key: decision for decision in plan.decisions}
+    decided = {decision.key: decision for decision in plan.choices}
     attention = decided["train.attention"]
     rows = [
         *_where(profile, machine, plan),
-        (decided["train.precision"].value, decided["train.precision"].because),
-        (f"{attention.value.replace('_', ' ')} attention", attention.because),
-        (decided["train.compile"].value, decided["train.compile"].because),
+        (decided["train.precision"].value, decided["train.precision"].reason),
+        (f"{attention.value.replace('_', ' ')} attention", attention.reason),
+        (decided["train.compile"].value, decided["train.compile"].reason),
     ]
     if plan.train.activation_checkpointing != "none":
         checkpointing = decided["train.activation_checkpointing"]
-        rows.append((f"{checkpointing.value} checkpointing", checkpointing.because))
-    rows += [(decided[key].value, decided[key].because) for key in LEAN if key in decided]
+        rows.append((f"{checkpointing.value} checkpointing", checkpointing.reason))
+    rows += [(decided[key].value, decided[key].reason) for key in LEAN if key in decided]
     if profile.accelerator is not None:
         build = fitting_builds(machine, profile.accelerator)[0]
         overridden = any("HSA_OVERRIDE_GFX_VERSION" in text for text in build.never)
         unset = ["leave HSA_OVERRIDE_GFX_VERSION unset"] if overridden else []
-        rows.append((build.requirement.split("==")[0], "; ".join((build.because, *unset))))
+        rows.append((build.requirement.split("==")[0], "; ".join((build.reason, *unset))))
         rows += _quiet(decided)
-    for value, because in rows:
-        first, *rest = textwrap.wrap(because, WIDTH - LABEL - REASON) or [""]
+    for value, reason in rows:
+        first, *rest = textwrap.wrap(reason, WIDTH - LABEL - REASON) or [""]
         yield f"{value:<{REASON - 1}} {first}"
         yield from (" " * REASON + line for line in rest)
 
 
-def _where(profile: Profile, machine: Machine, plan: Plan) -> list[tuple[str, str]]:
+def _where(profile: Profile, machine: Machine, plan: RunPlan) -> list[tuple[str, str]]:
     """Which of several devices trains, and why a GPU that is here does not."""
     used, here = profile.accelerator, machine.accelerators
     if plan.parallel is not None or len(here) <= (used is not None):
         return []
-    return [(f"GPU {used.index}" if used else "on the processor", profile.device.because)]
+    return [(f"GPU {used.index}" if used else "on the processor", profile.device.reason)]
 
 
 def _quiet(decided: Mapping[str, Decision]) -> list[tuple[str, str]]:
     """What is set without being asked about: the environment of the run, and how batches reach the device."""
     pinned, fused = decided["data.pin_memory"], decided["optimizer.fused"]
-    loader = f"{'pinned' if pinned.value == 'yes' else 'not pinned'}: {pinned.because}"
-    rows = [("batches", loader), ("fused optimizer" if fused.value == "yes" else "own optimizer", fused.because)]
+    loader = f"{'pinned' if pinned.value == 'yes' else 'not pinned'}: {pinned.reason}"
+    rows = [("batches", loader), ("fused optimizer" if fused.value == "yes" else "own optimizer", fused.reason)]
     environment = decided.get("environment")
     if environment is None:
         return rows
     names = ", ".join(word.partition("=")[0] for word in environment.value.split())
-    return [*rows, ("set for the run", f"{names}: {environment.because}")]
+    return [*rows, ("set for the run", f"{names}: {environment.reason}")]
 
 
-def remedy_lines(report: PlanReport) -> Iterator[str]:
+def fix_lines(report: PlanReport) -> Iterator[str]:
     """Edits, each planned again."""
-    for remedy in report.remedies:
-        rest = textwrap.wrap(f"saves {remedy.saves}", WIDTH - LABEL - 40)
-        if len(remedy.edit) < 40:
-            yield f"{remedy.edit:<40}{rest.pop(0)}"
+    for fix in report.suggestions:
+        rest = textwrap.wrap(f"saves {fix.saves}", WIDTH - LABEL - 40)
+        if len(fix.edit) < 40:
+            yield f"{fix.edit:<40}{rest.pop(0)}"
         else:
-            yield from broken(remedy.edit, WIDTH - LABEL)
+            yield from broken(fix.edit, WIDTH - LABEL)
         yield from (" " * 40 + line for line in rest)
 
 
-def _measured(plan: Plan) -> bool:
+def _measured(plan: RunPlan) -> bool:
     return plan.step_seconds is not None and plan.step_seconds.origin == "measured"
 
 
-def confidence(plan: Plan, profile: Profile) -> str:
+def confidence(plan: RunPlan, profile: Profile) -> str:
     """Where the figures come from, said plainly."""
     if plan.step_seconds is not None and _measured(plan):
         if plan.memory.origin == "measured":
@@ -500,7 +498,7 @@ def next_lines(report: PlanReport, source: str, verbs: list[str], devices: str) 
     """Commands that exist and make sense after this plan."""
     plan = report.plan
     if not plan.fits:
-        enough = [remedy for remedy in report.remedies if ", fits; " in remedy.saves]
+        enough = [fix for fix in report.suggestions if ", fits; " in fix.saves]
         if enough:
             yield f"bloomery plan {source} {enough[0].edit}{devices}"
         yield _remarked(f"bloomery plan {source} --gpu all", "which cards of the table hold it")

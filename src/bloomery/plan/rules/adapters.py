@@ -41,21 +41,21 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     method = f"adapter.method={recipe.adapter.method}"
     if recipe.objective.spec.values:
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
-        raise UserError(problem, where=method, remedy="set adapter.kind=lora, which trains it, too", code=2)
+        raise UserError(problem, where=method, fix="set adapter.kind=lora, which trains it, too", code=2)
     if recipe.quantize.base != "none":
         problem = "PEFT's methods need a base in floating point: they read its matrices themselves"
-        remedy = "set quantize.base=none, or adapter.kind=lora, which trains beside a quantised base"
-        raise UserError(problem, where=method, remedy=remedy, code=2)
+        fix = "set quantize.base=none, or adapter.kind=lora, which trains beside a quantised base"
+        raise UserError(problem, where=method, fix=fix, code=2)
     if recipe.optimizer.in_backward:
         problem = "a method of PEFT looks at all gradients together after an update, and in backward they are gone"
-        raise UserError(problem, where=method, remedy="set optimizer.in_backward=false", code=2)
+        raise UserError(problem, where=method, fix="set optimizer.in_backward=false", code=2)
     if recipe.train.compile is True:
         problem = "PEFT's layers change while they train, and compiled blocks would be compiled again each time"
-        raise UserError(problem, where=method, remedy="set train.compile=false", code=2)
+        raise UserError(problem, where=method, fix="set train.compile=false", code=2)
     total = (recipe.adapter.model_extra or {}).get("total_step")
     if name == "ADALORA" and recipe.train.length.unit == "seconds" and not total:
         problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
-        raise UserError(problem, where="train.length", remedy='set it to steps: train.length="500 steps"', code=2)
+        raise UserError(problem, where="train.length", fix='set it to steps: train.length="500 steps"', code=2)
 
 
 def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -> None:
@@ -70,7 +70,7 @@ def refuse_quantised_misfits(recipe: Recipe) -> None:
         raise UserError(
             f"{recipe.quantize.base} weights cannot learn: they stand still under an adapter",
             where=f"quantize.base={recipe.quantize.base}",
-            remedy="set adapter.kind=lora, or quantize.base=none to train every weight",
+            fix="set adapter.kind=lora, or quantize.base=none to train every weight",
             code=2,
         )
 
@@ -81,7 +81,7 @@ def quantised_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[
     if base == "none":
         return
     bits = 8 * storage_bytes((MANY,), base, double) / MANY
-    yield "quantize.base", Choice(f"{base} base", f"{bits:.4g} bits a weight of the layers; {reader.because}")
+    yield "quantize.base", Choice(f"{base} base", f"{bits:.4g} bits a weight of the layers; {reader.reason}")
 
 
 def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, added: int) -> None:
@@ -96,7 +96,7 @@ def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, a
         raise UserError(
             f"{new} tokens are new to the model, and a method of PEFT would never learn them",
             where=f"adapter.method={recipe.adapter.method}",
-            remedy="set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]", code=2,
+            fix="set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]", code=2,
         )  # fmt: skip
 
 
@@ -111,16 +111,16 @@ def adapter_choices(
         kind += " from PiSSA" if adapter.init == "pissa" else ""
         found, total = adapted(config, adapter.model_dump_json()), parameter_count(config)
         trained = found.trained(config)
-        because = f"{format_count(trained)} numbers are trained, {trained / total:.2%} of the model's"
-        because += f" {format_count(total)}, on {len(found.pairs):,} matrices"
-        yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", because)
+        reason = f"{format_count(trained)} numbers are trained, {trained / total:.2%} of the model's"
+        reason += f" {format_count(total)}, on {len(found.pairs):,} matrices"
+        yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
     if known is not None and (new := max(config.vocab_size - known, added)):
         told = f"{new:,} new token{'s' if new > 1 else ''}"
         yield "model.vocab_size", Choice(told, "rows of the embedding and the head begin as the mean of the others")
     if isinstance(adapter, Peft):
         rank = counted_as(adapter, config).rank
-        because = f"PEFT trains it in this decoder; memory and time are those of a LoRA of rank {rank}"
-        yield "adapter.kind", Choice(f"PEFT's {adapter.method}", because)
+        reason = f"PEFT trains it in this decoder; memory and time are those of a LoRA of rank {rank}"
+        yield "adapter.kind", Choice(f"PEFT's {adapter.method}", reason)
 
 
 @lru_cache(maxsize=64)  # 10 ms for a model of 7B, and the same for each of a hundred cards

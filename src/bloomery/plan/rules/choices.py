@@ -20,7 +20,7 @@ from bloomery.plan.estimate.states import (
     mode_of,
     optimizer_bytes,
 )
-from bloomery.plan.rules.backend import foreign_attention
+from bloomery.plan.rules.backend import transformers_attention
 from bloomery.recipe.schema import Lora, Optimizer, Peft, Recipe
 
 ASKED = "the recipe asks for it"
@@ -37,8 +37,8 @@ def choose_attention(
     packed = recipe.data.layout == "packed" or wants_of(recipe) in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
-    if config.foreign is not None:
-        return foreign_attention(asked, config.foreign, packed=packed)
+    if config.transformers_backend is not None:
+        return transformers_attention(asked, config.transformers_backend, packed=packed)
 
     def unfit_for(backend: str) -> str | None:
         return attention_facts.supports(
@@ -64,14 +64,14 @@ def choose_attention(
             float32=precision == "float32",
             torch=torch,
         )
-        because = choice.because if choice.value != "blockwise" else _because_unfused(unfit_for)
-        return Choice(choice.value, _because_plain(profile, because))
+        reason = choice.reason if choice.value != "blockwise" else _because_unfused(unfit_for)
+        return Choice(choice.value, _because_plain(profile, reason))
     unfit = unfit_for(asked)
     if unfit is not None:
         raise UserError(
             f"train.attention {asked} cannot do what this recipe asks: {unfit}",
             where="train.attention",
-            remedy="set train.attention=auto, or blockwise, which does everything",
+            fix="set train.attention=auto, or blockwise, which does everything",
             code=2,
         )
     return Choice(asked, ASKED)
@@ -83,9 +83,9 @@ def _because_unfused(unfit_for: Callable[[str], str | None]) -> str:
     return "; ".join((*reasons, "blockwise does all, in memory that grows with the length alone"))
 
 
-def _because_plain(profile: Profile, because: str) -> str:
+def _because_plain(profile: Profile, reason: str) -> str:
     """The chip's own reason where it has no fused kernels, the backend's otherwise."""
-    return profile.attention.because if profile.attention.value == "plain" else because
+    return profile.attention.reason if profile.attention.value == "plain" else reason
 
 
 def choose_compile(
@@ -130,14 +130,14 @@ def lean_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterat
     if optimizer.in_backward:
         yield "optimizer.in_backward", Choice("optimizer in backward", _in_backward(recipe))
     if optimizer.stochastic_rounding and _has_bfloat16(recipe, precision):
-        because = "bfloat16 weights are rounded at random, on average to what was computed"
-        yield "optimizer.stochastic_rounding", Choice("stochastic rounding", because)
+        reason = "bfloat16 weights are rounded at random, on average to what was computed"
+        yield "optimizer.stochastic_rounding", Choice("stochastic rounding", reason)
     if (optimizer.paged or optimizer.offload) and accelerator and optimizer.kind == "adamw":
-        because = "states wait in pinned memory of the host and visit the GPU in pieces of 16 million numbers"
-        yield "optimizer.offload", Choice("states on the host", because)
+        reason = "states wait in pinned memory of the host and visit the GPU in pieces of 16 million numbers"
+        yield "optimizer.offload", Choice("states on the host", reason)
     if recipe.train.offload_activations and accelerator:
-        because = "what layers keep for backward waits in pinned memory of the host"
-        yield "train.offload_activations", Choice("activations on the host", because)
+        reason = "what layers keep for backward waits in pinned memory of the host"
+        yield "train.offload_activations", Choice("activations on the host", reason)
 
 
 def _states(optimizer: Optimizer) -> str:
@@ -197,8 +197,8 @@ def arithmetic_choices(recipe: Recipe, config: ModelConfig, *, precision: str) -
         yield "model.from", Choice(f"{in_full} to train all", f"each of {count} parameters holds {rule}")
         return
     told = ", ".join(f"{name} {decimal(size)}" for name, size in held.items())
-    because = f"{told}; in full with AdamW each of {count} parameters holds {rule}"
-    yield "model.from", Choice(f"{decimal(sum(held.values()))}, not {in_full}", because)
+    reason = f"{told}; in full with AdamW each of {count} parameters holds {rule}"
+    yield "model.from", Choice(f"{decimal(sum(held.values()))}, not {in_full}", reason)
 
 
 def state_parts(config: ModelConfig, mode: TrainingMode, kind: str, precision: str) -> dict[str, float]:

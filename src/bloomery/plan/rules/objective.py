@@ -10,7 +10,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.states import mode_of, setting_of
-from bloomery.plan.types import CorpusFacts, Plan
+from bloomery.plan.types import CorpusFacts, RunPlan
 from bloomery.recipe.schema import Adapter, Distil, Lora, Objective, Peft, Recipe
 
 Reference = Literal["none", "precomputed", "adapters"]
@@ -29,16 +29,16 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
     return Choice("adapters", "the base without its adapters is the model of the start, at no memory of its own")
 
 
-def teacher_of(recipe: Plan) -> ModelConfig | None:
+def teacher_of(recipe: RunPlan) -> ModelConfig | None:
     return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distil) else None
 
 
-def looks(recipe: Recipe | Plan) -> int:
+def looks(recipe: Recipe | RunPlan) -> int:
     """Forwards of a step beside its own."""
     return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
 
 
-def setting(plan: Plan) -> str:
+def setting(plan: RunPlan) -> str:
     """As `StepShape.setting`, of a step that was planned."""
     mode, away = mode_of(plan, plan.model.config), plan.train.offload_activations
     return setting_of(mode, looks=looks(plan), teacher=teacher_of(plan), offloading=away)
@@ -50,17 +50,17 @@ def objective_choices(
     """By key, what the objective means for this run."""
     reference = reference_of(recipe.objective, recipe.adapter)
     if reference.value == "adapters":
-        yield "objective.reference", Choice("reference each step", f"{reference.because}; a forward more a step")
+        yield "objective.reference", Choice("reference each step", f"{reference.reason}; a forward more a step")
     elif reference.value == "precomputed":
-        yield "objective.reference", Choice("reference first", f"{reference.because}; one forward over all of the data")
+        yield "objective.reference", Choice("reference first", f"{reference.reason}; one forward over all of the data")
     if teacher is not None and isinstance(recipe.objective, Distil):
-        because = f"{recipe.objective.teacher} stays in memory beside the model"
-        yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", because)
+        reason = f"{recipe.objective.teacher} stays in memory beside the model"
+        yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", reason)
     if corpus is not None:
         yield from _chat_choice(recipe, corpus)
     if corpus is not None and corpus.learned < 1:
-        because = "of the tokens are learned; the output layer runs on these alone"
-        yield "data.chat.train_on", Choice(f"{corpus.learned:.0%} learned", f"{corpus.learned:.1%} {because}")
+        reason = "of the tokens are learned; the output layer runs on these alone"
+        yield "data.chat.train_on", Choice(f"{corpus.learned:.0%} learned", f"{corpus.learned:.1%} {reason}")
 
 
 def _chat_choice(recipe: Recipe, corpus: CorpusFacts) -> Iterator[tuple[str, Choice[str]]]:
@@ -68,14 +68,14 @@ def _chat_choice(recipe: Recipe, corpus: CorpusFacts) -> Iterator[tuple[str, Cho
     key = "data.chat.template"
     if corpus.template:
         kept = f"; {key}={NONE} trains on texts as they are" if corpus.texts == "prompts" else ""
-        because = f"prompts are formatted as the user's turn and answers as the assistant's, in every data format{kept}"
-        yield key, Choice(corpus.template, because)
+        reason = f"prompts are formatted as the user's turn and answers as the assistant's, in every data format{kept}"
+        yield key, Choice(corpus.template, reason)
     elif corpus.texts == "whole":
         yield key, Choice(NONE, "pairs of whole texts without a prompt column are trained on as they are")
     elif corpus.texts == "prompts":
-        because = "the tokenizer has no chat template"
+        reason = "the tokenizer has no chat template"
         if recipe.data.chat.template == NONE:
-            because = "the recipe sets none"
+            reason = "the recipe sets none"
         elif recipe.objective.spec.reads_text:
-            because = "pretraining reads text"
-        yield key, Choice(NONE, f"{because}: prompt and answer are trained on as one text, without turns")
+            reason = "pretraining reads text"
+        yield key, Choice(NONE, f"{reason}: prompt and answer are trained on as one text, without turns")

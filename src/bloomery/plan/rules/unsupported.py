@@ -37,7 +37,7 @@ def _refuse_keys(keys: list[str]) -> None:
         raise UserError(
             f"{', '.join(keys)} {plural} not in this version of Bloomery",
             where="recipe",
-            remedy=f"take {'them' if len(keys) > 1 else 'it'} out of the recipe",
+            fix=f"take {'them' if len(keys) > 1 else 'it'} out of the recipe",
             code=2,
         )
 
@@ -51,7 +51,7 @@ def refuse_lean_misfits(recipe: Recipe) -> None:
         raise UserError(
             f"{asked[0]} does not go with Muon, whose momentum stays in float32 on the device",
             where="optimizer.kind=muon",
-            remedy=f"set optimizer.kind=adamw, or take {' and '.join(asked)} out of the recipe",
+            fix=f"set optimizer.kind=adamw, or take {' and '.join(asked)} out of the recipe",
             code=2,
         )
     rows = train.micro_batch
@@ -64,7 +64,7 @@ def refuse_lean_misfits(recipe: Recipe) -> None:
             f"optimizer.in_backward frees each gradient at once, so a step is one micro-batch: {tokens:,} tokens here,"
             f" not {train.tokens_per_step:,}",
             where="train.tokens_per_step",
-            remedy=f"set train.tokens_per_step={tokens}, or optimizer.in_backward=false to accumulate",
+            fix=f"set train.tokens_per_step={tokens}, or optimizer.in_backward=false to accumulate",
             code=2,
         )
 
@@ -76,11 +76,11 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
         return
     where = " ".join(asked)
     if profile.accelerator is None:
-        remedy = f'name a GPU: --gpu "MI300X" {where}'
-        raise UserError("a processor is one device", where=where, remedy=remedy, code=2)
+        fix = f'name a GPU: --gpu "MI300X" {where}'
+        raise UserError("a processor is one device", where=where, fix=fix, code=2)
     if profile.gpu is None or profile.accelerator.integrated or profile.gpu.link == "APU":
         problem = f"nothing is known of several {profile.accelerator.name} joined together"
-        raise UserError(problem, where=where, remedy=f"leave out {where}", code=2)
+        raise UserError(problem, where=where, fix=f"leave out {where}", code=2)
 
 
 def refuse_misfits(
@@ -95,24 +95,24 @@ def refuse_misfits(
         raise UserError(
             "model.from is a reward model: it gives values and no text",
             where="objective.kind",
-            remedy="set objective.kind=reward, or name the language model that it was made from",
+            fix="set objective.kind=reward, or name the language model that it was made from",
             code=2,
         )
     if recipe.objective.spec.values and recipe.eval.prompts:
         problem = "a reward model writes no text that eval.prompts could show"
-        raise UserError(problem, where="eval.prompts", remedy="set eval.prompts=[]", code=2)
+        raise UserError(problem, where="eval.prompts", fix="set eval.prompts=[]", code=2)
     if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
             where="model.vocab_size",
-            remedy=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
+            fix=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
         )
     refuse_new_rows(recipe, config, known=known, added=added)
     if config.positions == "learned" and length > config.max_positions:
         raise UserError(
             f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",
             where="data.sequence_length",
-            remedy=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
+            fix=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
             code=2,
         )
 
@@ -121,8 +121,8 @@ def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> No
     """Raises UserError when sequences are longer than the positions that a teacher has learned."""
     if teacher.positions == "learned" and length > teacher.max_positions:
         problem = f"the teacher has learned {teacher.max_positions:,} positions and rows have {length:,}"
-        remedy = f"set data.sequence_length={teacher.max_positions}, or choose another teacher"
-        raise UserError(problem, where=where, remedy=remedy)
+        fix = f"set data.sequence_length={teacher.max_positions}, or choose another teacher"
+        raise UserError(problem, where=where, fix=fix)
 
 
 def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> None:
@@ -139,5 +139,5 @@ def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> No
     raise UserError(
         f"the teacher has {told}",
         where=where,
-        remedy="choose a teacher of the same family, as it has the same tokenizer",
+        fix="choose a teacher of the same family, as it has the same tokenizer",
     )

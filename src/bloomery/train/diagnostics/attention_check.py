@@ -10,8 +10,8 @@ from torch import Tensor
 from bloomery.model.attention.attend import attend, layout_of
 from bloomery.model.decoder import Attention, Decoder
 from bloomery.model.transformers_backend.backbone import check_head, check_rows
-from bloomery.plan.types import Plan
-from bloomery.train.forward import looking, precision_context
+from bloomery.plan.types import RunPlan
+from bloomery.train.forward import eval_mode, precision_context
 from bloomery.train.run import Unsound
 
 TOKENS = 128
@@ -19,13 +19,13 @@ TOKENS = 128
 TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 4e-2, "bfloat16-pure": 4e-2}
 
 
-def check_attention(model: Decoder, plan: Plan) -> None:
+def check_attention(model: Decoder, plan: RunPlan) -> None:
     """Compares output and gradients with plain math in float32, on a row of two documents; no random number is drawn.
 
     Raises Unsound when they differ by more than rounding explains, or are not finite.
     """
-    if plan.model.config.foreign is not None:
-        check_foreign(model, plan)
+    if plan.model.config.transformers_backend is not None:
+        check_transformers_attention(model, plan)
         return
     if plan.model.attention == "math":
         return
@@ -40,19 +40,19 @@ def check_attention(model: Decoder, plan: Plan) -> None:
                 f"{plan.model.attention} attention in {plan.train.precision} computes wrong numbers on this device: its"
                 f" result {what}, where rounding explains {limit:.2g}",
                 where=f"the self-test before the first step, PyTorch {torch.__version__}",
-                remedy="`bloomery doctor --probe` checks this device; train.attention=blockwise needs no such kernel",
+                fix="`bloomery doctor --probe` checks this device; train.attention=blockwise needs no such kernel",
             )
 
 
-def check_foreign(model: Decoder, plan: Plan) -> None:
+def check_transformers_attention(model: Decoder, plan: RunPlan) -> None:
     """Compares transformers' layers under our head with transformers' own forward. Raises UserError."""
     limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
-    with looking(model), precision_context(plan.train.precision, plan.train.device):
+    with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
         check_head(model, limit)
         check_rows(model, limit, packed=packed)
 
 
-def difference(plan: Plan, *, window: int | None, scale: float) -> float:
+def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
     """The greatest over output and gradients, as a share of each one's largest value; NaN when a value is none."""
     config, device = plan.model.config, torch.device(plan.train.device)
     length = min(TOKENS, plan.data.sequence_length)

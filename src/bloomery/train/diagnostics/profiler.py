@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.loading.loader import Batch
 from bloomery.monitor.events import Emit, Phase, Warned
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import LossParts
 from bloomery.train.process import resident_gib
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, asked_steps
-from bloomery.train.step import Trainee
+from bloomery.train.step import ModelAndOptimizer
 
 KEPT, OTHERS = "kept for backward", "everything else"
 GROUPS = 40  # of equal tensors that are listed
@@ -43,10 +43,10 @@ class Live:
     bytes: int
 
 
-def live_tensors(trainee: Trainee) -> list[Live]:
+def live_tensors(model_and_optimizer: ModelAndOptimizer) -> list[Live]:
     """Each storage once. Activations are found through the graphs that reachable tensors hang on."""
     seen: set[int] = set()
-    found = list(_new(_named(trainee), seen))
+    found = list(_new(_named(model_and_optimizer), seen))
     reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
     found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen) if TELLS_KEPT else ()
     found += _new(((OTHERS, tensor) for tensor in reachable), seen)
@@ -58,12 +58,12 @@ def _is_tensor(thing: object) -> bool:
     return type(thing) in (Tensor, nn.Parameter)
 
 
-def _named(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
-    parameters = list(trainee.model.parameters())
+def _named(model_and_optimizer: ModelAndOptimizer) -> Iterator[tuple[str, Tensor]]:
+    parameters = list(model_and_optimizer.model.parameters())
     yield from (("weights", parameter) for parameter in parameters)
-    yield from (("weights", buffer) for buffer in trainee.model.buffers())  # quantised ones
+    yield from (("weights", buffer) for buffer in model_and_optimizer.model.buffers())  # quantised ones
     yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
-    yield from (("optimizer", tensor) for tensor in trainee.optimizer.named_tensors().values())
+    yield from (("optimizer", tensor) for tensor in model_and_optimizer.optimizer.named_tensors().values())
 
 
 def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
@@ -145,11 +145,11 @@ def _totals(device: str) -> Iterator[str]:
         yield f"resident    {resident_gib():.3f} GiB of the whole process, libraries and prepared text among them"
 
 
-def write_memory(trainee: Trainee, path: Path, title: str, *, device: str) -> None:
+def write_memory(model_and_optimizer: ModelAndOptimizer, path: Path, title: str, *, device: str) -> None:
     """`path`.memory.txt, and on a GPU `path`.memory.json with every block of the allocator. Raises OSError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at every object wakes deprecations of modules that nobody uses
-        found = live_tensors(trainee)
+        found = live_tensors(model_and_optimizer)
     path.parent.mkdir(exist_ok=True)
     path.with_name(path.name + ".memory.txt").write_text(page(found, title, device), encoding="utf-8")
     if device == "cuda":  # torch's own way of writing it down is a pickle
@@ -165,15 +165,15 @@ OPERATORS = 40  # that the table of times holds
 class Recorder:
     """Looks at a run without changing it. What cannot be written is warned of, and never ends the run."""
 
-    def __init__(self, run_dir: Path, trainee: Trainee, emit: Emit) -> None:
+    def __init__(self, run_dir: Path, model_and_optimizer: ModelAndOptimizer, emit: Emit) -> None:
         self._folder, self._request = run_dir / PROFILE, run_dir / PROFILE_ASKED
-        self._trainee, self._emit = trainee, emit
+        self._model_and_optimizer, self._emit = model_and_optimizer, emit
         self._open: _Recording | None = None
         self._lists = 0
         self._request.unlink(missing_ok=True)  # of a process that ended before it heard
 
     @contextmanager
-    def around(self, plan: Plan, step: int) -> Iterator[None]:
+    def around(self, plan: RunPlan, step: int) -> Iterator[None]:
         """Around the work of this step: recorded when the plan or somebody's request names it."""
         planned = plan.monitor.trace_steps
         if self._open is None:
@@ -202,7 +202,7 @@ class Recorder:
 
         return replace(objective, loss=loss)
 
-    def memory_full(self, plan: Plan, step: int, where: str) -> str:
+    def memory_full(self, plan: RunPlan, step: int, where: str) -> str:
         """Called while all that filled memory is still there; the file's name in the run's folder, "" without one."""
         self._lists += 1
         if self._lists > MOST_LISTS:
@@ -227,7 +227,7 @@ class Recorder:
 
     def _list(self, name: str, moment: str, device: str) -> bool:
         try:
-            write_memory(self._trainee, self._folder / name, moment, device=device)
+            write_memory(self._model_and_optimizer, self._folder / name, moment, device=device)
         except (OSError, RuntimeError, MemoryError) as error:
             self._warn(0, error)
             return False
@@ -235,7 +235,7 @@ class Recorder:
 
     def _warn(self, step: int, error: BaseException) -> None:
         why = error.strerror if isinstance(error, OSError) else None
-        self._emit(Warned(step=step, because=f"{NOT_RECORDED}: {why or str(error).strip() or type(error).__name__}"))
+        self._emit(Warned(step=step, reason=f"{NOT_RECORDED}: {why or str(error).strip() or type(error).__name__}"))
 
     @staticmethod
     def _name(step: int) -> str:
@@ -246,7 +246,7 @@ class Recorder:
 class _Recording:
     """torch.profiler from the first step to the last."""
 
-    def __init__(self, plan: Plan, first: int, last: int) -> None:
+    def __init__(self, plan: RunPlan, first: int, last: int) -> None:
         self.first, self.last, self.device, self.listed = first, last, plan.train.device, False
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
         if self.device == "cuda":

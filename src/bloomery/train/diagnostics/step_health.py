@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bloomery.data.loading.loader import Batch
 from bloomery.model.heads import Divergence, LabelScores
-from bloomery.monitor.events import Vitals
+from bloomery.monitor.events import StepHealth
 from bloomery.train.objectives.build import Objective
 
 SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%
@@ -28,7 +28,7 @@ SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 @final
-class Checkup:
+class HealthCheck:
     """Looks at a step from both sides of its update. Draws no random number and writes to no tensor of the run.
 
     `parameters`: those that are trained. `beside_frozen`: they are an adapter's, which begins at zero, so that the size
@@ -62,7 +62,7 @@ class Checkup:
         norms = [torch.stack(list(torch._foreach_norm(x, 2, dtype=torch.float32))) for x in (changes, before)]
         self._moved = list(zip(*torch.stack(norms).tolist(), strict=True))
 
-    def report(self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool) -> Vitals:
+    def report(self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool) -> StepHealth:
         """What was seen of a step that has learned from `batches`; without an update, of its labels alone."""
         ratios = [
             change / size
@@ -73,7 +73,7 @@ class Checkup:
         now, waited = time.monotonic(), core_wait_seconds()
         labels = label_facts(batches, objective)
         utils = sys.modules.get("torch._dynamo.utils")  # counts what torch.compile has made so far in this process
-        vitals = Vitals(
+        health = StepHealth(
             step=step,
             update_ratio=median(ratios) if ratios and not self._beside_frozen else None,
             still_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
@@ -88,7 +88,7 @@ class Checkup:
             graphs=int(utils.counters["stats"]["unique_graphs"]) if compiled and utils is not None else None,
         )
         self._moved, self._without, self._since, self._waited = [], None, now, waited
-        return vitals
+        return health
 
 
 def _sampled(parameter: nn.Parameter) -> Tensor:

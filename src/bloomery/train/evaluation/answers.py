@@ -14,8 +14,8 @@ from bloomery.data.shards.format import ANSWERS, Split, open_split, read_manifes
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, known_ids, sample_tokens
-from bloomery.plan.types import Plan
-from bloomery.train.forward import looking, precision_context
+from bloomery.plan.types import RunPlan
+from bloomery.train.forward import eval_mode, precision_context
 
 CHARACTERS_SHOWN = 2000
 DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)  # the likeliest tokens go round in circles in small models
@@ -96,7 +96,7 @@ class Prompts:
     answers: bool = False
 
 
-def open_prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
+def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
     """Of a run that learns answers to turns they are questions, put as its own chat template puts them; of others the
     beginning of a text. Raises UserError for one that the template refuses.
     """
@@ -109,11 +109,11 @@ def open_prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
             asked = tuple((prompt, form.put([Message("user", prompt)])) for prompt in prompts)
             return Prompts(asked, form.ends, form.stops, answers=True)
     except UserError as error:
-        remedy = "set eval.prompts to questions that the template takes, or to []"
-        raise UserError(error.problem, where=f"eval.prompts, {error.where}", remedy=remedy) from error
+        fix = "set eval.prompts to questions that the template takes, or to []"
+        raise UserError(error.problem, where=f"eval.prompts, {error.where}", fix=fix) from error
 
 
-def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Plan) -> Iterator[tuple[str, str]]:
+def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """(prompt, text) for each prompt, drawn from a generator of its own, the same at every step."""
     sampling = Sampling(
         max_tokens=plan.eval.max_tokens,
@@ -124,7 +124,7 @@ def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Pla
     )
     # Every length of a growing text would be compiled anew.
     eager = torch.compiler.set_stance("force_eager")
-    with looking(model), precision_context(plan.train.precision, plan.train.device), eager:
+    with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
         for prompt, ids in prompts.asked:
             text = tokenizer.decode(list(sample_tokens(model, ids, sampling)))
             yield prompt, cut(text, prompts.stops)

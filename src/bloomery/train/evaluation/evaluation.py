@@ -17,9 +17,9 @@ from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
 from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import EvalPlan
+from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
-from bloomery.train.forward import looking, to_device
-from bloomery.train.job import Job
+from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.length import Costs, current, measured, with_next_block
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import added, means
@@ -32,7 +32,7 @@ WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvalResult:
     """`loss` is nats per scored token, or what the objective has a pair or an answer; `bytes` are those that the scored
     tokens stand for, None where the loss is not about them.
     """
@@ -81,7 +81,7 @@ def evaluate(
     precision: str,
     token_bytes: np.ndarray,
     limit: int | None,
-) -> Evaluation | None:
+) -> EvalResult | None:
     """Loss over the rows of `loader`, the validation split, in batches of one shape. None when nothing can be scored.
 
     `token_bytes`: int32 [vocabulary], how many bytes of text each id stands for. `limit`: rows read at most.
@@ -91,7 +91,7 @@ def evaluate(
     total, count, tokens, size = 0.0, 0, 0, 0
     sums: dict[str, Tensor] = {}
     batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch, limit=limit)
-    with looking(model):
+    with eval_mode(model):
         for batch in completed(model, batches, objective):
             parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
             total += float(parts.total)
@@ -102,7 +102,7 @@ def evaluate(
     if count == 0:
         return None
     scored = size if objective.per == "token" else None
-    return Evaluation(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
+    return EvalResult(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
 
 
 def completed(model: Decoder, batches: Iterable[Batch], objective: Objective) -> Iterator[Batch]:
@@ -118,124 +118,137 @@ def completed(model: Decoder, batches: Iterable[Batch], objective: Objective) ->
         yield from objective.before(model, part)
 
 
-def look(job: Job) -> None:
+def evaluate_and_sample(context: RunContext) -> None:
     """Evaluates and samples, once a step; the random numbers of training stay where they are.
 
     Raises Stopped when the run is asked to stop meanwhile: then nothing of it counts, and a resumed run does it again.
     """
-    if job.looked == job.step:
+    if context.last_eval_step == context.step:
         return
-    before = replace(job.state.progress, look_due=True)
+    before = replace(context.state.progress, eval_due=True)
 
     def draw() -> None:
-        for prompt, text in samples(job.state.trainee.model, job.tokenizer, job.prompts, plan=job.plan):
-            job.emit(Sampled(step=job.step, prompt=prompt, text=text, answers=job.prompts.answers))
+        for prompt, text in samples(
+            context.state.model_and_optimizer.model, context.tokenizer, context.prompts, plan=context.plan
+        ):
+            context.emit(Sampled(step=context.step, prompt=prompt, text=text, answers=context.prompts.answers))
 
     try:
-        with interruptible(job), job.timer.aside() as seconds:
-            found = evaluate_rows(job, job.plan.eval.rows)
+        with interruptible(context), context.timer.aside() as seconds:
+            found = evaluate_rows(context, context.plan.eval.rows)
             if found is not None:
-                job.evaluated = (job.step, found.loss)
-                job.state.progress.note_evaluation(found.loss)
-                job.emit(found.event(job.step))
-            job.timer.note_evaluation(seconds(), job.plan)
-        with interruptible(job), job.timer.aside() as seconds:
-            if isinstance(drawn := attempt(draw, job.state), Full):
-                job.emit(Warned(step=job.step, because=f"not all samples were drawn after step {job.step}: {drawn}"))
-            job.timer.note_samples(seconds())
+                context.evaluated = (context.step, found.loss)
+                context.state.progress.note_evaluation(found.loss)
+                context.emit(found.event(context.step))
+            context.timer.note_evaluation(seconds(), context.plan)
+        with interruptible(context), context.timer.aside() as seconds:
+            if isinstance(drawn := attempt(draw, context.state), Full):
+                context.emit(
+                    Warned(step=context.step, reason=f"not all samples were drawn after step {context.step}: {drawn}")
+                )
+            context.timer.note_samples(seconds())
     except NotFinite as error:  # the next steps' losses say so, too, and are skipped, rewound, or end the run
-        job.emit(Warned(step=job.step, because=f"no samples after step {job.step}: {error.problem}"))
+        context.emit(Warned(step=context.step, reason=f"no samples after step {context.step}: {error.problem}"))
     except Stopped:
-        job.state.progress, job.evaluated = before, None
+        context.state.progress, context.evaluated = before, None
         raise
-    job.looked, job.state.progress.look_due = job.step, False
+    context.last_eval_step, context.state.progress.eval_due = context.step, False
 
 
 @contextmanager
-def interruptible(job: Job) -> Iterator[None]:
+def interruptible(context: RunContext) -> Iterator[None]:
     """Inside the block a request to stop is heard before each forward: each batch, each token. Raises Stopped."""
 
     def ask(*_: object) -> None:
-        if job.stop():
+        if context.stop():
             raise Stopped
 
-    hook = job.state.trainee.model.register_forward_pre_hook(ask)
+    hook = context.state.model_and_optimizer.model.register_forward_pre_hook(ask)
     try:
         yield
     finally:
         hook.remove()
 
 
-def evaluate_rows(job: Job, limit: int | None) -> Evaluation | None:
+def evaluate_rows(context: RunContext, limit: int | None) -> EvalResult | None:
     """None when there is no validation split, nothing in it to score, or no memory for even one row of it."""
-    if job.validation is None:
+    if context.validation is None:
         return None
     work = partial(
-        evaluate, job.state.trainee.model, job.validation, token_bytes=job.tokenizer.token_bytes(), limit=limit
+        evaluate,
+        context.state.model_and_optimizer.model,
+        context.validation,
+        token_bytes=context.tokenizer.token_bytes(),
+        limit=limit,
     )
     while True:
-        plan = job.plan
-        look_now = partial(work, job.objective, plan=plan.eval, precision=plan.train.precision)
-        where = f"the evaluation after step {job.step}"
-        found = attempt(look_now, job.state, partial(job.recorder.memory_full, plan, job.step, where))
+        plan = context.plan
+        evaluate_now = partial(work, context.objective, plan=plan.eval, precision=plan.train.precision)
+        where = f"the evaluation after step {context.step}"
+        found = attempt(evaluate_now, context.state, partial(context.recorder.memory_full, plan, context.step, where))
         if not isinstance(found, Full):
             return found
-        rung = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch}")
-        if rung is None:
-            because = f"{where} was left out: {found} for a single row"
-            job.emit(Warned(step=job.step, because=because))
+        fallback = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch}")
+        if fallback is None:
+            reason = f"{where} was left out: {found} for a single row"
+            context.emit(Warned(step=context.step, reason=reason))
             return None
-        replan(job, rung.plan)
-        action = rung.action + (f"; what filled memory is listed in {found.listed}" if found.listed else "")
-        job.emit(Recovered(step=job.step, because=f"{found} in {where}", action=action))
+        replan(context, fallback.plan)
+        action = fallback.action + (f"; what filled memory is listed in {found.listed}" if found.listed else "")
+        context.emit(Recovered(step=context.step, reason=f"{found} in {where}", action=action))
 
 
-def keep_time(job: Job) -> None:
+def keep_time(context: RunContext) -> None:
     """Of a wall-time run: fixes the schedule of the next steps, in `plan.json` first, so that a resume repeats it."""
-    if job.plan.train.seconds is None:
+    if context.plan.train.seconds is None:
         return
-    known = current(job.plan, step=job.step)
+    known = current(context.plan, step=context.step)
     if known is not None:
-        job.plan = known
+        context.plan = known
         return
-    with interruptible(job), job.timer.aside():
-        if job.timer.costs is None and measured(job.plan, job.timer, step=job.step) is not None:
-            job.timer.costs = measure_costs(job)  # which may make evaluations smaller, in the plan, too
-        before, job.plan = job.plan.train.steps, with_next_block(job.plan, job.timer, step=job.step)
-        write_plan(job.plan, job.run_dir / "plan.json")
-    if job.plan.train.steps not in (None, before):
-        job.emit(Phase(step=job.step, name="length", done=job.step, total=job.plan.train.steps or 0))
+    with interruptible(context), context.timer.aside():
+        if context.timer.costs is None and measured(context.plan, context.timer, step=context.step) is not None:
+            context.timer.costs = measure_costs(context)  # which may make evaluations smaller, in the plan, too
+        before, context.plan = context.plan.train.steps, with_next_block(context.plan, context.timer, step=context.step)
+        write_plan(context.plan, context.run_dir / "plan.json")
+    if context.plan.train.steps not in (None, before):
+        context.emit(Phase(step=context.step, name="length", done=context.step, total=context.plan.train.steps or 0))
 
 
-def measure_costs(job: Job) -> Costs:
+def measure_costs(context: RunContext) -> Costs:
     """What the run repeats, timed on small parts of it that leave no trace."""
-    plan, clock = job.plan, job.timer.clock
-    evaluate_rows(job, plan.eval.micro_batch)  # the first one compiles
+    plan, clock = context.plan, context.timer.clock
+    evaluate_rows(context, plan.eval.micro_batch)  # the first one compiles
     begun = clock()
-    evaluate_rows(job, plan.eval.micro_batch)
+    evaluate_rows(context, plan.eval.micro_batch)
     looked = clock()
     try:
-        sampled = attempt(partial(sampling_seconds, job, tokens=16), job.state)
+        sampled = attempt(partial(sampling_seconds, context, tokens=16), context.state)
     except NotFinite:  # then no samples are drawn, either
         sampled = 0.0
     token_seconds = 0.0 if isinstance(sampled, Full) else sampled / 16  # then none will be drawn, either
-    written = sum(tensor.nbytes for part in job.state.parts().values() for tensor in part.values())
+    written = sum(tensor.nbytes for part in context.state.parts().values() for tensor in part.values())
     save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
         row=(looked - begun) / plan.eval.micro_batch,
-        rows=0 if job.validation is None else job.validation.rows,
+        rows=0 if context.validation is None else context.validation.rows,
         samples=len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
         save=copy if plan.checkpoint.asynchronous else save,
         end=save if plan.checkpoint.asynchronous else 0.0,
     )
 
 
-def sampling_seconds(job: Job, *, tokens: int) -> float:
+def sampling_seconds(context: RunContext, *, tokens: int) -> float:
     """Of so many tokens after the first prompt; the first call warms caches and is not counted."""
-    plan = job.plan.model_copy(update={"eval": job.plan.eval.model_copy(update={"max_tokens": tokens})})
-    draw = partial(samples, job.state.trainee.model, job.tokenizer, replace(job.prompts, asked=job.prompts.asked[:1]))
+    plan = context.plan.model_copy(update={"eval": context.plan.eval.model_copy(update={"max_tokens": tokens})})
+    draw = partial(
+        samples,
+        context.state.model_and_optimizer.model,
+        context.tokenizer,
+        replace(context.prompts, asked=context.prompts.asked[:1]),
+    )
     list(draw(plan=plan))
-    begun = job.timer.clock()
+    begun = context.timer.clock()
     list(draw(plan=plan))
-    return job.timer.clock() - begun
+    return context.timer.clock() - begun

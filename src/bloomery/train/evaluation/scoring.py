@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores, Values
-from bloomery.train.forward import looking
+from bloomery.train.forward import eval_mode
 from bloomery.train.objectives.losses import reward_loss
 
 _TOKENS_A_FORWARD = 8192
@@ -97,7 +97,7 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
         tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
         weights_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
-    with looking(decoder):
+    with eval_mode(decoder):
         scores: Tensor = decoder(
             tokens_BT.to(device), head=LabelScores(labels_BT.to(device), weights_BT.to(device), chunk)
         )
@@ -134,7 +134,7 @@ def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     found, device = torch.zeros(len(texts)), next(decoder.parameters()).device
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     begin = 0
-    with looking(decoder):
+    with eval_mode(decoder):
         while begin < len(order):  # longest first; padding stands behind a text, where causal attention never looks
             length = len(texts[order[begin]])
             numbers = order[begin : begin + max(_TOKENS_A_FORWARD // length, 1)]

@@ -20,9 +20,9 @@ from bloomery.model.heads import Divergence, Head, LabelScores, Teacher, Values
 from bloomery.model.io.weights import load_decoder
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distil, Kto, OrPo, Preference, SimPo
-from bloomery.train.forward import drops, forward, looking, product_dtype, to_device
+from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
 from bloomery.train.objectives.losses import (
     LossParts,
     Pairs,
@@ -42,7 +42,7 @@ from bloomery.train.objectives.losses import (
 from bloomery.train.objectives.reference import without_adapters
 
 
-def load_teacher(plan: Plan) -> Decoder:
+def load_teacher(plan: RunPlan) -> Decoder:
     """The teacher on the run's device, its weights kept as matrix products read them.
 
     Raises UserError when it cannot be read, and when its vocabulary is another than that of the data.
@@ -54,7 +54,7 @@ def load_teacher(plan: Plan) -> Decoder:
     return _loaded(folder, product_dtype(plan.train.precision), plan.train.device, attention)
 
 
-def teachers_attention(config: ModelConfig, plan: Plan, *, where: str) -> str:
+def teachers_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
     """The run's own backend where it computes what the teacher needs, else the one that can do everything.
 
     Raises UserError when the rows are longer than the positions that the teacher has learned.
@@ -98,7 +98,7 @@ def distil_loss(found_2BT: Tensor, weights_BT: Tensor, asked: Distil) -> LossPar
     return LossParts((each_BT * weights_BT).sum(), weights_BT.sum(), metrics)
 
 
-def completed(batch: Batch, plan: Plan) -> Batch:
+def completed(batch: Batch, plan: RunPlan) -> Batch:
     """With what the plan's objective reads beside tokens: a row of plain text becomes two texts, with scores of 0."""
     if not plan.objective.spec.numbers_texts:
         return batch
@@ -112,7 +112,7 @@ def completed(batch: Batch, plan: Plan) -> Batch:
     return batch
 
 
-def hollow_teacher(plan: Plan) -> Decoder:
+def meta_teacher(plan: RunPlan) -> Decoder:
     """The plan's teacher without its numbers, in the dtype that it is kept in."""
     assert isinstance(plan.objective, Distil)
     folder = local_model(plan.objective.teacher)
@@ -166,7 +166,7 @@ class Scoring:
         return LabelScores(batch.labels, batch.weights, self.chunk, self.compiled, into_grad=True)
 
 
-def build_objective(plan: Plan, teacher: Callable[[Plan], Decoder] = load_teacher) -> Objective:
+def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher) -> Objective:
     """What the plan says is minimised. `teacher` gives the model that is distilled, where one is."""
     scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
     if asked.kind in ("pretrain", "sft"):
@@ -251,7 +251,7 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
         if len(batches) == 1 and not drops(model):
             return batches
         device = next(model.parameters()).device
-        with looking(model):
+        with eval_mode(model):
             there = (to_device(batch, device) for batch in batches)
             sums = [drift(forward(model, batch, twins(batch), precision=precision), batch) for batch in there]
         baseline = _at_least_0(sum(sums[1:], start=sums[0]))

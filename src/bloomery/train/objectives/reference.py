@@ -14,7 +14,7 @@ from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.monitor.events import Emit, Phase
-from bloomery.train.forward import forward, looking, to_device
+from bloomery.train.forward import eval_mode, forward, to_device
 
 TOLD_EVERY = 1.0  # seconds
 
@@ -51,7 +51,7 @@ def precompute(
     `model` is as it was before the first step. A killed computation goes on where it was. Raises Stopped.
     """
     device, last = next(model.parameters()).device, 0.0
-    with ReferenceWriter(path, loader.tokens, run) as writer, looking(model):
+    with ReferenceWriter(path, loader.tokens, run) as writer, eval_mode(model):
         for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
             if time.monotonic() - last > TOLD_EVERY:
                 last = time.monotonic()
@@ -72,7 +72,7 @@ def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str)
 def without_adapters(model: Decoder, batches: Sequence[Batch], *, score_chunk: int, precision: str) -> list[Batch]:
     """The same batches with the scores of the base."""
     device = next(model.parameters()).device
-    with looking(model), adapters_disabled(model):
+    with eval_mode(model), adapters_disabled(model):
         return [
             replace(
                 batch,

@@ -149,7 +149,7 @@ Pieces = list[list[list[Tensor]]]
 
 
 @final
-class Home:
+class StatePlacement:
     """Beside the weights, or with `away` in pinned memory of the host.
 
     Then pieces visit the device in turn, and copies run beside the work: one is worked on, one comes, one or two go.
@@ -218,7 +218,7 @@ class Home:
 
 @final
 class LeanAdamW(torch.optim.Optimizer):
-    """Equal to torch.optim.AdamW in float32. `states`: float32, bfloat16 or int8; `home`: where they wait for a step.
+    """Equal to torch.optim.AdamW in float32. `states`: float32, bfloat16 or int8; `placement`: where they are stored.
 
     State: `exp_avg` and `exp_avg_sq` in the parameter's shape, or as int8 and uint8 [blocks, 256] beside
     `exp_avg_scale` and `exp_avg_sq_scale`, float32 [blocks]; `step`. Bytes of both moments a parameter: 8, 4, or
@@ -235,9 +235,9 @@ class LeanAdamW(torch.optim.Optimizer):
         eps: float,
         states: str,
         rounding: Rounding,
-        home: Home,
+        placement: StatePlacement,
     ) -> None:
-        self._states, self._rounding, self._home = states, rounding, home
+        self._states, self._rounding, self._home = states, rounding, placement
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -280,7 +280,7 @@ class LeanAdamW(torch.optim.Optimizer):
             raise UserError(
                 f"the state {name}.{unlike[0]} was not saved as optimizer.states={self._states} keeps it",
                 where="the optimizer's part of the checkpoint",
-                remedy="resume with the recipe that the run was started with",
+                fix="resume with the recipe that the run was started with",
             )
         placed = {slot: self._home.place(slots[slot].to(parameter.device, copy=True)) for slot in wanted}
         return {"step": slots["step"].clone(), **placed}

@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.limits import MUON_STACK
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
-from bloomery.train.optim.adamw import Home, LeanAdamW
+from bloomery.train.optim.adamw import LeanAdamW, StatePlacement
 from bloomery.train.optim.common import Gate, Rounding, exact_norm
 
 Rule = Adafactor | LeanAdamW
@@ -272,7 +272,7 @@ class Optimizer:
             raise UserError(
                 f"the optimizer state holds {strangers[0]}, which this model does not train",
                 where=f"{len(strangers)} of {len(stored)} parameters in the checkpoint",
-                remedy="resume with the recipe that the run was started with",
+                fix="resume with the recipe that the run was started with",
             )
 
 
@@ -302,8 +302,8 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {p: name for name, p in named.items()}
     rounding = Rounding(names, seed, plan.stochastic_rounding)
-    home = Home(away=plan.paged or plan.offload)
-    lean = partial(_lean, plan=plan, rounding=rounding, home=home)
+    placement = StatePlacement(away=plan.paged or plan.offload)
+    lean = partial(_lean, plan=plan, rounding=rounding, placement=placement)
     if plan.in_backward:
         rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
         return Optimizer(list(rules.values()), names, InBackward(rules, head_weights(model)))
@@ -325,12 +325,12 @@ def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.opt
 
 
 def _lean(
-    groups: list[dict[str, object]], *, plan: OptimizerPlan, rounding: Rounding, home: Home
+    groups: list[dict[str, object]], *, plan: OptimizerPlan, rounding: Rounding, placement: StatePlacement
 ) -> Adafactor | LeanAdamW:
     if plan.kind == "adafactor":
         return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
     assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
     return LeanAdamW(
         groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, states=plan.states, rounding=rounding,
-        home=home,
+        placement=placement,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from bloomery.core.units import Duration
-from bloomery.plan.types import OptimizerPlan, Plan, ScheduleBlock
+from bloomery.plan.types import OptimizerPlan, RunPlan, ScheduleBlock
 
 Shape = Literal["cosine", "linear", "constant", "wsd"]
 STEEPEST = 0.1  # of the peak rate: how far a warmup whose end came nearer may rise in a step
@@ -42,7 +42,7 @@ def _fallen(progress: float, shape: Shape, floor: float) -> float:
     return floor + (1.0 - floor) * left
 
 
-def planned_share(step: int, plan: Plan) -> float:
+def planned_lr_scale(step: int, plan: RunPlan) -> float:
     """The share of the peak rate for the step after `step` finished ones, as the plan says."""
     optimizer, blocks = plan.optimizer, plan.train.blocks
     shape, floor = _shape(optimizer)

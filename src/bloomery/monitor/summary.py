@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, final
 
 from bloomery.monitor.events import (
-    PROCESSOR,
+    CPU_DEVICE,
+    DeviceStats,
     EvalDone,
     Event,
-    GpuSampled,
     Phase,
     Recovered,
     Resumed,
@@ -26,7 +26,7 @@ SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's f
 BARS = "▁▂▃▄▅▆▇█"
 NEWS = 0.1  # by how much the number of steps must change to be told
 JOULES_IN_KWH = 3.6e6
-_NOW = ("utilisation", "temperature", "power", "clock_mhz", "throttled")
+_NOW = ("utilization", "temperature", "power", "clock_mhz", "throttled")
 _RECENT = 50  # steps that the speed is taken from
 
 
@@ -42,7 +42,7 @@ class RunFacts:
     memory_limit_gib: float | None = None
     tells_memory: bool = False  # in each printed line
 
-    def utilisation(self, tokens_per_second: float) -> float | None:
+    def utilization(self, tokens_per_second: float) -> float | None:
         """MFU: the share of the device's peak that the model's own arithmetic uses (PaLM, appendix B)."""
         if not self.flops_per_token or not self.peak_flops:
             return None
@@ -51,10 +51,10 @@ class RunFacts:
 
 @final
 @dataclass
-class DeviceTally:
+class DeviceSummary:
     """Mutable: one device after the samples that `add` was given."""
 
-    latest: GpuSampled  # each figure as it was told last
+    latest: DeviceStats  # each figure as it was told last
     seconds: float = 0.0  # that samples stand for
     busy_seconds: float = 0.0  # the load, as if it had been all or nothing
     load_seconds: float = 0.0  # in which a load was told
@@ -65,18 +65,18 @@ class DeviceTally:
     power_seconds: float = 0.0  # in which a power was told
     slowed_seconds: dict[str, float] = field(default_factory=dict)  # by reason
 
-    def add(self, event: GpuSampled) -> None:
+    def add(self, event: DeviceStats) -> None:
         told: dict[str, Any] = {f.name: value for f in fields(event) if (value := getattr(event, f.name)) is not None}
         if event.seconds:  # a look at the device: what it did not tell is not known any more
             told = {**dict.fromkeys(_NOW), **told}
         self.latest = replace(self.latest, **told)
         self.seconds += event.seconds
-        peaks = {"peak_load": event.utilisation, "peak_heat": event.temperature, "peak_gib": event.memory_gib}
+        peaks = {"peak_load": event.utilization, "peak_heat": event.temperature, "peak_gib": event.memory_gib}
         for name, value in peaks.items():
             if value is not None:
                 setattr(self, name, max(getattr(self, name) or value, value))
-        if event.utilisation is not None:
-            self.busy_seconds += event.utilisation / 100 * event.seconds
+        if event.utilization is not None:
+            self.busy_seconds += event.utilization / 100 * event.seconds
             self.load_seconds += event.seconds
         if event.power is not None:
             self.joules += event.power * event.seconds
@@ -86,7 +86,7 @@ class DeviceTally:
 
     @property
     def name(self) -> str:
-        return "processor" if self.latest.device == PROCESSOR else f"GPU {self.latest.device}"
+        return "processor" if self.latest.device == CPU_DEVICE else f"GPU {self.latest.device}"
 
     @property
     def mean_load(self) -> float | None:
@@ -104,16 +104,16 @@ class DeviceTally:
 class Devices:
     """Mutable: all devices of a run, by number."""
 
-    by_number: dict[int, DeviceTally] = field(default_factory=dict)
+    by_number: dict[int, DeviceSummary] = field(default_factory=dict)
 
-    def add(self, event: GpuSampled) -> None:
-        self.by_number.setdefault(event.device, DeviceTally(latest=event)).add(event)
+    def add(self, event: DeviceStats) -> None:
+        self.by_number.setdefault(event.device, DeviceSummary(latest=event)).add(event)
 
     @property
-    def all(self) -> list[DeviceTally]:
+    def all(self) -> list[DeviceSummary]:
         """GPUs in order, then the processor."""
         return sorted(
-            self.by_number.values(), key=lambda device: (device.latest.device == PROCESSOR, device.latest.device)
+            self.by_number.values(), key=lambda device: (device.latest.device == CPU_DEVICE, device.latest.device)
         )
 
     @property
@@ -141,7 +141,7 @@ class Elapsed:
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        if isinstance(event, Saved | Warned | GpuSampled):  # other threads make these, and they are told late
+        if isinstance(event, Saved | Warned | DeviceStats):  # other threads make these, and they are told late
             return self.seconds
         if isinstance(event, RunStarted) and self._stepped:  # another process: the one before was killed
             self._before = None
@@ -156,7 +156,7 @@ class Elapsed:
 
 
 @dataclass
-class Tally:
+class RunSummary:
     """Mutable: the state of one run after the events that `add` was given."""
 
     steps: int | None = None
@@ -219,12 +219,12 @@ class Tally:
                     self.step = event.step
                     self.evaluations = {step: told for step, told in self.evaluations.items() if step <= event.step}
                     self.recent.clear()
-                self.warnings.append(f"{event.because}: {event.action}")
+                self.warnings.append(f"{event.reason}: {event.action}")
             case Warned():
-                self.warnings.append(event.because)
+                self.warnings.append(event.reason)
             case Saved():
                 self.saves += 1
-            case GpuSampled():
+            case DeviceStats():
                 self.devices.add(event)
             case RunEnded():
                 self.ended, self.stopping = event, False
@@ -299,12 +299,12 @@ class Tally:
         return self.clock.seconds
 
 
-def tally_of(events: Iterable[Event]) -> Tally:
+def summary_of(events: Iterable[Event]) -> RunSummary:
     """The state after all of these events."""
-    tally = Tally()
+    summary = RunSummary()
     for event in events:
-        tally.add(event)
-    return tally
+        summary.add(event)
+    return summary
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
@@ -322,7 +322,7 @@ def in_millions(tokens: float) -> str:
     return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
 
 
-def summary(device: DeviceTally) -> dict[str, Any]:
+def device_figures(device: DeviceSummary) -> dict[str, Any]:
     """What metrics.json holds of a device."""
 
     def short(value: float | None) -> float | None:

@@ -24,12 +24,12 @@ from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted, StepDone
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.store import note_model, read_head
-from bloomery.plan.types import Plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distil, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.attention_check import check_attention
 from bloomery.train.diagnostics.profiler import Recorder
-from bloomery.train.diagnostics.step_health import Checkup
+from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.objectives.build import Objective, build_objective
@@ -39,7 +39,7 @@ from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 
 
-def with_base(plan: Plan, run_dir: Path) -> Plan:
+def with_base(plan: RunPlan, run_dir: Path) -> RunPlan:
     """The plan with the folder that its adapter's base lies in: `run_dir/base` where it names no model."""
     if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
         return plan
@@ -62,10 +62,10 @@ class BatchSource(Protocol):
 
 
 @dataclass
-class Job:
+class RunContext:
     """What the loop holds in its hands. `plan` is replaced as a wall-time length becomes steps, and by `replan`."""
 
-    plan: Plan
+    plan: RunPlan
     run_dir: Path
     emit: Emit
     state: TrainState
@@ -75,10 +75,10 @@ class Job:
     tokenizer: Tokenizer
     prompts: Prompts
     saver: Saver
-    checkup: Checkup
+    health_check: HealthCheck
     recorder: Recorder
     device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
-    looked: int | None = None  # the last step after which the model was looked at
+    last_eval_step: int | None = None  # the last step after which the model was looked at
     evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
     saved_step: int = 0
     saving_due: bool = False
@@ -105,7 +105,7 @@ class Job:
         self, result: StepResult, batches: Sequence[Batch], *, share: float, seconds: float, waited: float
     ) -> None:
         """What a step has learned from and came to, and how healthy the run is, where that was looked at."""
-        plan, trainee = self.plan.train, self.state.trainee
+        plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
         self.emit(
             StepDone(
                 step=self.step,
@@ -114,23 +114,25 @@ class Job:
                 grad_norm=result.grad_norm if result.taken else None,
                 tokens=self.state.progress.tokens,
                 tokens_per_second=plan.tokens_per_step / seconds,
-                samples_per_second=plan.accumulation * plan.micro_batch / seconds,
+                sequences_per_second=plan.accumulation * plan.micro_batch / seconds,
                 step_seconds=seconds,
                 data_wait_seconds=waited,
                 memory_gib=peak_memory_gib(plan.device),
-                learned_tokens=result.learned,
+                loss_tokens=result.loss_tokens,
                 metrics=result.metrics,
             )
         )
-        if trainee.checkup is not None:
-            self.emit(trainee.checkup.report(self.step, batches, self.objective, compiled=plan.compile))
+        if model_and_optimizer.health_check is not None:
+            self.emit(
+                model_and_optimizer.health_check.report(self.step, batches, self.objective, compiled=plan.compile)
+            )
             if plan.device == "cuda":
                 self.emit(allocator_sample(torch.cuda.memory_stats(), step=self.step, device=self.device))
 
 
-def open_job(
-    plan: Plan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False
-) -> Job:
+def open_context(
+    plan: RunPlan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False
+) -> RunContext:
     """Everything that must stand before the first step. Raises Stopped when `stop` says so before that."""
     began = time.perf_counter()
     set_up_process(plan)
@@ -139,9 +141,9 @@ def open_job(
     if isinstance(plan.objective, Distil):
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     state = build_state(plan, resume_from=resume_from, run_dir=run_dir)
-    check_attention(state.trainee.model, plan)
+    check_attention(state.model_and_optimizer.model, plan)
     prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
-    named = state.trainee.model.named_parameters()
+    named = state.model_and_optimizer.model.named_parameters()
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
     tokenizer = load_tokenizer(prepared)
@@ -150,7 +152,7 @@ def open_job(
     run = "" if head is None else head.run  # a plan may be trained without one
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
     loaders = {split: open_loader(plan, split, references.get(split), run) for split in splits}
-    job = Job(
+    context = RunContext(
         plan=plan,
         run_dir=run_dir,
         emit=emit,
@@ -169,46 +171,48 @@ def open_job(
             emit=emit,
         ),
         # Of the parameters that should learn; where no adapter does that is all of them.
-        checkup=Checkup({name: p for name, p in named if p.requires_grad or not adapts}, beside_frozen=adapts),
-        recorder=Recorder(run_dir, state.trainee, emit),
+        health_check=HealthCheck({name: p for name, p in named if p.requires_grad or not adapts}, beside_frozen=adapts),
+        recorder=Recorder(run_dir, state.model_and_optimizer, emit),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was cut short is saved again, with what that finds.
-        saved_step=-1 if state.progress.look_due else state.progress.step,
+        saved_step=-1 if state.progress.eval_due else state.progress.step,
         stop=stop,
     )
-    announce(job)
-    job.saver.follow(resume_from)
+    announce(context)
+    context.saver.follow(resume_from)
     if resume_from is not None:
-        emit(Resumed(step=job.step, path=str(resume_from), seconds=time.perf_counter() - began))
-    return job
+        emit(Resumed(step=context.step, path=str(resume_from), seconds=time.perf_counter() - began))
+    return context
 
 
-def announce(job: Job) -> None:
+def announce(context: RunContext) -> None:
     """What this run is, and why."""
-    plan = job.plan
-    beside = sum(p.numel() for name, p in job.state.trainee.model.named_parameters() if is_adapter(name))
+    plan = context.plan
+    beside = sum(
+        p.numel() for name, p in context.state.model_and_optimizer.model.named_parameters() if is_adapter(name)
+    )
     parameters = parameter_count(plan.model.config) + beside
-    trained = sum(p.numel() for p in job.state.trainee.optimizer.parameters)
-    job.emit(
+    trained = sum(p.numel() for p in context.state.model_and_optimizer.optimizer.parameters)
+    context.emit(
         RunStarted(
-            step=job.step,
+            step=context.step,
             version=__version__,
             parameters=parameters,
             trained=None if trained == parameters else trained,
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
-            per=job.objective.per,
+            per=context.objective.per,
             epochs=in_epochs(plan),
-            because={decision.key: f"{decision.value}: {decision.because}" for decision in plan.decisions},
+            reason={decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices},
         )
     )
     if plan.train.compile:
-        job.emit(Phase(step=job.step, name="compile"))  # it happens inside the first step
+        context.emit(Phase(step=context.step, name="compile"))  # it happens inside the first step
 
 
 def reference_files(
-    plan: Plan, run_dir: Path, run: str, splits: Sequence[Name], state: TrainState, emit: Emit,
+    plan: RunPlan, run_dir: Path, run: str, splits: Sequence[Name], state: TrainState, emit: Emit,
     resume_from: Path | None, stop: Callable[[], bool],
 ) -> dict[Name, Path]:  # fmt: skip
     """Where each split's scores of the model of the start lie, computed where they are missing; {} when not needed."""
@@ -222,8 +226,9 @@ def reference_files(
     done, total = 0, sum(loader.stored_rows for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
-            state.trainee.model, loader, files[split], rows=plan.eval.micro_batch, score_chunk=plan.model.score_chunk,
-            precision=plan.train.precision, watch=Watch(emit, stop, done, total), run=run,
+            state.model_and_optimizer.model, loader, files[split], rows=plan.eval.micro_batch,
+            score_chunk=plan.model.score_chunk, precision=plan.train.precision, watch=Watch(emit, stop, done, total),
+            run=run,
         )  # fmt: skip
         done += loader.stored_rows
     if missing and resume_from is not None:
@@ -231,7 +236,7 @@ def reference_files(
     return files
 
 
-def open_loader(plan: Plan, split: Name, reference: Path | None = None, run: str = "") -> Loader:
+def open_loader(plan: RunPlan, split: Name, reference: Path | None = None, run: str = "") -> Loader:
     data = plan.data
     return Loader(
         data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,
