@@ -22,6 +22,7 @@ check:
 	@$(PY) -m mypy
 	@$(PY) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
 	@$(PY) scripts/house.py
+	@$(PY) scripts/words.py
 
 soak:
 	@$(PYTHON) scripts/setup.py test
