@@ -44,7 +44,11 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
     tokenizer = make_tokenizer(folder / "tokenizer")
     config = make_config(tokenizer)
     with EventLog(folder / "events.jsonl") as log:
-        log(RunStarted(version="0", parameters=1, steps=max(steps, default=0), attention="sdpa", device="a small CPU"))
+        log(
+            RunStarted(
+                schema=2, version="0", parameters=1, steps=max(steps, default=0), attention="sdpa", device="a small CPU"
+            )
+        )
         for step in steps:
             log(StepDone(
                 step=step, loss=5.0 - step / 100, learning_rate=1e-3, grad_norm=1.0, tokens=step * 64,

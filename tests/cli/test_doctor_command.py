@@ -57,7 +57,7 @@ def test_the_json_holds_what_the_contract_says(name):
     assert {choice["key"] for choice in told["then"]["choices"]} >= {"train.precision", "train.attention"}
     for finding in told["findings"]:
         assert finding.keys() == {"id", "level", "what", "evidence", "fix", "verify"}
-        assert finding["level"] in ("stops", "slows", "note")
+        assert finding["level"] in ("blocks", "slows", "note")
         assert isinstance(finding["fix"], list)
 
 

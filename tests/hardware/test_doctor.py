@@ -218,8 +218,8 @@ def test_a_pin_of_the_old_build_does_not_hold_up_the_mending_command():
 
 
 def test_no_torch_and_an_old_one():
-    assert only(machine(software__torch=None, software__build=None), "no-torch").level == "stops"
-    assert only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level == "stops"
+    assert only(machine(software__torch=None, software__build=None), "no-torch").level == "blocks"
+    assert only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level == "blocks"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_two_maskings_stop_only_where_the_second_reaches_beyond_the_first():
     within = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"})
     assert only(within, "two-maskings").level == "note"
     beyond = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"})
-    assert only(beyond, "two-maskings").level == "stops"
+    assert only(beyond, "two-maskings").level == "blocks"
 
 
 def test_masked_gpus_are_not_broken():
@@ -268,7 +268,7 @@ def test_drivers_that_are_not_loaded():
     plain = machine("rx-6800-driver-blacklisted", host__driver__blacklisted="")
     assert only(plain, "driver-not-loaded").fix[0].startswith("sudo modprobe amdgpu")
     nvidia = machine("h200", accelerators=(), host__driver__nvidia="")
-    assert only(nvidia, "nvidia-driver-missing").level == "stops"
+    assert only(nvidia, "nvidia-driver-missing").level == "blocks"
 
 
 @pytest.mark.parametrize(
@@ -315,9 +315,9 @@ def test_the_machine_around_the_gpu():
     assert only(debian, "no-compiler").fix == ("sudo apt install g++",)
     assert only(fedora, "no-compiler").fix[0].startswith("sudo dnf")
     assert only(machine(host__disk_free_bytes=5 * GIB), "little-disk").level == "note"
-    assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "stops"
+    assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "blocks"
     assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))  # one card, no container
-    assert only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level == "stops"
+    assert only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level == "blocks"
 
 
 def test_memory_that_others_hold():
@@ -353,7 +353,7 @@ def test_companions_of_another_index():
 
 
 @pytest.mark.parametrize(
-    ("driver", "arch", "stops"),
+    ("driver", "arch", "blocks"),
     [("560.35.03", "sm_90", True), ("580.82.07", "sm_90", False), ("580.82.07", "sm_70", True)],
 )
 def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, stops):

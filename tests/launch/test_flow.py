@@ -60,7 +60,7 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert bloomery.run_until(bloomery.saw(StepDone, 7), signal.SIGUSR1, *TRAIN) == 75
     whole, stopped_at = saved_steps(checkpoints)
     assert last(bloomery, StepDone).step == stopped_at
-    assert last(bloomery, RunEnded).why == "stopped"
+    assert last(bloomery, RunEnded).status == "stopped"
     newest = newest_valid(checkpoints, on_damage=pytest.fail)
     assert newest is not None
     content = bytearray((newest / "model.safetensors").read_bytes())
@@ -139,7 +139,7 @@ def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) 
     assert "bloomery resume one" in err
     assert "Traceback" not in err
     assert is_gone(worker)
-    assert last(bloomery, RunEnded).why == "stopped"
+    assert last(bloomery, RunEnded).status == "stopped"
 
 
 def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery: Bloomery) -> None:
@@ -153,7 +153,7 @@ def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery
     assert "memory runs out" in err
     assert "Traceback" not in err
     assert "bloomery resume one" in err
-    assert last(bloomery, RunEnded).why.startswith("failed: ")
+    assert last(bloomery, RunEnded).status == "failed"
 
     (bloomery.run_dir / "plan.json").write_text("{")
     broken = bloomery.here(*RESUME)
@@ -174,7 +174,7 @@ def test_the_trainer_dies_with_its_parent(bloomery: Bloomery) -> None:
 
 def test_a_stop_while_preparing_is_quick_and_resumable(bloomery: Bloomery) -> None:
     assert bloomery.run_until(bloomery.saw(Phase), signal.SIGINT, *TRAIN) == 75
-    assert last(bloomery, RunEnded).why == "stopped"
+    assert last(bloomery, RunEnded).status == "stopped"
     assert not (bloomery.run_dir / "plan.json").exists()
 
 

@@ -31,7 +31,7 @@ def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]
     with journal(folder, quiet=True) as book:
         book.hooks = asked
         with book.shown(plan, "run"):
-            book.tell(RunEnded(why="stopped"))
+            book.tell(RunEnded(status="stopped"))
     return [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
 
 

@@ -69,7 +69,7 @@ def scalars(event: Event) -> dict[str, float]:
                 **{f"train/{name}": value for name, value in event.metrics.items()},
             }
         case StepHealth():
-            figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
+            figures = {"train/update_ratio": event.update_ratio, "train/unchanged_share": event.unchanged_share}
         case EvalDone():
             figures = {
                 "eval/loss": event.loss,
@@ -154,7 +154,7 @@ class TrackerSink:
             kept = self._run_dir / "wandb/offline-run-*"
             self._warn(f"wandb: nobody has logged in here, so the run is kept; later: wandb sync {kept}")
         while (event := self._events.get()) is not None:
-            why = event.why.partition(":")[0] if isinstance(event, RunEnded) else why
+            why = event.status if isinstance(event, RunEnded) else why
             figures = scalars(event)
             try:
                 if isinstance(event, Resumed) and isinstance(tracker, TensorBoard):
