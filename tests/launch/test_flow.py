@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert last(bloomery, Resumed).path.endswith(f"step-{whole:08d}")
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
     metrics = json.loads((bloomery.run_dir / "metrics.json").read_text())
-    assert (metrics["steps"], metrics["planned"]["steps"], metrics["ended"]) == (16, 16, "done")
+    assert (metrics["steps"], metrics["planned"]["steps"], metrics["status"]) == (16, 16, "done")
 
 
 def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
@@ -221,7 +221,7 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
     for name, text in {"config.json": "{}", **held}.items():
         (model / name).write_text(text)
     refused = bloomery.here(*TRAIN, "model.from=model")
-    assert refused.returncode == 1 and said in refused.stderr and "mend:" in refused.stderr
+    assert refused.returncode == 1 and said in refused.stderr and "fix:" in refused.stderr
     assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 

@@ -234,5 +234,5 @@ def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> 
     keep(folder, fallback_after)
     assert take_kept(folder) == fallback_after
     assert take_kept(folder) is None
-    folder.safer.write_text('{"because": "x", "pl')
+    folder.fallback.write_text('{"because": "x", "pl')
     assert take_kept(folder) is None

@@ -76,7 +76,7 @@ def test_lines_that_say_nothing(line):
 
 
 def test_fields_of_a_newer_version_are_ignored():
-    assert from_json('{"event": "RunEnded", "why": "done", "mood": "good", "step": 3, "time": 1}').step == 3
+    assert from_json('{"event": "RunEnded", "status": "done", "mood": "good", "step": 3, "time": 1}').step == 3
 
 
 def test_the_last_telling_of_a_step_counts():

@@ -261,7 +261,8 @@ def test_text_of_a_dataset_never_reaches_the_terminal_raw(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=24, color_system=None)
     events = [
         Warned(reason=f"a row {HOSTILE} is odd"), step_done(1),
-        Sampled(step=1, prompt=HOSTILE, completion=f"a{HOSTILE}b"), Phase(name=f"x{HOSTILE}"), Recovered(step=1, reason=HOSTILE, action=HOSTILE),
+        Sampled(step=1, prompt=HOSTILE, completion=f"a{HOSTILE}b"), Phase(name=f"x{HOSTILE}"),
+        Recovered(step=1, reason=HOSTILE, action=HOSTILE),
         Saved(step=1, path=f"a/{HOSTILE}", bytes=1, seconds=1), Resumed(step=1, path=HOSTILE),
         RunEnded(step=1, status="failed", error=f"{HOSTILE}"),
     ]  # fmt: skip

@@ -167,7 +167,7 @@ def test_metrics_are_those_of_the_events(tmp_path):
             emit(event)
     metrics = json.loads(write_metrics(tmp_path).read_text())
     assert metrics["steps"] == metrics["steps_planned"] == 40 and metrics["tokens"] == 40 * 8192
-    assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["ended"] == "done"
+    assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["status"] == "done"
     assert metrics["best_evaluation"]["step"] == 40 and metrics["peak_memory_gib"] == 0.58
 
 

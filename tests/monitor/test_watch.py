@@ -54,7 +54,7 @@ def test_everything_that_a_person_looks_for_is_there():
     events = [*made_up_run(steps=40, kill_at=25), gpu]
     text = "\n".join(drawn([*events[:-2], gpu]))
     for part in (
-        "tiny-1 · running · step 40 of 40", "loss, nats a token", "exam", "bits/byte at 40", "16,384 tokens/s",
+        "tiny-1 · running · step 40 of 40", "loss, nats per token", "exam", "bits/byte at 40", "16,384 tokens/s",
         "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "step 20: resumed from step-00000020",
         "step was skipped", "its update was skipped", "at 40", "step 40", "    rate  ", "tokens/s  ",
     ):  # fmt: skip

@@ -167,7 +167,7 @@ class RunSummary:
     last: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     ended: RunEnded | None = None
-    per: str = "token"  # what a loss is of
+    loss_unit: str = "token"  # what a loss is per
     stopping: bool = False  # it was asked to, and saves after the step that it is taking
     began: float | None = None
     latest: float | None = None

@@ -144,7 +144,7 @@ class TrackerSink:
             package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
                 self._warn(
-                    f"{name} is not installed ({error}): this run is not tracked there; mend: pip install {package}"
+                    f"{name} is not installed ({error}): this run is not tracked there; fix: pip install {package}"
                 )
             return
         except BaseException as error:  # whatever its library raises, SystemExit included

@@ -121,7 +121,7 @@ def _cards(record: Record) -> list[tuple[str, str]]:
 
 
 def loss_name(per: str) -> str:
-    return "nats a token" if per == "token" else f"loss a {per}"
+    return "nats per token" if per == "token" else f"loss a {per}"
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
