@@ -124,7 +124,7 @@ def page(report: dict[str, Any]) -> str:
         rates = [part.get(key) for key in ("tokens_per_second", "planned_tokens_per_second")]
         memory = "".join(f"{value:>7.2f}" if value is not None else f"{'':>7}" for value in cells)
         speed = "".join(f"{value:>9,.0f}" if value is not None else f"{'':>9}" for value in rates)
-        rows = f"{part.get('micro_batch', ''):>6}"
+        rows = f"{part.get('micro_batch_size', ''):>6}"
         lines.append(f"{part['part']:<14}{part['outcome']:<9}{memory}{speed}{rows}  {part.get('said', '')[:100]}")
     lines += ["", "GiB: what tensors held at the peak (plan: as `bloomery plan` says); held: what the allocator held"]
     for verdict in report["targets"]:

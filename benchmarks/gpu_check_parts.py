@@ -25,9 +25,10 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 RECIPES = {"full": "samantha-llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
-WORDS = {"qlora": ("quantize.base=nf4", "quantize.double=true")}
+WORDS = {"qlora": ("quantize.kind=nf4", "quantize.double_quant=true")}
 STEP = ("data.sequence_length=2048", "train.tokens_per_step=8192")
-TINY_STEP = ("data.sequence_length=64", "train.tokens_per_step=128", "train.micro_batch=auto", "train.compile=false")
+TINY_STEP = ("data.sequence_length=64", "train.tokens_per_step=128", "train.micro_batch_size=auto",
+    "train.compile=false")
 SECONDS, TINY_SECONDS = 8.0, 0.1  # of measuring
 CALM, MEASURED = 2, 3  # steps of theirs
 PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
@@ -82,7 +83,7 @@ def ours(method: str, *, tiny: bool) -> Found:
         "planned_parts_gib": {name: round(size / GIB, 3) for name, size in plan.memory.parts.items()},
         "planned_tokens_per_second": planned.inverse(plan.train.tokens_per_step).value if planned else None,
         "cap_gib": plan.memory.limit / GIB if on_gpu else None,
-        "micro_batch": plan.train.micro_batch, "accumulation": plan.train.accumulation,
+        "micro_batch_size": plan.train.micro_batch_size, "accumulation": plan.train.accumulation,
         "checkpointing": plan.train.activation_checkpointing, "attention": plan.model.attention,
         "precision": plan.train.precision, "optimizer": plan.optimizer.kind, "quantised_by": plan.quantised_by,
     }  # fmt: skip
@@ -147,7 +148,7 @@ def theirs(method: str, *, tiny: bool) -> Found:
         "outcome": "ok", "said": described(method), "step_seconds": times,
         "tokens_per_second": plan.train.tokens_per_step / statistics.median(measured),
         "peak_gib": peak_memory_gib(plan.train.device), "reserved_gib": reserved,
-        "micro_batch": plan.train.micro_batch, "accumulation": plan.train.accumulation,
+        "micro_batch_size": plan.train.micro_batch_size, "accumulation": plan.train.accumulation,
     }  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def their_model(plan: RunPlan, method: str) -> Any:
 
     given = plan.adapter.model_dump()
     lora = LoraConfig(
-        r=given["rank"], lora_alpha=given["alpha"], target_modules=list(given["targets"]), task_type="CAUSAL_LM"
+        r=given["rank"], lora_alpha=given["alpha"], target_modules=list(given["target_modules"]), task_type="CAUSAL_LM"
     )
     return get_peft_model(model, lora)
 
@@ -229,14 +230,14 @@ def their_steps(model: Any, plan: RunPlan, method: str) -> list[float]:
     train, length, steps = plan.train, plan.data.sequence_length, CALM + MEASURED
     with tempfile.TemporaryDirectory() as place:
         said = {
-            "output_dir": place, "per_device_train_batch_size": train.micro_batch, "max_steps": steps,
+            "output_dir": place, "per_device_train_batch_size": train.micro_batch_size, "max_steps": steps,
             "gradient_accumulation_steps": train.accumulation, "learning_rate": 1e-6, "bf16": True,
             "optim": "adafactor" if method == "full" else "adamw_torch_fused", "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": False}, "logging_steps": 1000, "save_strategy": "no",
             "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "remove_unused_columns": False,
             "use_cpu": train.device == "cpu",
         }  # fmt: skip
-        rows = random_rows(train.micro_batch * train.accumulation * steps, length, plan.model.config.vocab_size)
+        rows = random_rows(train.micro_batch_size * train.accumulation * steps, length, plan.model.config.vocab_size)
         given = {"model": model, "train_dataset": rows, "callbacks": [Timed()]}
         if importlib.util.find_spec("trl"):
             from trl import SFTConfig, SFTTrainer

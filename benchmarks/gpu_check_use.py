@@ -19,17 +19,17 @@ model: {family: llama, %s}
 tokenizer: {train: {kind: bpe, vocab_size: 2048}}
 data: {builtin: stdlib-code, sequence_length: 128, validation: 2%%}
 optimizer: {kind: adafactor}
-train: {length: 1 steps, tokens_per_step: 256, compile: false}
+train: {max_steps: 1, tokens_per_step: 256, compile: false}
 eval: {every: 1 steps, tokens: 256}
 """
 SECOND = """
 model: {from: base}
 tokenizer: {from: same}
 data: {builtin: stdlib-code, sequence_length: 128, validation: 2%}
-adapter: {kind: lora, rank: 8, targets: [all-linear]}
-quantize: {base: nf4}
+adapter: {kind: lora, rank: 8, target_modules: [all-linear]}
+quantize: {kind: nf4}
 optimizer: {learning_rate: 1e-3}
-train: {length: 10 steps, tokens_per_step: 2048, compile: false}
+train: {max_steps: 10, tokens_per_step: 2048, compile: false}
 eval: {every: 5 steps, tokens: 2048}
 """
 

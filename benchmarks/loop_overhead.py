@@ -35,7 +35,7 @@ class Ended(Exception):
 
 def planned(folder: Path) -> RunPlan:
     """The demo's plan, with steps in place of its wall time."""
-    loaded = load_recipe("demo", ["train.length=100000 steps", f"data.prepared={folder / 'prepared'}"])
+    loaded = load_recipe("demo", ["train.max_steps=100000", f"data.prepared={folder / 'prepared'}"])
     prepare(loaded, folder / "prepared")
     return resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"))
 

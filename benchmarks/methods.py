@@ -18,7 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 BASE_STEPS, STEPS = 300, 150
 ALL = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
-LORA = "{{kind: {kind}, rank: {rank}, alpha: {alpha}, targets: " + ALL + "}}"
+LORA = "{{kind: {kind}, rank: {rank}, alpha: {alpha}, target_modules: " + ALL + "}}"
 ADALORA = (
     "{kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: TINIT, tfinal: TFINAL, deltaT: 5, lora_alpha: 48, "
     "target_modules: " + ALL + "}"
@@ -30,7 +30,7 @@ METHODS = {  # the packaged recipe and what changes in it
     "DoRA r16": ("demo-chat-lora", ("adapter=" + LORA.format(kind="dora", rank=16, alpha=32),)),
     "AdaLoRA r24 to 16": ("demo-chat-lora", ("adapter=" + ADALORA,)),
     "QLoRA r16 (nf4)": (
-        "demo-chat-lora", ("adapter=" + LORA.format(kind="lora", rank=16, alpha=32), "quantize={base: nf4}"),
+        "demo-chat-lora", ("adapter=" + LORA.format(kind="lora", rank=16, alpha=32), "quantize={kind: nf4}"),
     ),
 }  # fmt: skip
 CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}  # whose changes of weights are taken apart
@@ -47,7 +47,7 @@ def train(recipe: str, folder: Path, *words: str) -> list[Any]:
 def make_base(work: Path, steps: int) -> Path:
     from bloomery.cli.demo.chat import exported
 
-    train("demo", work / "demo", f"train.length={steps} steps", "train.compile=false", "eval.prompts=[]")
+    train("demo", work / "demo", f"train.max_steps={steps}", "train.compile=false", "sample.prompts=[]")
     return exported(work / "demo")
 
 
@@ -60,9 +60,9 @@ def tuned(name: str, work: Path, base: Path, steps: int, rate: float) -> Path:
     recipe, words = METHODS[name]
     folder = folder_of(f"{name} {rate:g}", work)
     same = (
-        f"model.from={base}", f"data.prepared={work / 'answers'}", f"train.length={steps} steps",
+        f"model.from={base}", f"data.prepared={work / 'answers'}", f"train.max_steps={steps}",
         f"optimizer.learning_rate={rate:g}", "train.compile=false", "eval.tokens=10M", "eval.every=20%",
-        "eval.prompts=[]", "monitor.every=1 steps",
+        "sample.prompts=[]", "logging.every=1 steps",
     )  # fmt: skip
     own = [word.replace("TINIT", str(steps // 8)).replace("TFINAL", str(steps // 3)) for word in words]
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +94,7 @@ def whole(folder: Path) -> bool:
     from bloomery.monitor.events import RunEnded, read_events
 
     ended = [event for event in read_events(folder / "events.jsonl") if isinstance(event, RunEnded)]
-    return bool(ended) and ended[-1].status == "done"
+    return bool(ended) and ended[-1].why == "done"
 
 
 def figures(name: str, folder: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from bloomery.train.optim.build import build_optimizer
 
 WIDTH, INNER, LAYERS, VOCABULARY = 256, 704, 10, 8192
 PLAN = OptimizerPlan(
-    kind="adamw", learning_rate=1e-4, matrix_learning_rate=1e-4, momentum=0.95, betas=(0.9, 0.95), epsilon=1e-8,
-    weight_decay=0.1, fused=True, schedule="constant", floor=0.0, warmup_steps=0, decay_steps=0,
+    kind="adamw", learning_rate=1e-4, muon_learning_rate=1e-4, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
+    weight_decay=0.1, fused=True, schedule="constant", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
 )  # fmt: skip
 F32, BF16 = torch.float32, torch.bfloat16
 ROUNDED = {"stochastic_rounding": True}
@@ -54,9 +54,9 @@ def main() -> None:
         "adafactor, float32": ours(F32, kind="adafactor"),
         "adafactor, bfloat16": ours(BF16, kind="adafactor"),
         "adafactor, bfloat16, stochastic rounding": ours(BF16, kind="adafactor", **ROUNDED),
-        "adamw, states int8, float32": ours(F32, states="int8"),
-        "adamw, states int8, bfloat16, stochastic rounding": ours(BF16, states="int8", **ROUNDED),
-        "adamw, states bfloat16, float32": ours(F32, states="bfloat16"),
+        "adamw, states int8, float32": ours(F32, state_dtype="int8"),
+        "adamw, states int8, bfloat16, stochastic rounding": ours(BF16, state_dtype="int8", **ROUNDED),
+        "adamw, states bfloat16, float32": ours(F32, state_dtype="bfloat16"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(int(sys.argv[1]) + 2 if len(sys.argv) > 1 else 22):

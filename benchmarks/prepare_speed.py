@@ -22,7 +22,7 @@ import numpy as np
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.shards.format import open_split
 from bloomery.data.sources.builtin import stdlib_files
-from bloomery.data.tokenizer.training import train_tokenizer
+from bloomery.data.tokenizer.tokenizer import train_tokenizer
 from bloomery.hardware.detect.detect import detect
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe, TrainTokenizer
@@ -44,7 +44,7 @@ def write_text(path: Path, megabytes: float) -> list[str]:
 
 def ours(text: Path, tokenizer: Path, folder: Path, processes: int) -> float:
     """Seconds of `prepare`, checksums of sources and shards included."""
-    data = {"path": str(text), "validation": 0, "workers": processes}
+    data = {"path": str(text), "validation": 0, "num_proc": processes}
     recipe = {"model": {"preset": "go-coder-tiny"}, "tokenizer": {"from": str(tokenizer)}, "data": data}
     start = time.perf_counter()
     prepare(LoadedRecipe(Recipe.model_validate(recipe), "speed"), folder)

@@ -55,12 +55,12 @@ def recipe_text(preset: str) -> str:
     model = MINI if preset == "mini" else f"{{preset: go-coder-{preset}, vocab_size: 50000}}"
     return f"""
 extends: go-coder-125m
-expect: {{}}
+claims: {{}}
 model: {model}
 data: {{path: documents.jsonl, glob: null, prepared: prepared}}
 optimizer: {{schedule: constant, warmup: 0 steps}}
-eval: {{prompts: []}}
-monitor: {{to: []}}
+sample: {{prompts: []}}
+logging: {{trackers: []}}
 """
 
 
@@ -114,7 +114,7 @@ def comparisons(asked: argparse.Namespace, real_share: float) -> dict:
             "best": [theirs, work, "best", "0", "8", rows],
             "best2": [theirs, work, "best", "0", "2", rows],
             "same": [ours, work, *dry],
-            "lean": [ours, work, *dry, "train.micro_batch=1"],
+            "lean": [ours, work, *dry, "train.micro_batch_size=1"],
         }
         found["best"] = run("best", commands, shares, asked)
     return found

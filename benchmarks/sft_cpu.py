@@ -25,10 +25,10 @@ HERE = Path(__file__).parent
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SETTINGS = {  # of both sides; sequences: of a step, by objective
     "small": {
-        "length": 1024, "rank": 16, "alpha": 32, "targets": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
+        "length": 1024, "rank": 16, "alpha": 32, "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
         "sequences": {"sft": 8, "dpo": 16},
     },
-    "smollm2": {"length": 512, "rank": 16, "alpha": 32, "targets": ATTENTION, "sequences": {"sft": 4, "dpo": 8}},
+    "smollm2": {"length": 512, "rank": 16, "alpha": 32, "target_modules": ATTENTION, "sequences": {"sft": 4, "dpo": 8}},
 }  # fmt: skip
 VOCABULARY = 16_384
 BARS = [("best", "speed", 1.3), ("defaults", "speed", 2.5), ("best", "memory", 0.8)]
@@ -61,7 +61,7 @@ def make_real(folder: Path) -> dict:
 
 
 def make_small(folder: Path, length: int) -> dict:
-    from bloomery.data.tokenizer.training import train_tokenizer
+    from bloomery.data.tokenizer.tokenizer import train_tokenizer
     from bloomery.model.families.presets import build_config
     from bloomery.model.io.weights import fresh_decoder, model_state, write_model
     from bloomery.recipe.schema import Model, TrainTokenizer
@@ -85,7 +85,8 @@ def make_small(folder: Path, length: int) -> dict:
 
 def recipe_text(objective: str, setting: dict) -> str:
     length, sequences = setting["length"], setting["sequences"][objective]
-    lora = f"rank: {setting['rank']}, alpha: {setting['alpha']}, targets: [{', '.join(setting['targets'])}]"
+    modules = ", ".join(setting['target_modules'])
+    lora = f"rank: {setting['rank']}, alpha: {setting['alpha']}, target_modules: [{modules}]"
     path = "messages.jsonl" if objective == "sft" else "pairs.jsonl"
     return f"""
 model: {{from: init}}
@@ -94,9 +95,9 @@ objective: {{kind: {objective}}}
 adapter: {{kind: lora, {lora}}}
 optimizer:
   {{learning_rate: {RATES[objective]}, betas: [0.9, 0.999], weight_decay: 0.0, schedule: constant, warmup: 0 steps}}
-train: {{length: 1000 steps, tokens_per_step: {sequences * length}, clip: 1.0}}
-eval: {{prompts: []}}
-monitor: {{to: []}}
+train: {{max_steps: 1000, tokens_per_step: {sequences * length}, max_grad_norm: 1.0}}
+sample: {{prompts: []}}
+logging: {{trackers: []}}
 """
 
 

@@ -70,7 +70,7 @@ def main() -> None:
         "model": model,
         "processing_class": AutoTokenizer.from_pretrained(folder / "init"),
         "peft_config": LoraConfig(
-            r=asked["rank"], lora_alpha=asked["alpha"], target_modules=asked["targets"], task_type="CAUSAL_LM"
+            r=asked["rank"], lora_alpha=asked["alpha"], target_modules=asked["target_modules"], task_type="CAUSAL_LM"
         ),
         "callbacks": [paced],
     }

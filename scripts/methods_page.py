@@ -36,7 +36,7 @@ BLOCK = re.compile(r"<!-- methods: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 DRAWN = re.compile(r"<!-- drawn from (\w+) -->")
 SMALL, LARGE = "RX 7900 XTX", "MI300X"
 BASE = "samantha-llama2-7b-lora"
-ALL = "targets: [all-linear]"
+ALL = "target_modules: [all-linear]"
 SEVEN = {  # the settings of each method for Llama 2 7B: a packaged recipe and what changes in it
     "full, AdamW": (BASE, ("adapter={kind: none}", "optimizer.learning_rate=1e-5")),
     "full, Adafactor in backward": ("samantha-llama2-7b-full-24gb", ()),
@@ -46,9 +46,9 @@ SEVEN = {  # the settings of each method for Llama 2 7B: a packaged recipe and w
     "AdaLoRA r24 to 16": (
         BASE,
         ("adapter={kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: 100, tfinal: 100, lora_alpha: 48, "
-         "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}", "train.length=1000 steps"),
+         "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}", "train.max_steps=1000"),
     ),
-    "QLoRA r16 (nf4)": (BASE, (f"adapter={{kind: lora, rank: 16, alpha: 32, {ALL}}}", "quantize={base: nf4}")),
+    "QLoRA r16 (nf4)": (BASE, (f"adapter={{kind: lora, rank: 16, alpha: 32, {ALL}}}", "quantize={kind: nf4}")),
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def planned() -> str:
     ]
     for name in SEVEN:
         plan = planned_for(LARGE, name)
-        least = planned_for(LARGE, name, "train.micro_batch=1", "train.tokens_per_step=2048",
+        least = planned_for(LARGE, name, "train.micro_batch_size=1", "train.tokens_per_step=2048",
                             "train.activation_checkpointing=full")  # fmt: skip
         trained = trained_count(plan.model.config, mode_of(plan, plan.model.config))
         cells = " | ".join(_rate(each) for each in (planned_for(SMALL, name), plan))

@@ -70,7 +70,7 @@ def _suitable_python() -> None:
             os.execv(other, [other, *sys.argv])
     version = ".".join(map(str, sys.version_info[:3]))
     needed = f"Bloomery needs Python 3.{low[1]} to 3.{high[1]}, and this is {version}"
-    raise SetUpError(f"{needed}\nfix:   install one of them, or make setup PYTHON=/path/to/python3.12")
+    raise SetUpError(f"{needed}\nmend:  install one of them, or make setup PYTHON=/path/to/python3.12")
 
 
 def _set_up(wanted: list[str]) -> None:
@@ -273,7 +273,7 @@ def _make_environment() -> None:
     if made.returncode:
         said = made.stdout + made.stderr
         hint = f"sudo apt install python3.{sys.version_info[1]}-venv" if "ensurepip" in said else "see the lines above"
-        raise SetUpError(f".venv cannot be made\n{said.strip()}\nfix:   {hint}")
+        raise SetUpError(f".venv cannot be made\n{said.strip()}\nmend:  {hint}")
     STAMP.unlink(missing_ok=True)
     LOG.write_text("")
     if shared and sys.prefix != sys.base_prefix:  # this Python is itself an environment (rocm/pytorch's /opt/venv)
@@ -303,7 +303,7 @@ def _write_pin() -> None:
     )
     found = subprocess.run([str(PYTHON), "-c", script], capture_output=True, text=True, check=True).stdout
     if "torch==" not in found:
-        raise SetUpError(f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nfix:   make clean-venv setup")
+        raise SetUpError(f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nmend:  make clean-venv setup")
     PIN.write_text("# Chosen by scripts/setup.py for the GPU of this machine; pip refuses to replace it.\n" + found)
 
 
@@ -338,7 +338,7 @@ def _pip(words: list[str]) -> None:
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         fix = "read the lines above; the same command goes on where it stopped"
-        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nfix:   {fix}")
+        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nmend:  {fix}")
 
 
 if __name__ == "__main__":

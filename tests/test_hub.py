@@ -36,7 +36,7 @@ from bloomery.core.errors import UserError
 try:
     print(getattr(hub, sys.argv[1])(*sys.argv[2:]))
 except UserError as error:
-    print(error.problem, error.fix, sep="\\n", file=sys.stderr)
+    print(error.problem, error.remedy, sep="\\n", file=sys.stderr)
     sys.exit(1)
 """
 
@@ -175,7 +175,7 @@ for name, word in json.loads(sys.argv[1]):
     try:
         print(json.dumps(["nothing is refused", getattr(hub, name)(word)], default=str))
     except UserError as error:
-        print(json.dumps([error.problem, error.fix]))
+        print(json.dumps([error.problem, error.remedy]))
 """
 
 
@@ -243,7 +243,8 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
     from bloomery.recipe.load import load_recipe
 
     monkeypatch.chdir(tmp_path)
-    words = ["model.from=org/model", "tokenizer.from=org/words", "objective.kind=distil", "objective.teacher=org/large",
+    words = ["model.from=org/model", "tokenizer.from=org/words", "objective.kind=distill",
+        "objective.teacher=org/large",
              "data.path=hub:org/rows", "data.glob=*.parquet", "data.validation=hub:org/held"]  # fmt: skip
     (tmp_path / "r.yaml").write_text("model: {from: a/b}")
     recipe = load_recipe("r.yaml", words).recipe

@@ -78,7 +78,8 @@ def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
 
 
 def test_a_base_is_asked_in_tokens_that_the_run_has_added(tmp_path):
-    plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"), 'tokenizer.add_tokens=["<q>"]')
+    plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"),
+        'tokenizer.additional_special_tokens=["<q>"]')
     assert [one.question[:6] for one in compare_answers(plan, checkpoints, 1)] == ["return"] * 4
 
 

@@ -83,12 +83,13 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     profile = build_profile(machine)
     config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
     compiled = recipe.train.compile if compiled is None else compiled
-    micro, length = recipe.train.micro_batch, recipe.data.sequence_length
+    micro, length = recipe.train.micro_batch_size, recipe.data.sequence_length
     mode = "none" if recipe.train.activation_checkpointing == "auto" else recipe.train.activation_checkpointing
     tokens = micro * length
     expandable = any("expandable_segments:True" in value for value in profile.environment.value.values())
     load = StepShape(
-        config=config, sequence_length=length, micro_batch=micro, precision=precision, optimizer=recipe.optimizer.kind,
+        config=config, sequence_length=length, micro_batch_size=micro, precision=precision,
+        optimizer=recipe.optimizer.kind,
         attention="math" if program["attention"] == "math" else "sdpa",
         checkpointing=mode, compiled=bool(compiled),
         score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
@@ -102,7 +103,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     devices = row["gpus"] * nodes
     fabric = fabric_of(profile.gpu, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
     split = Split(shard=devices) if row["layout"] == "fsdp" else Split(replicate=devices)
-    rows = recipe.train.tokens_per_step // length // devices
+    rows = recipe.tokens_per_step // length // devices
     operators = program.get("checkpointing") == "operators"
     again = OPERATORS if operators else recompute(load)
     loss = {"fused": "kept", "plain": "plain", "chunked": "chunked"}[program["loss"]]
@@ -110,7 +111,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
         step=load, sequences_per_step=rows * devices, fabric=fabric, rate=rate,
         vendor=profile.arch.vendor, limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
     )  # fmt: skip
-    work = work_of(load, tokens=rows * length, again=again, loss=loss, clips=recipe.train.clip is not None)
+    work = work_of(load, tokens=rows * length, again=again, loss=loss, clips=recipe.train.max_grad_norm is not None)
     return Asked(recipe, load, job, split, rows, work, operators, program["loss"])
 
 
@@ -148,7 +149,7 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     load, config, shard = one.load, one.load.config, one.split.shard
     peak = max((their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total)
     parts = tensors_at(load, peak)
-    if not load.mode.in_backward:
+    if not load.mode.fused_backward:
         parts["gradients"] = learning_bytes(config, load.mode, load.precision)
     for name in parts.keys() & {"weights", "gradients", "optimizer", "adapter"}:
         parts[name] /= shard

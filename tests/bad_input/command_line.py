@@ -17,9 +17,9 @@ MODEL = """{family: llama, hidden_size: 16, intermediate_size: 32, num_layers: 1
 RECIPE = f"""
 model: {MODEL}
 tokenizer: {{train: {{kind: bpe, vocab_size: 300}}}}
-data: {{path: text, sequence_length: 32, validation: 20%, workers: 1}}
+data: {{path: text, sequence_length: 32, validation: 20%, num_proc: 1}}
 optimizer: {{warmup: 1 steps}}
-train: {{length: 6 steps, tokens_per_step: 64, micro_batch: 2, precision: float32, compile: false}}
+train: {{max_steps: 6, tokens_per_step: 64, micro_batch_size: 2, precision: float32, compile: false}}
 checkpoint: {{every: 2 steps, keep: 2}}
 eval: {{every: 3 steps}}
 """
@@ -72,7 +72,7 @@ def assert_clear(result: Result, *, code: int = 1, mentions: Sequence[str] = (),
     error = result.err[result.err.find("error: ") :]
     assert error.startswith("error: "), shown
     assert len(error.splitlines()) <= lines, shown
-    assert re.search(r"^fix:   \S", error, re.MULTILINE), shown
+    assert re.search(r"^mend:  \S", error, re.MULTILINE), shown
     assert max(map(len, error.splitlines())) < 600, shown
     for word in mentions:
         assert word in error, f"{word!r} is not in\n{shown}"

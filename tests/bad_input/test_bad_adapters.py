@@ -157,12 +157,12 @@ def test_an_adapter_is_no_model_to_start_from_or_to_copy(adapter):
 
 
 RECIPES = {
-    "a misspelt target": ("{kind: lora, targets: [q_porj]}", "q_proj"),
-    "a layer that is none": ("{kind: dora, targets: ['model.layers.9.*.q_proj']}", "layers 0 to 0"),
-    "the head": ("{kind: lora, targets: [lm_head]}", "train_also"),
-    "no target": ("{kind: lora, targets: []}", "adapter.targets"),
-    "nothing to train": ("{kind: lora, train_also: [lm_haed]}", "lm_head"),
-    "both": ("{kind: lora, train_also: [q_proj]}", "one of the two"),
+    "a misspelt target": ("{kind: lora, target_modules: [q_porj]}", "q_proj"),
+    "a layer that is none": ("{kind: dora, target_modules: ['model.layers.9.*.q_proj']}", "layers 0 to 0"),
+    "the head": ("{kind: lora, target_modules: [lm_head]}", "modules_to_save"),
+    "no target": ("{kind: lora, target_modules: []}", "adapter.target_modules"),
+    "nothing to train": ("{kind: lora, modules_to_save: [lm_haed]}", "lm_head"),
+    "both": ("{kind: lora, modules_to_save: [q_proj]}", "one of the two"),
     "more than there is": ("{kind: lora, init: pissa, rank: 64}", "singular values"),
 }
 

@@ -122,7 +122,7 @@ def test_weights(model, case):
 def pretrained(model, **sections):
     """A recipe that trains on from the model's folder."""
     words = {"model": {"from": "model"}, "data": {"path": "text", "sequence_length": 32},
-             "train": {"length": "2 steps", "tokens_per_step": 64}, **sections}  # fmt: skip
+             "train": {"max_steps": 2, "tokens_per_step": 64}, **sections}  # fmt: skip
     (model.parent / "pretrained.yaml").write_text(json.dumps(words))
     (model.parent / "text").mkdir()
     (model.parent / "text/some.txt").write_text("the cat sat on the mat. " * 50)

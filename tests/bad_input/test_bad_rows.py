@@ -21,7 +21,7 @@ CASES = {
     "text for kto": ("kto", [{"text": "words"}], [], ["plain text", "marked as desirable"]),
     "one prompt for kto": ("kto", [MARK] * 9, [], ["every row has the same prompt"]),
     "a pair after conversations": ("sft", [TALK] * 9 + [PAIR], [], ["rows.jsonl:10", "messages"]),
-    "a fixed layout for pairs": ("dpo", [PAIR], ["data.layout=fixed"], ["data.layout=packed"]),
+    "a fixed layout for pairs": ("dpo", [PAIR], ["data.document_masking=false"], ["data.packing=true"]),
     "a role that is none": ("sft", [TALK], ["data.columns={mesages: talk}"], ["mesages", "messages"]),
     "a column that is not there": ("sft", [TALK], ["data.format=messages", "data.columns={messages: talk}"],
                                    ["has no column 'talk'", "data.columns"]),
@@ -34,7 +34,7 @@ CASES = {
     "no template": ("sft", [TALK], ["data.chat.template="], ["the tokenizer has no chat template", "chatml"]),
     "a template that fails": ("sft", [TALK] * 9, ["data.chat.template='{{ 1 / 0 }}'"], ["division by zero"]),
     "a template that fails in every process": (
-        "sft", [TALK] * 9, ["data.chat.template='{{ 1 / 0 }}'", "data.workers=2"],
+        "sft", [TALK] * 9, ["data.chat.template='{{ 1 / 0 }}'", "data.num_proc=2"],
         ["division by zero", "data.chat.template"]),
     "questions of the library for pairs": ("dpo", [], ["data.path=", "data.builtin=stdlib-chat"], ["conversations"]),
     "the library's code for kto": ("kto", [], ["data.path=", "data.builtin=stdlib-code"], ["plain text"]),

@@ -54,7 +54,7 @@ def test_prepared_text_that_is_cut_or_another_one_is_noticed_before_the_first_st
 
 def test_a_refused_resume_leaves_the_recipe_as_it_was(stopped):
     before = snapshot(stopped.run)
-    assert_clear(here("resume", "one", "train.length=3 steps"), mentions=["train.length"])
+    assert_clear(here("resume", "one", "train.max_steps=3"), mentions=["train.max_steps"])
     assert snapshot(stopped.run) == before
 
 
@@ -100,7 +100,7 @@ def test_a_folder_where_a_file_should_be(stopped):
 def test_two_at_once_and_a_moved_folder_with_an_odd_name(stopped):
     odd = stopped.folder / "; rm -rf $HOME é\n<b>"
     stopped.run.rename(odd)
-    words = [*python(), "resume", str(odd), "eval.every=1 steps", "train.length=300 steps"]
+    words = [*python(), "resume", str(odd), "eval.every=1 steps", "train.max_steps=300"]
     with subprocess.Popen(words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
         try:
             wait_for(lambda: (odd / "lock").stat().st_size > 0 or first.poll() is not None)
@@ -137,7 +137,7 @@ SAMPLE = "start of the trainer"
 )
 def test_ctrl_c(workshop, moment):
     run = workshop / "runs/one"
-    words = [*python(), *TRAIN, "train.length=3000 steps" if moment == "evaluation" else "train.length=3 steps"]
+    words = [*python(), *TRAIN, "train.max_steps=3000" if moment == "evaluation" else "train.max_steps=3"]
     with subprocess.Popen(words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
         try:
             wait_for(lambda: ((run / "events.jsonl").exists() and MOMENTS[moment](run)) or child.poll() is not None)
@@ -195,7 +195,7 @@ def test_a_file_size_limit_while_preparing(workshop):
 
 
 def test_weights_that_overflow_are_never_saved(workshop):
-    words = (*TRAIN, "optimizer.learning_rate=1e308", "train.length=2 steps", "optimizer.warmup=0 steps")
+    words = (*TRAIN, "optimizer.learning_rate=1e308", "train.max_steps=2", "optimizer.warmup=0 steps")
     assert_clear(here(*words), mentions=["finite", "optimizer.learning_rate"])
     assert not list((workshop / "runs/one").glob("checkpoints/step-*"))
 
@@ -219,11 +219,11 @@ def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
     assert '"failed: RuntimeError' in (workshop / "runs/one/events.jsonl").read_text()
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
-    done = here("resume", "one", "train.length=1 steps")
+    done = here("resume", "one", "train.max_steps=1")
     assert done.code == 0, done.err
     shown = here("report", "one")
     refused = [here("plan", word) for word in (CANARY, f"tiny.yaml {CANARY}=1")]
-    refused += [here("plan", "tiny.yaml", word) for word in (CANARY, f"{CANARY}=1", f"eval.prompts=[{CANARY}]")]
+    refused += [here("plan", "tiny.yaml", word) for word in (CANARY, f"{CANARY}=1", f"sample.prompts=[{CANARY}]")]
     screens = "".join(each.out + each.err for each in (crashed, done, shown, *refused))
     files = b"".join(path.read_bytes() for path in workshop.rglob("*") if path.is_file())
     for value in secret.values():
@@ -298,7 +298,7 @@ def test_a_working_folder_that_was_deleted(tmp_path):
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
     assert done.returncode == 1
-    assert "the working folder was deleted" in done.stderr and "fix:" in done.stderr
+    assert "the working folder was deleted" in done.stderr and "mend:" in done.stderr
 
 
 def test_the_fixture_is_a_run_with_its_tokenizer(trained):

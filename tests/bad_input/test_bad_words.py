@@ -36,18 +36,18 @@ ODD = {
     "a run without a name": (("resume", ""), 2, "there is no run ''"),
     "a model of no name": (("eval", "", "--data", "text"), 2, "there is no run ''"),
     "data of nobody": (("train", "tiny.yaml", "data.path=~nobodyhere/x"), 1, "~nobodyhere/x"),
-    "a claim of ages": (("plan", "tiny.yaml", "expect.duration=1e308"), 2, "expect.duration"),
-    "a length of ages": (("plan", "tiny.yaml", "train.length=1e300 epochs"), 2, "is not a length"),
+    "a claim of ages": (("plan", "tiny.yaml", "claims.duration=1e308"), 2, "claims.duration"),
+    "a length of ages": (("plan", "tiny.yaml", "train.epochs=1e300"), 2, "is not a length"),
     "a step of everything": (("plan", "tiny.yaml", "train.tokens_per_step=1e300"), 2, "is not a count"),
     "rows of one token": (("plan", "tiny.yaml", "data.sequence_length=1"), 2, "must be at least 2"),
     "a key in the depths": (("plan", "tiny.yaml", ".".join(["a"] * 1000) + "=1"), 2, "more than 32 levels"),
     "a name with a token": (("plan", "tiny.yaml", f"name=run_hf_{TOKEN}ABCDEFGHIJ"), 2, "an access token"),
     "a hook with a token": (
-        ("plan", "tiny.yaml", f"monitor.to=[{{command: 'curl -H \"Authorization: Bearer hf_{TOKEN}\" x.org'}}]"),
+        ("plan", "tiny.yaml", f"logging.trackers=[{{command: 'curl -H \"Authorization: Bearer hf_{TOKEN}\" x.org'}}]"),
         2, "an access token",
     ),
     "a hook with a password": (
-        ("plan", "tiny.yaml", "monitor.to=[{command: curl -d api_key=abcdef123 x.org}]"), 2, "an access token",
+        ("plan", "tiny.yaml", "logging.trackers=[{command: curl -d api_key=abcdef123 x.org}]"), 2, "an access token",
     ),
 }  # fmt: skip
 

@@ -163,16 +163,16 @@ class TestModelAndData:
         assert loaded.recipe.adapter.kind == ("none" if kind == "pretrain" else "lora")
 
     def test_what_is_printed_is_what_is_planned_and_named_again(self, workshop, model):
-        result, _ = self.made(model, "qa.jsonl", "train.length=2 epochs", verb=("plan",))
+        result, _ = self.made(model, "qa.jsonl", "train.epochs=2", verb=("plan",))
         told = " ".join(result.out.replace("\\\n", " ").split())
-        assert f"bloomery train --model {model} --data qa.jsonl 'train.length=2 epochs'" in told
+        assert f"bloomery train --model {model} --data qa.jsonl 'train.epochs=2'" in told
         assert "bloomery bench --model" not in told
         first, again = json.loads(self.made(model)[0].out), json.loads(here("plan", "--json", "made.yaml").out)
         assert [first[key] for key in ("steps", "tokens")] == [again[key] for key in ("steps", "tokens")]
         assert first["memory"]["parts"] == again["memory"]["parts"]
 
     def test_an_override_may_come_first(self, workshop, model):
-        result = here("plan", "train.length=4 steps", "--json", "--model", str(model), "--data", "qa.jsonl")
+        result = here("plan", "train.max_steps=4", "--json", "--model", str(model), "--data", "qa.jsonl")
         assert json.loads(result.out)["steps"] == 4
 
     def test_beside_a_recipe_they_are_overrides(self, workshop, model):

@@ -20,8 +20,10 @@ VERBS = (("plan",), ("train", "--dry-run"), ("prepare", "--check"), ("train",))
 
 def recipe(folder, rows, **sections):
     """Written as recipe.yaml, with rows in rows.jsonl, beside the model."""
-    words = {"model": {"from": "model"}, "data": {"path": "rows.jsonl", "sequence_length": 32, "workers": 0},
-             "train": {"length": "2 steps", "tokens_per_step": 64}}  # fmt: skip
+    words = {"model": {"from": "model"}, "data": {"path": "rows.jsonl", "sequence_length": 32, "num_proc": 0},
+             "train": {"max_steps": 2, "tokens_per_step": 64}}  # fmt: skip
+    if "epochs" in sections.get("train", {}):
+        del words["train"]["max_steps"]
     for name, section in sections.items():
         words[name] = words.get(name, {}) | section
     (folder.parent / "recipe.yaml").write_text(json.dumps(words))
@@ -68,7 +70,8 @@ DATA = {
     "tokens that no tokenizer made": (
         [{"input_ids": [5, 6]}], {"tokenizer": {"train": {"vocab_size": 300}}}, "tokenizer.from"),
     "tokens beyond the vocabulary": ([{"input_ids": [5, 10**6]}], {}, "1,000,000"),
-    "pairs in a fixed layout": ([PAIR], {"objective": {"kind": "dpo"}, "data": {"layout": "fixed"}}, "data.layout"),
+    "pairs in a fixed layout": ([PAIR], {"objective": {"kind": "dpo"}, "data": {"document_masking": False}},
+        "data.layout"),
     "a validation file that is not there": ([TEXT], {"data": {"validation": "held.jsonl"}}, "held.jsonl"),
     "a tokenizer without room for bytes": ([TEXT], {"tokenizer": {"train": {"vocab_size": 100}}}, "vocab_size"),
     "a tokenizer that is not there": ([TEXT], {"tokenizer": {"from": "/nowhere/at/all"}}, "/nowhere/at/all"),
@@ -108,7 +111,8 @@ def test_settings_of_peft(model, case):
 
 
 def test_keys_of_several_devices(model):
-    for parallel, word in (({"schedule": "banana"}, "parallel.schedule"), ({"microbatches": 4}, "microbatches")):
+    for parallel, word in (({"schedule": "banana"}, "parallel.pipeline_schedule"),
+        ({"pipeline_microbatches": 4}, "microbatches")):
         recipe(model, [TEXT], parallel=parallel)
         refused_alike(model, [word], code=2)
 
@@ -143,7 +147,7 @@ def test_weights_of_a_teacher(model):
     for file in model.iterdir():
         (model.parent / "student" / file.name).write_bytes(file.read_bytes())
     truncated(model)
-    recipe(model, [TURNS], model={"from": "student"}, objective={"kind": "distil", "teacher": "model"},
+    recipe(model, [TURNS], model={"from": "student"}, objective={"kind": "distill", "teacher": "model"},
            data={"chat": {"template": "chatml"}})  # fmt: skip
     refused_alike(model, ["model.safetensors"])
 
@@ -180,14 +184,14 @@ def test_a_new_model_takes_its_vocabulary_from_a_tokenizer_before_its_text_is_pr
 
 def test_text_that_fills_no_step_by_its_size_alone_is_not_refused(model):
     """A guess from bytes cannot know how many padded rows there are."""
-    recipe(model, [{"text": "cat"}], data={"layout": "padded"}, train={"length": "1 epochs", "tokens_per_step": 512})
+    recipe(model, [{"text": "cat"}], data={"packing": False}, train={"epochs": 1, "tokens_per_step": 512})
     assert here("plan", "recipe.yaml").code == 0
 
 
 def test_a_good_recipe_is_refused_nowhere(model):
     for rows, sections in (
         ([TEXT], {"adapter": {**PEFT, "r": 2}}),
-        ([TEXT], {"adapter": {**ADALORA, "init_r": 4, "target_r": 2}, "train": {"length": "20 steps"}}),
+        ([TEXT], {"adapter": {**ADALORA, "init_r": 4, "target_r": 2}, "train": {"max_steps": 20}}),
         ([TEXT], {"adapter": {"kind": "peft", "method": "oft", "oft_block_size": 8}}),
         ([PAIR], {"objective": {"kind": "dpo"}}),
         ([{"prompt": "who sat", "completion": "the cat"}], {"objective": {"kind": "sft"}}),

@@ -8,7 +8,7 @@ TINY = """
 model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
 tokenizer: {train: {vocab_size: 512}}
 data: {builtin: stdlib-code, sequence_length: 128}
-train: {length: 100 steps, tokens_per_step: 2048, compile: false}
+train: {max_steps: 100, tokens_per_step: 2048, compile: false}
 """
 
 

@@ -22,7 +22,7 @@ TINY = """
 model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
 tokenizer: {train: {vocab_size: 512}}
 data: {builtin: stdlib-code, sequence_length: 128}
-train: {length: 100 steps, tokens_per_step: 512, compile: false}
+train: {max_steps: 100, tokens_per_step: 512, compile: false}
 """
 
 
@@ -45,7 +45,7 @@ def bench(*words: str):
 
 @pytest.mark.soak
 def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
-    result = bench("--export", "card.json", "--author", "Ada L.")
+    result = bench("--card", "card.json", "--giver", "Ada L.")
     assert result.return_value == 0
     text = result.stdout
     for words in (
@@ -59,10 +59,9 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
         assert words in text
     assert max(len(line) for line in text.splitlines()) <= 100
     card = json.loads(Path("card.json").read_text())
-    assert (
-        card["contributor"] == "Ada L." and card["model"]["hidden_size"] == 64 and card["points"][0]["micro_batch"] == 4
-    )
-    assert {point["micro_batch"] for point in card["points"]} == {1, 2, 4}
+    assert card["contributor"] == "Ada L." and card["model"]["hidden_size"] == 64
+    assert card["points"][0]["micro_batch_size"] == 4
+    assert {point["micro_batch_size"] for point in card["points"]} == {1, 2, 4}
     for secret in (platform.node(), str(Path.home()), str(here), "tiny"):
         assert not secret or secret not in Path("card.json").read_text()
     assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"] == "this machine"
@@ -70,13 +69,13 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
 
 
 def test_json_of_a_sweep(here):
-    result = bench("--sweep", "train.micro_batch=2,3", "--json", "--export", "card.json", "--author", "Ada L.")
+    result = bench("--sweep", "train.micro_batch_size=2,3", "--json", "--card", "card.json", "--giver", "Ada L.")
     told = json.loads(result.stdout)
     assert set(told) == {"largest_micro_batch", "trials", "points", "verdict"}
     assert told["largest_micro_batch"] is None and told["trials"] == []
     planned, two, three = told["points"]
     assert planned["overrides"] == [] and planned["outcome"] == "ok"
-    assert two["overrides"] == ["train.micro_batch=2"] and two["micro_batch"] == 2
+    assert two["overrides"] == ["train.micro_batch_size=2"] and two["micro_batch_size"] == 2
     assert two["tokens_per_second"] == pytest.approx(512 / two["step_seconds"])
     assert set(two["plan"]["tokens_per_second"] or {"value", "low", "high", "from"}) == {"value", "low", "high", "from"}
     assert three["outcome"] == "refused" and three["plan"] is None
@@ -84,16 +83,16 @@ def test_json_of_a_sweep(here):
     assert "as planned" in result.stderr
     card = json.loads(Path("card.json").read_text())
     assert card["contributor"] == "Ada L." and card["model"]["hidden_size"] == 64
-    assert {point["micro_batch"] for point in card["points"]} == {2, planned["micro_batch"]}
+    assert {point["micro_batch_size"] for point in card["points"]} == {2, planned["micro_batch_size"]}
     assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"] == "this machine"
 
 
 def test_a_limit_leaves_out_what_there_is_no_time_for(here):
-    result = bench("--limit", "1s", "--sweep", "train.micro_batch=1,2")
+    result = bench("--limit", "1s", "--sweep", "train.micro_batch_size=1,2")
     assert result.return_value == 0
     lines = result.stdout.splitlines()
     assert any(line.startswith("as planned") for line in lines)
-    assert "left out  train.micro_batch=1; train.micro_batch=2: the time was up" in lines
+    assert "left out  train.micro_batch_size=1; train.micro_batch_size=2: the time was up" in lines
 
 
 @pytest.mark.parametrize("limit", ["10", "3 epochs", "soon", "0s", "-1m"])
@@ -105,8 +104,8 @@ def test_a_limit_is_a_time(here, limit):
 @pytest.mark.parametrize("contributor", ["", "<b>x</b>", "a" * 61])
 def test_a_giver_is_a_name(here, contributor):
     with pytest.raises(UserError) as caught:
-        bench("--author", contributor)
-    assert caught.value.where == "--author"
+        bench("--giver", contributor)
+    assert caught.value.where == "--giver"
 
 
 def test_ctrl_c_leaves_nothing_behind(here):

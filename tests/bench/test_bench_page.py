@@ -14,7 +14,7 @@ RECIPE = """
 model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}
 tokenizer: {train: {vocab_size: 512}}
 data: {builtin: stdlib-code, sequence_length: 128}
-train: {length: 100 steps, tokens_per_step: 1024}
+train: {max_steps: 100, tokens_per_step: 1024}
 """
 
 
@@ -62,9 +62,9 @@ def test_ratios_are_measured_over_planned(row):
 
 
 def test_long_names_of_settings_have_a_line_of_their_own(row):
-    words = ("train.micro_batch=16", "train.precision=float32", "adapter.kind=none")
+    words = ("train.micro_batch_size=16", "train.precision=float32", "adapter.kind=none")
     above, below = line(replace(row, words=words)).split("\n")
-    assert above == "micro_batch=16, precision=float32, adapter.kind=none" and below.split()[0] == "1,024"
+    assert above == "micro_batch_size=16, precision=float32, adapter.kind=none" and below.split()[0] == "1,024"
     refused = line(Row(words=words, plan=None, outcome="refused", said="no"))
     assert refused.split("\n")[1].strip() == "refused: no"
 

@@ -31,7 +31,7 @@ def silent(phase: str) -> None:
 
 def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
     phases: list[str] = []
-    row = bench().point("train.micro_batch=4", on_phase=phases.append)
+    row = bench().point("train.micro_batch_size=4", on_phase=phases.append)
     assert row.outcome == "ok", row.said
     assert row.plan is not None and row.plan.train.accumulation == 4
     assert row.tokens_per_second == pytest.approx(2048 / row.step_seconds)
@@ -42,7 +42,8 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
 
 def test_memory_that_runs_out_is_a_row(bench):
     """The planned limit becomes the process's own: 128 rows of this model need well over half a GiB."""
-    row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point("train.micro_batch=128", on_phase=silent)
+    row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point("train.micro_batch_size=128",
+        on_phase=silent)
     assert row.outcome == "memory" and row.said, row
     assert row.tokens_per_second is None
 
@@ -53,8 +54,8 @@ def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
     rows: list[Row] = []
     found = search(lambda number: bounded.trial(number, on_phase=silent), most=32, on_row=rows.append)
     assert found.bound == "memory" and 4 <= found.rows < 32
-    assert {row.micro_batch for row in rows if row.outcome == "ok"} >= {1, 2, 4, found.rows}
-    assert min(row.micro_batch for row in rows if row.outcome == "memory") > found.rows
+    assert {row.micro_batch_size for row in rows if row.outcome == "ok"} >= {1, 2, 4, found.rows}
+    assert min(row.micro_batch_size for row in rows if row.outcome == "memory") > found.rows
     assert 32 % found.usable == 0
 
 
@@ -79,7 +80,7 @@ def test_a_child_that_dies_is_a_row_that_says_so(bench, monkeypatch, fault, outc
 
 
 def test_what_the_recipe_refuses_is_a_row_that_says_why(bench):
-    row = bench().point("train.micro_batch=5", on_phase=silent)
+    row = bench().point("train.micro_batch_size=5", on_phase=silent)
     assert (row.outcome, row.plan) == ("refused", None) and "micro-batches of 5" in row.said
 
 
@@ -87,7 +88,7 @@ def trial_of(bench, capacity: int, seconds: float = 0.1):
     plan = bench().plan()
 
     def trial(rows: int) -> Row:
-        train = plan.train.model_copy(update={"micro_batch": rows, "accumulation": 1})
+        train = plan.train.model_copy(update={"micro_batch_size": rows, "accumulation": 1})
         own = plan.model_copy(update={"train": train})
         if rows > capacity:
             return Row(words=(), plan=own, outcome="memory", said="full")
@@ -111,13 +112,13 @@ def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
     tried: list[Row] = []
     found = search(trial_of(bench, 1000, seconds=3.0), most=256, on_row=tried.append, slowest=30.0)
     assert (found.rows, found.bound) == (8, "time")
-    assert [row.micro_batch for row in tried] == [1, 2, 4, 8]
+    assert [row.micro_batch_size for row in tried] == [1, 2, 4, 8]
 
 
 def test_the_search_ends_with_its_time(bench):
     tried: list[Row] = []
     found = search(trial_of(bench, 1000), most=256, on_row=tried.append, slowest=1e9, time_left=lambda: len(tried) < 3)
-    assert (found.rows, found.bound, [row.micro_batch for row in tried]) == (4, "time", [1, 2, 4])
+    assert (found.rows, found.bound, [row.micro_batch_size for row in tried]) == (4, "time", [1, 2, 4])
 
 
 def test_a_round_that_took_far_too_long_is_the_only_one(monkeypatch):
@@ -146,7 +147,7 @@ def test_a_step_of_many_micro_batches_is_made_of_two(monkeypatch):
 
 
 def test_the_longest_batches_are_whole_rows_that_are_learned_everywhere(bench):
-    plan = bench().plan("train.micro_batch=4")
+    plan = bench().plan("train.micro_batch_size=4")
     one, two = longest_batches(plan, 2)
     assert one.tokens.shape == (4, 128) and one.weights.min() == 1 and one.documents.max() == 0
     assert torch.equal(one.tokens[:, 1:], one.labels[:, :-1])
@@ -163,10 +164,10 @@ def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(bench, 
         return Row(words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0)
 
     monkeypatch.setattr(measuring, "run", measured)
-    long = bench("train.compile=auto", "train.length=400000 steps")
+    long = bench("train.compile=auto", "train.max_steps=400000")
     assert long.plan().train.compile
-    time_compiling(bench("train.compile=auto", "train.length=20 steps").plan(), long.machine)
-    time_compiling(bench("train.compile=false", "train.length=400000 steps").plan(), long.machine)
+    time_compiling(bench("train.compile=auto", "train.max_steps=20").plan(), long.machine)
+    time_compiling(bench("train.compile=false", "train.max_steps=400000").plan(), long.machine)
     assert capsys.readouterr().err == ""
     time_compiling(long.plan(), long.machine)
     assert "compiled 2.00 s, uncompiled 1.60 s" in capsys.readouterr().err

@@ -21,16 +21,17 @@ def test_commas_inside_brackets_and_quotes_stay(text, parts):
 
 
 def test_all_combinations_in_the_order_of_the_words():
-    assert points(["train.micro_batch=4,8", "train.compile=true,false"]) == [
-        ("train.micro_batch=4", "train.compile=true"),
-        ("train.micro_batch=4", "train.compile=false"),
-        ("train.micro_batch=8", "train.compile=true"),
-        ("train.micro_batch=8", "train.compile=false"),
+    assert points(["train.micro_batch_size=4,8", "train.compile=true,false"]) == [
+        ("train.micro_batch_size=4", "train.compile=true"),
+        ("train.micro_batch_size=4", "train.compile=false"),
+        ("train.micro_batch_size=8", "train.compile=true"),
+        ("train.micro_batch_size=8", "train.compile=false"),
     ]
 
 
 @pytest.mark.parametrize(
-    "word", ["train.micro_batch", "micro_batch=4", "train.micro_batch=", "=4", "train.micro_batch=,"]
+    "word", ["train.micro_batch_size", "micro_batch_size=4", "train.micro_batch_size=", "=4",
+        "train.micro_batch_size=,"]
 )
 def test_what_is_no_sweep_is_refused(word):
     with pytest.raises(UserError) as caught:
@@ -40,7 +41,7 @@ def test_what_is_no_sweep_is_refused(word):
 
 def test_a_key_is_swept_once_and_the_whole_stays_payable():
     with pytest.raises(UserError, match="twice"):
-        points(["train.micro_batch=4", "train.micro_batch=8"])
+        points(["train.micro_batch_size=4", "train.micro_batch_size=8"])
     values = ",".join(map(str, range(MOST_POINTS + 1)))
     with pytest.raises(UserError, match=str(MOST_POINTS + 1)):
         points([f"train.seed={values}"])
@@ -48,12 +49,13 @@ def test_a_key_is_swept_once_and_the_whole_stays_payable():
 
 def test_without_a_sweep_one_thing_at_a_time_is_measured(bench):
     plan, machine = bench().plan(), bench().machine
-    found = usual_points(plan, machine, largest=4 * plan.train.micro_batch)
+    found = usual_points(plan, machine, largest=4 * plan.train.micro_batch_size)
     assert found[0] == ()
-    assert found[1] == (f"train.micro_batch={4 * plan.train.micro_batch}",)
+    assert found[1] == (f"train.micro_batch_size={4 * plan.train.micro_batch_size}",)
     assert all(len(words) == 1 for words in found[1:])
     assert ("train.attention=per_document",) in found
-    assert usual_points(plan, machine, largest=plan.train.micro_batch)[1] == ("train.activation_checkpointing=full",)
+    largest = plan.train.micro_batch_size
+    assert usual_points(plan, machine, largest=largest)[1] == ("train.activation_checkpointing=full",)
 
 
 @pytest.mark.parametrize(

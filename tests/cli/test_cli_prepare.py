@@ -14,7 +14,7 @@ from bloomery.train.sealed import seal
 RECIPE = """
 model: {preset: go-coder-tiny}
 tokenizer: {train: {vocab_size: 50000}}
-data: {path: text, sequence_length: 32, validation: 20%, layout: padded}
+data: {path: text, sequence_length: 32, validation: 20%, packing: false}
 """
 
 
@@ -147,7 +147,7 @@ def test_tokenizer_is_trained_once_and_inspected(workshop):
 
 def test_mistakes_are_sentences(workshop):
     with pytest.raises(UserError, match="less than one sequence"):
-        typed("prepare", "small.yaml", "data.layout=packed", "data.sequence_length=100000")
+        typed("prepare", "small.yaml", "data.packing=true", "data.sequence_length=100000")
     with pytest.raises(UserError, match="holds neither"):
         typed("tokenizer", "inspect", "text", "--text", "a")
     with pytest.raises(UserError, match="there is no run 'lost'"):

@@ -30,7 +30,7 @@ FLAGS = {
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check", "--model", "--data"},
     "plan": {"--model", "--data", "--gpu", "--gpus", "--nodes", "--simulate", "--json"},
-    "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
+    "bench": {"--sweep", "--card", "--json", "--giver", "--limit"},
     "train": {
         "--model", "--data", "--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps",
         "--train-epochs", "--log-peak-memory", "--models-dir", "--model-name", "--dataset-config", "--dataset-proj",
@@ -56,30 +56,33 @@ FLAGS = {
 }  # fmt: skip
 DEFAULTS = {
     "optimizer": {
-        "kind": "adamw", "learning_rate": 5e-4, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1,
-        "states": "float32", "paged": False, "offload": False, "in_backward": False, "stochastic_rounding": False,
+        "kind": "adamw", "learning_rate": 5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
+        "state_dtype": "float32", "paged": False, "offload": False, "fused_backward": False,
+        "stochastic_rounding": False,
         "schedule": "cosine",
     },
     "train": {
-        "tokens_per_step": "auto", "micro_batch": "auto", "precision": "auto", "compile": "auto", "attention": "auto",
-        "activation_checkpointing": "auto", "offload_activations": False, "clip": 1.0, "seed": 0,
+        "tokens_per_step": "auto", "micro_batch_size": "auto", "precision": "auto", "compile": "auto",
+        "attention": "auto",
+        "activation_checkpointing": "auto", "offload_activations": False, "max_grad_norm": 1.0, "seed": 0,
         "deterministic": "auto",
     },
     "parallel": {
-        "replicate": "auto", "shard": "auto", "tensor": 1, "context": 1, "pipeline": 1, "schedule": "1f1b",
-        "microbatches": "auto",
+        "replicate": "auto", "shard": "auto", "tensor": 1, "context": 1, "pipeline": 1, "pipeline_schedule": "1f1b",
+        "pipeline_microbatches": "auto",
     },
     "data": {
-        "sequence_length": 1024, "validation": "auto", "layout": "packed", "workers": "auto", "pin_memory": "auto",
+        "sequence_length": 1024, "validation": "auto", "packing": True, "num_proc": "auto", "pin_memory": "auto",
         "prefetch": "auto", "on_error": "stop",
     },
-    "eval": {"prompts": [], "max_tokens": 200, "temperature": 0.8, "top_p": 0.95, "stop_early": "none"},
-    "checkpoint": {"keep": 3, "asynchronous": "auto"},
-    "quantize": {"base": "none"},
+    "eval": {"early_stopping_patience": "none"}, "sample": {"prompts": [], "max_new_tokens": 200, "temperature": 0.8,
+        "top_p": 0.95},
+    "checkpoint": {"keep": 3, "async_save": "auto"},
+    "quantize": {"kind": "none"},
     "adapter": {"kind": "none"},
     "objective": {"kind": "pretrain"},
 }  # fmt: skip
-LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "monitor.every": "10 steps"}
+LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "logging.every": "10 steps"}
 EVENTS = {
     "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "DeviceStats", "Warned", "Recovered", "Resumed",
     "RunEnded",
@@ -93,9 +96,10 @@ TINY = """
 model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 1, num_heads: 2, max_positions: 64}
 tokenizer: {train: {vocab_size: 300}}
 data: {path: text, glob: "*.txt", sequence_length: 64, validation: 20%}
-train: {length: 3 steps, tokens_per_step: 128, compile: false}
+train: {max_steps: 3, tokens_per_step: 128, compile: false}
 checkpoint: {every: 2 steps}
-eval: {every: 2 steps, prompts: ["the"], max_tokens: 4}
+eval: {every: 2 steps}
+sample: {prompts: ["the"], max_new_tokens: 4}
 """
 
 
@@ -151,7 +155,7 @@ def test_keys_of_the_demo():
         (["plan", "go-coder-tiny", "objective.kind=ppo"], 2),
         (["plan", "go-coder-tiny", "model.preset=go-coder-huge"], 2),
         (["plan", "go-coder-tiny", "train.tokens_per_step=1000"], 2),
-        (["plan", "go-coder-tiny", "train.length=5%"], 2),
+        (["plan", "go-coder-tiny", "train.max_steps=5%"], 2),
         (["plan", "go-coder-tiny", "train.lenght=1 steps"], 2),
         (["train", "go-coder-tiny", "--dry-run", "-d", "93"], 2),
         (["train", "go-coder-tiny", "--dry-run", "-d", "0,1"], 2),
@@ -176,7 +180,7 @@ def workshop(tmp_path_factory) -> Path:
     for number in range(12):
         (folder / f"text/{number}.txt").write_text(" ".join(f"the cat {number} sat on mat {n}" for n in range(30)))
     (folder / "tiny.yaml").write_text(TINY)
-    command = [sys.executable, "-m", "bloomery", "train", "tiny.yaml", "monitor.to=[tensorboard]"]
+    command = [sys.executable, "-m", "bloomery", "train", "tiny.yaml", "logging.trackers=[tensorboard]"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
@@ -209,7 +213,7 @@ def test_every_step_has_its_event_before_its_checkpoint(workshop):
     assert all(set(line) >= STEP | {"event", "step", "time"} for line in steps)
     for saved in (at for at, line in enumerate(lines) if line["event"] == "Saved"):
         assert any(line["event"] == "StepDone" and line["step"] == lines[saved]["step"] for line in lines[:saved])
-    assert lines[-1]["event"] == "RunEnded" and lines[-1]["status"] == "done"
+    assert lines[-1]["event"] == "RunEnded" and lines[-1]["why"] == "done"
 
 
 def test_paths_are_absolute_in_the_plan_and_the_run_keeps_its_recipe(workshop):

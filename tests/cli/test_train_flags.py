@@ -8,16 +8,16 @@ from bloomery.cli.train import keys_of
 from bloomery.core.errors import UserError
 
 KEYS = {
-    ("--max-steps", "7"): "--max-steps -> train.length=7 steps",
-    ("--train-epochs", "2"): "--train-epochs -> train.length=2 epochs",
+    ("--max-steps", "7"): "--max-steps -> train.max_steps=7",
+    ("--train-epochs", "2"): "--train-epochs -> train.epochs=2",
     ("--model-name", "models/one"): "--model-name -> model.from=models/one",
     ("--models-dir", "models", "--model-name", "one"): "--models-dir, --model-name -> model.from=models/one",
     ("--dataset-proj", "texts"): "--dataset-proj -> data.path=texts",
     ("--dataset-config", "*.jsonl"): "--dataset-config -> data.glob=*.jsonl",
     ("--chat-template", "chatml"): "--chat-template -> data.chat.template=chatml",
     ("--gradient-checkpointing",): "--gradient-checkpointing -> train.activation_checkpointing=full",
-    ("--log-peak-memory",): "--log-peak-memory -> monitor.memory=true",
-    ("--safe-load",): "--safe-load -> model.safe_load=true",
+    ("--log-peak-memory",): "--log-peak-memory -> logging.memory=true",
+    ("--safe-load",): "--safe-load -> model.load_with=transformers",
 }
 
 

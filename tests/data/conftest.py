@@ -18,7 +18,7 @@ def recipe_of() -> Callable[..., LoadedRecipe]:
         whole = {
             "model": {"preset": "go-coder-tiny"},
             "tokenizer": tokenizer,
-            "data": {"sequence_length": 16, "workers": 0, **data},
+            "data": {"sequence_length": 16, "num_proc": 0, **data},
             "objective": {"kind": objective},
         }
         return LoadedRecipe(Recipe.model_validate(whole), "small")

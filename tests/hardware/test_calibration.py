@@ -19,7 +19,7 @@ from bloomery.hardware.specs.calibration import (
 )
 
 POINT = Point(
-    sequence_length=128, micro_batch=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
+    sequence_length=128, micro_batch_size=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
     activation_checkpointing="none", optimizer="adamw", tokens_per_second=1000.0, peak_gib=0.5,
 )  # fmt: skip
 RX = Accelerator(index=0, vendor="amd", name="AMD Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30)

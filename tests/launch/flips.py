@@ -29,12 +29,12 @@ from bloomery.runs.supervisor import Ending
 from bloomery.train.model_folder import find_model
 
 RECIPE = """
-data: {path: rows, sequence_length: 32, validation: 20%, prepared: prepared, workers: 0}
+data: {path: rows, sequence_length: 32, validation: 20%, prepared: prepared, num_proc: 0}
 optimizer: {warmup: 1 steps, learning_rate: 0.01}
-train: {length: 4 steps, tokens_per_step: 128, micro_batch: 2, precision: float32, compile: false}
-checkpoint: {every: 1 steps, keep: 2, asynchronous: false}
+train: {max_steps: 4, tokens_per_step: 128, micro_batch_size: 2, precision: float32, compile: false}
+checkpoint: {every: 1 steps, keep: 2, async_save: false}
 eval: {every: 2 steps}
-monitor: {every: 5 steps}
+logging: {every: 5 steps}
 """
 FRESH = """
 model: {family: llama, hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 2,

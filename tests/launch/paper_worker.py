@@ -19,15 +19,15 @@ REPORTED = {"memory": worker.MEMORY_FULL, "NaN": worker.DIVERGED}
 def facts_of(plan):
     train = plan.train
     return {"compile": train.compile, "attention": plan.model.attention, "precision": train.precision,
-            "rows": train.micro_batch, "checkpointing": train.activation_checkpointing,
-            "states": plan.optimizer.states, "rate": plan.optimizer.learning_rate}  # fmt: skip
+            "rows": train.micro_batch_size, "checkpointing": train.activation_checkpointing,
+            "state_dtype": plan.optimizer.state_dtype, "rate": plan.optimizer.learning_rate}  # fmt: skip
 
 
 def train(folder, report, *, resumed):
     plan, facts = read_plan(folder.plan), facts_of(read_plan(folder.plan))
     deaths = json.loads((folder.path.parent / "deaths.json").read_text())
     with EventLog(folder.events) as emit:
-        emit(Resumed(path="") if resumed else RunStarted(schema=2, version="", parameters=1, steps=plan.train.steps,
+        emit(Resumed(path="") if resumed else RunStarted(version="", parameters=1, steps=plan.train.steps,
                                                          attention=plan.model.attention, device="cpu"))  # fmt: skip
         for step in range(1, plan.train.steps + 1):
             for condition, number, how in deaths:

@@ -28,10 +28,10 @@ model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, nu
 tokenizer: {train: {kind: bpe, vocab_size: 300}}
 data: {path: text, glob: "*.txt", sequence_length: 64, validation: 20%}
 optimizer: {warmup: 3 steps}
-train: {length: 16 steps, tokens_per_step: 256, micro_batch: 2, precision: float32, compile: false}
-checkpoint: {every: 3 steps, keep: 2, asynchronous: true}
+train: {max_steps: 16, tokens_per_step: 256, micro_batch_size: 2, precision: float32, compile: false}
+checkpoint: {every: 3 steps, keep: 2, async_save: true}
 eval: {every: 10 steps}
-monitor: {every: 5 steps}
+logging: {every: 5 steps}
 """
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
 PATIENCE_SECONDS = 120.0
@@ -39,14 +39,14 @@ CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdir
 ADAPTED = """
 model: {from: base}
 tokenizer: {from: same}
-adapter: {kind: lora, rank: 4, dropout: 0.1, targets: [all-linear]}
+adapter: {kind: lora, rank: 4, dropout: 0.1, target_modules: [all-linear]}
 data: {path: text, glob: "*.txt", sequence_length: 64, validation: 20%}
 """
 # What differs from RECIPE, by kind of run.
 KINDS = {
     "pretrain": "",
     "lora": ADAPTED,
-    "qlora": ADAPTED + "quantize: {base: nf4}\n",
+    "qlora": ADAPTED + "quantize: {kind: nf4}\n",
     "dpo": """
 objective: {kind: dpo}
 data: {path: pairs.jsonl, glob: null, sequence_length: 64, validation: 20%, chat: {template: none}}

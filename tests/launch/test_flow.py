@@ -60,7 +60,7 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert bloomery.run_until(bloomery.saw(StepDone, 7), signal.SIGUSR1, *TRAIN) == 75
     whole, stopped_at = saved_steps(checkpoints)
     assert last(bloomery, StepDone).step == stopped_at
-    assert last(bloomery, RunEnded).status == "stopped"
+    assert last(bloomery, RunEnded).why == "stopped"
     newest = newest_valid(checkpoints, on_damage=pytest.fail)
     assert newest is not None
     content = bytearray((newest / "model.safetensors").read_bytes())
@@ -76,11 +76,11 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert last(bloomery, Resumed).path.endswith(f"step-{whole:08d}")
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
     metrics = json.loads((bloomery.run_dir / "metrics.json").read_text())
-    assert (metrics["steps"], metrics["planned"]["steps"], metrics["status"]) == (16, 16, "done")
+    assert (metrics["steps"], metrics["planned"]["steps"], metrics["ended"]) == (16, 16, "done")
 
 
 def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
-    assert bloomery.run(*TRAIN, "train.length=4 steps", "checkpoint.every=2 steps").returncode == 0
+    assert bloomery.run(*TRAIN, "train.max_steps=4", "checkpoint.every=2 steps").returncode == 0
     before = (bloomery.run_dir / "events.jsonl").read_bytes()
     again = bloomery.here(*RESUME)
     assert again.returncode == 0
@@ -94,14 +94,14 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert other.returncode == 2
     assert "optimizer.learning_rate" in other.stderr
     assert (bloomery.run_dir / "events.jsonl").read_bytes() == before
-    shorter = bloomery.here(*RESUME, "train.length=3 steps")
+    shorter = bloomery.here(*RESUME, "train.max_steps=3")
     assert shorter.returncode == 1
     assert "already taken 4" in shorter.stderr
     assert bloomery.here(*RESUME, "--from", "3").returncode == 1
-    assert bloomery.here(*RESUME, "train.length=9 steps", "-d", "7").returncode == 2
+    assert bloomery.here(*RESUME, "train.max_steps=9", "-d", "7").returncode == 2
     assert (bloomery.run_dir / "events.jsonl").read_bytes() == before, "a refused word is no failure of the run"
     shutil.rmtree(bloomery.folder / "prepared")
-    longer = bloomery.run(*RESUME, "train.length=6 steps", "--from", "2")
+    longer = bloomery.run(*RESUME, "train.max_steps=6", "--from", "2")
     assert longer.returncode == 0, longer.stderr
     assert last(bloomery, Resumed).step == 2
     assert len(losses(bloomery.run_dir)) == 6
@@ -109,7 +109,7 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert any("is made again" in event.reason for event in bloomery.events() if isinstance(event, Warned))
     shutil.rmtree(bloomery.folder / "prepared")
     (bloomery.folder / "text/0.txt").write_text("another text " * 50)
-    other_text = bloomery.here(*RESUME, "train.length=8 steps")
+    other_text = bloomery.here(*RESUME, "train.max_steps=8")
     assert other_text.returncode == 1
     assert "made again from other sources" in " ".join(other_text.stderr.split())
     missing = bloomery.here(*RESUME, "--from", "3")
@@ -139,7 +139,7 @@ def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) 
     assert "bloomery resume one" in err
     assert "Traceback" not in err
     assert is_gone(worker)
-    assert last(bloomery, RunEnded).status == "stopped"
+    assert last(bloomery, RunEnded).why == "stopped"
 
 
 def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery: Bloomery) -> None:
@@ -153,7 +153,7 @@ def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery
     assert "memory runs out" in err
     assert "Traceback" not in err
     assert "bloomery resume one" in err
-    assert last(bloomery, RunEnded).status == "failed"
+    assert last(bloomery, RunEnded).why.startswith("failed: ")
 
     (bloomery.run_dir / "plan.json").write_text("{")
     broken = bloomery.here(*RESUME)
@@ -174,7 +174,7 @@ def test_the_trainer_dies_with_its_parent(bloomery: Bloomery) -> None:
 
 def test_a_stop_while_preparing_is_quick_and_resumable(bloomery: Bloomery) -> None:
     assert bloomery.run_until(bloomery.saw(Phase), signal.SIGINT, *TRAIN) == 75
-    assert last(bloomery, RunEnded).status == "stopped"
+    assert last(bloomery, RunEnded).why == "stopped"
     assert not (bloomery.run_dir / "plan.json").exists()
 
 
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
     code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
     words = [sys.executable, "-c", code + "runpy.run_module('bloomery', run_name='__main__')", *TRAIN]
     done = subprocess.run(
-        [*words, "train.length=8 steps"], cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [*words, "train.max_steps=8"], cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 1
     assert "checkpoint could not be written" in done.stderr
@@ -195,9 +195,9 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
 
 
 def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloomery: Bloomery) -> None:
-    misspelt = ("adapter.kind=lora", "adapter.targets=[q_porj]")
+    misspelt = ("adapter.kind=lora", "adapter.target_modules=[q_porj]")
     for words, said in (
-        (("-d", "7"), "no device '7'"), (("train.micro_batch=3",), "micro-batches of 3"), (misspelt, "q_proj"),
+        (("-d", "7"), "no device '7'"), (("train.micro_batch_size=3",), "micro-batches of 3"), (misspelt, "q_proj"),
     ):  # fmt: skip
         refused = bloomery.here(*TRAIN, *words)
         assert refused.returncode == 2 and said in refused.stderr
@@ -221,7 +221,7 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
     for name, text in {"config.json": "{}", **held}.items():
         (model / name).write_text(text)
     refused = bloomery.here(*TRAIN, "model.from=model")
-    assert refused.returncode == 1 and said in refused.stderr and "fix:" in refused.stderr
+    assert refused.returncode == 1 and said in refused.stderr and "mend:" in refused.stderr
     assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 

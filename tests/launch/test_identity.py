@@ -49,7 +49,7 @@ def refused(match: str, where: Path | None = None, **words) -> UserError:
     "sections",
     [
         {"optimizer": {"learning_rate": 0.02}},
-        {"train": {"micro_batch": 1, "accumulation": 4}},
+        {"train": {"micro_batch_size": 1, "accumulation": 4}},
         {"corpus": {"bos_id": 3}},
         {"train": {"seed": 1}},
     ],
@@ -150,12 +150,12 @@ def test_checkpoints_name_their_run_its_plan_and_the_one_before(middle):
 
 
 def test_overrides_write_a_new_plan_and_the_chain_holds_both(middle):
-    local.resume(RUN, quiet=True, overrides=["train.length=5 steps", "eval.every=1 steps"])
+    local.resume(RUN, quiet=True, overrides=["train.max_steps=5", "eval.every=1 steps"])
     head = read_head(middle)
     assert len(head.plans) == 2
     assert seals.digest_of((middle / "plan.json").read_bytes()) == head.plans[-1]
     assert seals.unstamped(step_folder(middle / "checkpoints", 5) / "MANIFEST.json")["plan"] == head.plans[-1]
-    local.resume(RUN, quiet=True, overrides=["train.length=6 steps"])
+    local.resume(RUN, quiet=True, overrides=["train.max_steps=6"])
 
 
 def test_going_back_starts_another_chain(middle):

@@ -74,7 +74,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bloomery]:
     return of
 
 
-SHORT = ("train.length=8 steps", "eval.every=4 steps")
+SHORT = ("train.max_steps=8", "eval.every=4 steps")
 
 
 @pytest.mark.soak
@@ -92,7 +92,7 @@ def test_faults_at_system_calls_leave_no_trace(kind: str, faults: list[str], tmp
     assert_bitwise_equal(bloomery.run_dir, calm(kind, *SHORT).run_dir, step=8)
 
 
-LONG = ("train.length=60 steps", "checkpoint.every=2 steps", "eval.every=7 steps")
+LONG = ("train.max_steps=60", "checkpoint.every=2 steps", "eval.every=7 steps")
 CALLED = {"fsync": 40, "?rename": 8, "unlinkat": 12, "?unlink": 8, "?rmdir": 6, "?mkdir": 8}  # how often at most
 EFFECTS = ("signal=SIGKILL", "signal=SIGKILL", "signal=SIGKILL", "error=EIO", "error=ENOSPC")
 FAULTS = 10  # a chain
@@ -145,7 +145,7 @@ def test_fifty_faults_of_each_kind_of_run_leave_no_trace(kind: str, chain: int, 
     bloomery = Bloomery(tmp_path)
     while struck < FAULTS:
         struck += random_fault(bloomery, draw)
-        if any(isinstance(event, RunEnded) and event.status == "done" for event in bloomery.events()):  # another run
+        if any(isinstance(event, RunEnded) and event.why == "done" for event in bloomery.events()):  # another run
             assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=60)
             shutil.rmtree(bloomery.run_dir)
     done = bloomery.run(*bloomery.go_on, *(LONG if "train" in bloomery.go_on else ()))

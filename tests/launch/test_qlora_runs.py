@@ -15,9 +15,9 @@ RECIPE = """
 model: {from: base}
 tokenizer: {from: same}
 data: {path: text, glob: "*.txt", sequence_length: 32, validation: 0}
-adapter: {kind: lora, rank: 4, targets: [all-linear]}
-quantize: {base: nf4}
-train: {length: 4 steps, tokens_per_step: 128}
+adapter: {kind: lora, rank: 4, target_modules: [all-linear]}
+quantize: {kind: nf4}
+train: {max_steps: 4, tokens_per_step: 128}
 """
 
 
@@ -45,14 +45,14 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
     assert "every loss equal to the last bit" in done.stdout and "in PEFT's layout" in done.stdout
     assert (qlora.run_dir / "export/adapter_model.safetensors").is_file()
     plan = json.loads((qlora.run_dir / "plan.json").read_text())
-    assert plan["quantize"] == {"base": "nf4", "double": True} and plan["quantised_by"] == "torch"
+    assert plan["quantize"] == {"kind": "nf4", "double_quant": True} and plan["quantised_by"] == "torch"
     checkpoint = next((qlora.run_dir / "checkpoints").iterdir())
     assert not (checkpoint / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("words", "said"), [
     (["adapter.kind=none"], "nf4 weights cannot learn"),
-    (["quantize.base=int4"], "none, nf4"),
+    (["quantize.kind=int4"], "none, nf4"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_sentence(qlora: Bloomery, words: list[str], said: str) -> None:
     done = qlora.run("plan", "qlora.yaml", *words)

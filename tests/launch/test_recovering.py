@@ -27,7 +27,7 @@ def run_with(workshop: Path, *deaths: object, recover: bool, overrides: tuple[st
     (workshop / "runs/deaths.json").write_text(json.dumps(deaths))
     run_dir = workshop / "runs/one"
     try:
-        loaded = load_recipe("tiny.yaml", ("checkpoint.asynchronous=false", *overrides))  # saved before it dies
+        loaded = load_recipe("tiny.yaml", ("checkpoint.async_save=false", *overrides))  # saved before it dies
         code = start(loaded, run_dir=run_dir, recover=recover, quiet=True).code
     except UserError as error:
         return error
@@ -59,18 +59,18 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
     saved = (paper_workshop / "runs/one/checkpoints").exists()  # paper has none to go on from
     assert [event.step for event in of(paper_workshop, Resumed)] == ([3, 6, 9] if saved else [0, 0, 0])
     plan = read_plan(paper_workshop / "runs/one/plan.json")
-    assert (plan.model.attention, plan.train.precision, plan.train.micro_batch) == ("blockwise", "float32", 1)
+    assert (plan.model.attention, plan.train.precision, plan.train.micro_batch_size) == ("blockwise", "float32", 1)
     assert plan.train.tokens_per_step == 256
     reason = {decision.key: decision.reason for decision in plan.choices}
     assert "SIGSEGV" in reason["train.attention"]
     assert len(losses(paper_workshop / "runs/one")) == 16
     assert not (paper_workshop / "runs/one/safer.json").exists()
-    assert of(paper_workshop, RunEnded)[-1].status == "done"
+    assert of(paper_workshop, RunEnded)[-1].why == "done"
 
 
 def test_after_three_restarts_it_stops_and_says_how_to_go_on(paper_workshop: Path) -> None:
     error = run_with(
-        paper_workshop, [{}, 2, ABRT], recover=True, overrides=("train.precision=bfloat16", "train.micro_batch=4")
+        paper_workshop, [{}, 2, ABRT], recover=True, overrides=("train.precision=bfloat16", "train.micro_batch_size=4")
     )
     assert isinstance(error, UserError)
     assert len(of(paper_workshop, Recovered)) == 3
@@ -129,13 +129,14 @@ def ending(code: int, *tail: str, problem: str = "") -> Ending:
     ],
 )  # fmt: skip
 def test_the_first_rung_follows_the_death(died: Ending, action: str | None) -> None:
-    plan = plan_of(compile=True, attention="flex", micro_batch=4, accumulation=1)
+    plan = plan_of(compile=True, attention="flex", micro_batch_size=4, accumulation=1)
     fallback_after = next_fallback(plan, died)
     assert (fallback_after.fallback.action if fallback_after else None) == action
 
 
 def test_the_ladder_has_an_end() -> None:
-    plan, actions = plan_of(compile=True, attention="flex", micro_batch=6, accumulation=2, precision="bfloat16"), []
+    plan = plan_of(compile=True, attention="flex", micro_batch_size=6, accumulation=2, precision="bfloat16")
+    actions = []
     while (fallback_after := next_fallback(plan, ending(-SEGV))) is not None:
         plan = fallback_after.fallback.plan
         actions.append(fallback_after.fallback.action.partition(",")[0])
@@ -146,14 +147,14 @@ def test_the_ladder_has_an_end() -> None:
         "micro-batch 3 instead of 6",
         "micro-batch 1 instead of 3",
     ]
-    assert plan.train.micro_batch * plan.train.accumulation == 12
-    short = plan_of(micro_batch=1, accumulation=1)
+    assert plan.train.micro_batch_size * plan.train.accumulation == 12
+    short = plan_of(micro_batch_size=1, accumulation=1)
     last = next_fallback(short, ending(-KILL))
     assert last is not None
     assert last.fallback.plan.train.activation_checkpointing == "full"
     last = next_fallback(last.fallback.plan, ending(-KILL))
     assert last is not None
-    assert last.fallback.plan.optimizer.states == "int8" and not last.fallback.only_time
+    assert last.fallback.plan.optimizer.state_dtype == "int8" and not last.fallback.only_time
     assert next_fallback(last.fallback.plan, ending(-KILL)) is None
 
 
@@ -172,13 +173,13 @@ def climbed(plan, died: Ending, **known: bool) -> list[tuple[str, bool]]:
 
 
 def test_a_full_gpu_gives_time_before_it_gives_numbers() -> None:
-    plan = plan_of(micro_batch=2, accumulation=2, device="cuda")
+    plan = plan_of(micro_batch_size=2, accumulation=2, device="cuda")
     assert climbed(plan, ending(MEMORY_FULL, problem="memory ran out")) == [
-        ("train.micro_batch=1", True),
+        ("train.micro_batch_size=1", True),
         ("train.activation_checkpointing=full", True),
         ("train.offload_activations=True", True),
         ("optimizer.offload=true", True),
-        ("optimizer.states=int8", False),
+        ("optimizer.state_dtype=int8", False),
     ]
     assert not any(unasked for _, unasked in climbed(plan, ending(-KILL)))  # a kill may have been meant
 
@@ -203,15 +204,15 @@ def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_ti
     assert [event.step for event in of(dying_workshop, Resumed)] == [7]  # saved where memory ran out: nothing was lost
     assert len(losses(dying_workshop / "runs/one")) == 16
     plan = read_plan(dying_workshop / "runs/one/plan.json")
-    assert (plan.train.activation_checkpointing, plan.optimizer.states) == ("full", "float32")
+    assert (plan.train.activation_checkpointing, plan.optimizer.state_dtype) == ("full", "float32")
 
 
 def test_numbers_change_only_when_asked(paper_workshop: Path) -> None:
     """States in 8 bits are offered without the flag, taken with it, and kept by a resume."""
-    error = run_with(paper_workshop, [{"states": "float32"}, 8, "memory"], recover=False)
+    error = run_with(paper_workshop, [{"state_dtype": "float32"}, 8, "memory"], recover=False)
     assert "`bloomery resume one --recover` goes on: optimizer states in int8 instead of float32" in str(error)
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
-    assert read_plan(paper_workshop / "runs/one/plan.json").optimizer.states == "int8"
+    assert read_plan(paper_workshop / "runs/one/plan.json").optimizer.state_dtype == "int8"
     assert of(paper_workshop, Recovered)[-1].action.startswith("restarted: optimizer states in int8")
     assert len(losses(paper_workshop / "runs/one")) == 16
 
@@ -223,7 +224,7 @@ def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Pa
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.optimizer.learning_rate, plan.recovered) == (0.01, ("optimizer.learning_rate",))
-    assert of(paper_workshop, RunEnded)[-1].status == "done"
+    assert of(paper_workshop, RunEnded)[-1].why == "done"
 
 
 def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:
@@ -234,5 +235,5 @@ def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> 
     keep(folder, fallback_after)
     assert take_kept(folder) == fallback_after
     assert take_kept(folder) is None
-    folder.fallback.write_text('{"because": "x", "pl')
+    folder.safer.write_text('{"because": "x", "pl')
     assert take_kept(folder) is None

@@ -19,7 +19,7 @@ from bloomery.train.sealed import NOT_SAVED, saved_steps
 
 TITLES = ["rehearsal", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",
           "report", "disk", "ready", "next"]  # fmt: skip
-WORDS = ("train", "tiny.yaml", "eval.prompts=[the, a cat]", "eval.max_tokens=4")
+WORDS = ("train", "tiny.yaml", "sample.prompts=[the, a cat]", "sample.max_new_tokens=4")
 
 
 def test_a_rehearsal_does_all_that_a_run_does_and_leaves_nothing(bloomery: Bloomery) -> None:
@@ -33,7 +33,7 @@ def test_a_rehearsal_does_all_that_a_run_does_and_leaves_nothing(bloomery: Bloom
     assert {"first step", "evaluation", "sampling", "save", "step", "resume", "export", "report"} <= timed
     assert "equal to the last bit" in done.stdout
     assert "4 x" not in done.stdout
-    assert lines[-1].endswith("bloomery train tiny.yaml 'eval.prompts=[the, a cat]' eval.max_tokens=4")
+    assert lines[-1].endswith("bloomery train tiny.yaml 'sample.prompts=[the, a cat]' sample.max_new_tokens=4")
     assert sorted(path.name for path in bloomery.folder.iterdir()) == ["prepared", "text", "tiny.yaml"]
 
 
@@ -59,7 +59,7 @@ def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery)
 
 @pytest.mark.soak
 def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evaluated(bloomery: Bloomery) -> None:
-    words = (*WORDS, "data.validation=0", "train.length=100000 steps", "--rehearse", "--run-dir", "runs/one")
+    words = (*WORDS, "data.validation=0", "train.max_steps=100000", "--rehearse", "--run-dir", "runs/one")
     done = bloomery.run(*words)
     assert done.returncode == 0, done.stderr
     said = {line[:11].strip(): line[11:].strip() for line in done.stdout.splitlines()}

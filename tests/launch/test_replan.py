@@ -17,7 +17,7 @@ model: {family: llama, hidden_size: 64, intermediate_size: 128, num_layers: 2, n
 tokenizer: {train: {kind: bpe, vocab_size: 300}}
 data: {path: text, sequence_length: 64}
 optimizer: {schedule: {kind: wsd, decay: 20%}, warmup: 2 steps}
-train: {length: 100 steps, tokens_per_step: 1024}
+train: {max_steps: 100, tokens_per_step: 1024}
 """
 MI300X = Accelerator(index=0, vendor="amd", name="AMD Instinct MI300X", arch="gfx942", memory_bytes=192 * 2**30)
 CPU = Machine(
@@ -44,7 +44,8 @@ def plan(tmp_path: Path):
     return make
 
 
-@pytest.mark.parametrize("word", ["train.length=9 steps", "eval.every=5 steps", "checkpoint.keep=1", "monitor.to=[]"])
+@pytest.mark.parametrize("word", ["train.max_steps=9", "eval.every=5 steps", "checkpoint.keep=1",
+    "logging.trackers=[]"])
 def test_what_may_be_changed(word: str) -> None:
     refuse_overrides([word])
 
@@ -58,8 +59,8 @@ def test_anything_else_is_refused_by_name(word: str) -> None:
 
 def test_a_misspelt_key_is_no_key_that_cannot_be_changed() -> None:
     with pytest.raises(UserError, match="no such key") as caught:
-        refuse_overrides(["train.lenght=60 steps"])
-    assert caught.value.fix == "did you mean train.length?"
+        refuse_overrides(["train.max_step=60"])
+    assert caught.value.fix == "did you mean train.max_steps?"
 
 
 def test_the_same_machine_has_no_differences() -> None:
@@ -78,7 +79,8 @@ def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(p
     now, told = moved(stored, fresh)
     assert now.train.device == "cuda"
     assert now.train.precision == fresh.train.precision
-    assert now.train.micro_batch * now.train.accumulation == stored.train.micro_batch * stored.train.accumulation
+    rows, before = (plan.train.micro_batch_size * plan.train.accumulation for plan in (now, stored))
+    assert rows == before
     assert now.optimizer.learning_rate == stored.optimizer.learning_rate
     assert now.train.seed == stored.train.seed
     assert any(line.startswith("train.device is cuda here instead of cpu") for line in told)
@@ -100,7 +102,7 @@ def test_what_only_feeds_the_device_keeps_the_bits(plan) -> None:
 
 
 def test_a_longer_run_keeps_everything_but_its_length(plan) -> None:
-    words = ["train.length=200 steps"]
+    words = ["train.max_steps=200"]
     stored = plan(CPU)
     longer = prolonged(stored, plan(CPU, *words, "train.seed=5"), words)
     assert (longer.train.steps, longer.train.seed) == (200, 0)
@@ -111,7 +113,7 @@ def test_a_longer_run_keeps_everything_but_its_length(plan) -> None:
 def test_another_evaluation_changes_nothing_else(plan) -> None:
     words = ["eval.every=7 steps", "checkpoint.keep=9"]
     stored = plan(CPU)
-    now = prolonged(stored, plan(CPU, *words, "train.length=3 steps"), words)
+    now = prolonged(stored, plan(CPU, *words, "train.max_steps=3"), words)
     assert (now.eval.every_steps, now.checkpoint.keep, now.train) == (7, 9, stored.train)
 
 

@@ -10,7 +10,7 @@ from runs_of_bloomery import Bloomery
 from bloomery.monitor.events import RunEnded, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.runs import event_hub as hooks
-from bloomery.runs.event_hub import event_hub
+from bloomery.runs.event_hub import journal
 from bloomery.runs.folder import RunFolder
 
 
@@ -20,7 +20,7 @@ def hooked(undisturbed: Bloomery, tmp_path: Path) -> tuple[RunFolder, str]:
     shutil.copytree(undisturbed.run_dir, tmp_path / "run")
     folder, command = RunFolder(tmp_path / "run"), f"touch {tmp_path / 'trace'}"
     plan = json.loads(folder.plan.read_text())
-    plan["monitor"]["commands"] = [command]
+    plan["logging"]["commands"] = [command]
     write_sealed(folder.path, {folder.plan.name: json.dumps(plan)})  # whoever sends a folder can seal it
     return folder, command
 
@@ -28,10 +28,10 @@ def hooked(undisturbed: Bloomery, tmp_path: Path) -> tuple[RunFolder, str]:
 def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]:
     """Emits an event to the sinks of the plan; the warnings."""
     plan = read_plan(folder.plan)
-    with event_hub(folder, quiet=True) as hub:
-        hub.hooks = asked
-        with hub.shown(plan, "run"):
-            hub.tell(RunEnded(status="stopped"))
+    with journal(folder, quiet=True) as book:
+        book.hooks = asked
+        with book.shown(plan, "run"):
+            book.tell(RunEnded(why="stopped"))
     return [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
 
 
@@ -56,7 +56,7 @@ def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_els
 
 def test_train_notes_the_hooks_of_its_recipe(bloomery: Bloomery, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    words = ("train.length=2 steps", "monitor.to=[{command: 'true'}]")
+    words = ("train.max_steps=2", "logging.trackers=[{command: 'true'}]")
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one", *words)
     assert done.returncode == 0, done.stderr
     assert hooks.remembered(bloomery.run_dir, ["true", "false"]) == {"true"}

@@ -48,7 +48,7 @@ def test_without_a_word_it_says_so() -> None:
 
 def test_a_reported_error_is_passed_on_as_it_is() -> None:
     report = {"problem": "the corpus is empty", "where": "data.path", "fix": "add text", "code": 1}
-    assert told(1, report=report, stage="prepare") == "error: the corpus is empty\nwhere: data.path\nfix:   add text"
+    assert told(1, report=report, stage="prepare") == "error: the corpus is empty\nwhere: data.path\nmend:  add text"
 
 
 def test_a_known_death_ends_in_cause_and_remedy() -> None:
@@ -61,7 +61,7 @@ def test_a_known_death_ends_in_cause_and_remedy() -> None:
     )
     assert said[1].startswith("why:   a kernel faulted: a wrong HSA_OVERRIDE_GFX_VERSION")
     assert said[2] == f"where: {fault}"
-    assert said[4] == "fix:   unset HSA_OVERRIDE_GFX_VERSION  # if it is set"
+    assert said[4] == "mend:  unset HSA_OVERRIDE_GFX_VERSION  # if it is set"
     assert "bloomery train /somewhere/runs/one/recipe.yaml train.compile=false" in said[5]
     assert said[-1] == "       `bloomery resume /somewhere/runs/one` goes on from what was saved"
 

@@ -45,7 +45,8 @@ def test_an_error_that_only_a_bug_explains_keeps_its_traceback(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("change", [
-    ("optimizer", "learning_rate", float("nan")), ("optimizer", "learning_rate", -1.0), ("train", "micro_batch", 0),
+    ("optimizer", "learning_rate", float("nan")), ("optimizer", "learning_rate", -1.0),
+    ("train", "micro_batch_size", 0),
     ("train", "accumulation", -1), ("eval", "every_steps", 0), ("checkpoint", "every_steps", 0),
 ])  # fmt: skip
 def test_a_plan_with_a_senseless_number_is_one_sentence(change, tmp_path: Path) -> None:
@@ -60,6 +61,6 @@ def test_a_plan_with_a_senseless_number_is_one_sentence(change, tmp_path: Path) 
 @pytest.mark.parametrize("content", ["[]", "[" * 100_000 + "]" * 100_000, "{}", '{"plan": 3, "action": 1}', "\0"])
 def test_a_safer_plan_that_is_none_is_passed_over_once(content: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    write_durably(folder.fallback, content)
+    write_durably(folder.safer, content)
     assert fallbacks.take_kept(folder) is None
-    assert not folder.fallback.exists()
+    assert not folder.safer.exists()

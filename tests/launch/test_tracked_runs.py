@@ -38,7 +38,7 @@ def libraries(bloomery: Bloomery, monkeypatch, **sources: str) -> None:
 
 def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloomery, undisturbed, monkeypatch):
     libraries(bloomery, monkeypatch, wandb=RECORD, trackio=FAIL)
-    words = (*TRAIN, "monitor.to=[wandb, trackio]", "monitor.every=1 steps")
+    words = (*TRAIN, "logging.trackers=[wandb, trackio]", "logging.every=1 steps")
     assert bloomery.run_until(bloomery.saw(StepDone, 2), signal.SIGTERM, *words) == 75
     phases = [event.name for event in bloomery.events() if isinstance(event, Phase)]
     assert phases[-1] == "stopping"
@@ -52,10 +52,10 @@ def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloom
     assert {one["step"] for one in told if "step" in one} >= set(range(1, 17))
     warned = [event.reason for event in bloomery.events() if isinstance(event, Warned)]
     assert sum("the disk is full" in reason for reason in warned) == 2  # once each time that it ran
-    assert [event.status for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped", "done"]
+    assert [event.why for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped", "done"]
 
 
 def test_a_tracker_that_is_not_installed_is_said_before_there_is_a_run(bloomery: Bloomery):
-    done = bloomery.run(*TRAIN, "monitor.to=[trackio]")
+    done = bloomery.run(*TRAIN, "logging.trackers=[trackio]")
     assert done.returncode == 1 and "trackio is not installed" in done.stderr
     assert "-m pip install trackio" in done.stderr and not bloomery.run_dir.exists()

@@ -14,7 +14,7 @@ from bloomery.recipe.load import load_recipe, packaged
 TWINS = sorted(name for name in packaged() if f"{name}-tiny" in packaged() and load_recipe(name).recipe.model.from_)
 WHOLE = [pytest.param(name, marks=pytest.mark.soak) for name in TWINS]
 FIRST = {"token": math.log(2048), "pair": math.log(2)}  # of a model that knows nothing: every token, a coin
-LEARNS_MORE = {"rank", "alpha", "train_also"}  # a random base has nothing to adapt
+LEARNS_MORE = {"rank", "alpha", "modules_to_save"}  # a random base has nothing to adapt
 
 
 def test_every_recipe_that_starts_from_a_model_has_a_twin():
@@ -32,7 +32,8 @@ def test_a_twin_is_its_recipe_but_for_size_and_data(name):
     assert recipe.quantize == twin.quantize
     theirs, ours = recipe.adapter.model_dump(), twin.adapter.model_dump()
     assert {key for key in theirs if theirs[key] != ours[key]} <= LEARNS_MORE
-    kept = ("kind", "states", "in_backward", "stochastic_rounding", "paged", "offload", "schedule", "weight_decay")
+    kept = ("kind", "state_dtype", "fused_backward", "stochastic_rounding", "paged", "offload", "schedule",
+        "weight_decay")
     assert all(getattr(recipe.optimizer, key) == getattr(twin.optimizer, key) for key in kept)
     assert recipe.train.precision == twin.train.precision
 
@@ -55,7 +56,7 @@ def test_a_twin_learns_small_pairs(tmp_path):
     rows = [{"prompt": says(""), "chosen": says(" yes"), "rejected": says(" no")} for _ in range(200)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("data.builtin=null", "data.path=pairs.jsonl", "tokenizer.train.vocab_size=300",
-             "train.length=8 steps")  # fmt: skip
+             "train.max_steps=8")  # fmt: skip
     done = Bloomery(tmp_path).run("train", "reward-tiny", "--run-dir", "run", *words)
     assert done.returncode == 0, done.stderr
     exams = [event.loss for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, EvalDone)]

@@ -62,17 +62,18 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
 
 
 @pytest.mark.parametrize(("case", "settings"), [
-    ("llama2", {}), ("llama2", {"kind": "dora", "scale": "rslora", "alpha": 5.0}), ("llama2", {"init": "pissa"}),
-    ("llama2", {"train_also": ["embed_tokens", "lm_head", "norms", "k_proj"], "targets": ["q_proj"]}),
-    ("llama3-gqa-tied", {"train_also": ["lm_head"]}), ("llama2", {"dtype": "bfloat16", "targets": ["all-linear"]}),
-    ("gpt2", {"targets": ["q_proj", "v_proj", "c_proj"], "train_also": ["norms"]}),
-    ("gpt2", {"kind": "dora", "targets": ["c_attn", "mlp.up_proj"]}),
-    ("phi3", {"targets": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
+    ("llama2", {}), ("llama2", {"kind": "dora", "use_rslora": True, "alpha": 5.0}), ("llama2", {"init": "pissa"}),
+    ("llama2", {"modules_to_save": ["embed_tokens", "lm_head", "norms", "k_proj"], "target_modules": ["q_proj"]}),
+    ("llama3-gqa-tied", {"modules_to_save": ["lm_head"]}), ("llama2",
+        {"dtype": "bfloat16", "target_modules": ["all-linear"]}),
+    ("gpt2", {"target_modules": ["q_proj", "v_proj", "c_proj"], "modules_to_save": ["norms"]}),
+    ("gpt2", {"kind": "dora", "target_modules": ["c_attn", "mlp.up_proj"]}),
+    ("phi3", {"target_modules": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
 ])  # fmt: skip
 def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     saved_reference(case, tmp_path / "base")
     ours = load_decoder(tmp_path / "base")
-    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "targets": LLAMA} | settings))
+    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": LLAMA} | settings))
     adapt(ours, lora)
     init_adapters(ours, 0)
     numbers = torch.Generator().manual_seed(0)
@@ -99,7 +100,7 @@ def test_an_adapter_of_a_reward_model_brings_its_values(case, tmp_path):
     config = replace(read_config(tmp_path / "base"), head="values")
     ours = Decoder(config)
     read_model(ours, tmp_path / "base", seed=0)
-    lora = Lora(kind="lora", rank=4, targets=LLAMA, train_also=["embed_tokens"])
+    lora = Lora(kind="lora", rank=4, target_modules=LLAMA, modules_to_save=["embed_tokens"])
     adapt(ours, lora)
     init_adapters(ours, 0)
     with torch.no_grad():
@@ -209,7 +210,7 @@ def test_pissa_begins_where_peft_begins(tmp_path):
     reference = saved_reference("llama2", tmp_path)
     ours = load_decoder(tmp_path)
     before = ours(tokens())
-    adapt(ours, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, targets=["q_proj"]))
+    adapt(ours, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, target_modules=["q_proj"]))
     init_adapters(ours, 0)
     assert_close(ours(tokens()), before, atol=1e-5, rtol=1e-5)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa")
@@ -241,7 +242,7 @@ def test_names_and_patterns_choose_modules(case, tmp_path):
     layers = config.num_layers
 
     def chosen(*targets):
-        return adaptation(config, Lora(kind="lora", targets=list(targets))).pairs
+        return adaptation(config, Lora(kind="lora", target_modules=list(targets))).pairs
 
     assert len(chosen("q_proj")) == layers
     assert len(chosen("all-linear")) == layers * (7 if case == "llama2" else 6)
@@ -253,9 +254,9 @@ def test_names_and_patterns_choose_modules(case, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"targets": ["q_porj"]}, "q_proj"), ({"targets": ["model.layers.9.mlp.up_proj"]}, "layers 0 to"),
-    ({"targets": ["lm_head"]}, "train_also"), ({"targets": []}, "q_proj"),
-    ({"train_also": ["lm_haed"]}, "lm_head"), ({"train_also": ["q_proj"]}, "one of the two"),
+    ({"target_modules": ["q_porj"]}, "q_proj"), ({"target_modules": ["model.layers.9.mlp.up_proj"]}, "layers 0 to"),
+    ({"target_modules": ["lm_head"]}, "modules_to_save"), ({"target_modules": []}, "q_proj"),
+    ({"modules_to_save": ["lm_haed"]}, "lm_head"), ({"modules_to_save": ["q_proj"]}, "one of the two"),
     ({"init": "pissa", "rank": 64}, "adapter.rank=48"),
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused_with_the_nearest(settings, told, tmp_path):
@@ -269,6 +270,6 @@ def test_settings_that_mean_nothing_are_refused_with_the_nearest(settings, told,
 def test_parts_of_fused_modules_are_refused_where_files_cannot_hold_them(tmp_path):
     saved_reference("phi3", tmp_path)
     config = load_decoder(tmp_path).config
-    for settings in ({"kind": "dora"}, {"kind": "lora", "train_also": ["gate_proj"]}):
+    for settings in ({"kind": "dora"}, {"kind": "lora", "modules_to_save": ["gate_proj"]}):
         with pytest.raises(UserError, match="fused"):
             adaptation(config, Lora(**settings))

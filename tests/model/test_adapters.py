@@ -19,7 +19,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 TOKENS = torch.arange(20)[None] * 7 % 61
 KINDS = {
-    "lora": {}, "rslora": {"scale": "rslora", "dtype": "bfloat16"}, "dora": {"kind": "dora"},
+    "lora": {}, "rslora": {"use_rslora": True, "dtype": "bfloat16"}, "dora": {"kind": "dora"},
     "pissa": {"init": "pissa"},
 }  # fmt: skip
 
@@ -27,7 +27,7 @@ KINDS = {
 def tuned(kind, *, dtype=torch.float32):
     """A decoder whose adapters have moved away from where they begin."""
     model = fresh_decoder(CONFIG, seed=0, dtype=dtype)
-    adapt(model, Lora(**({"kind": "lora", "rank": 4, "alpha": 8, "targets": ["all-linear"]} | KINDS[kind])))
+    adapt(model, Lora(**({"kind": "lora", "rank": 4, "alpha": 8, "target_modules": ["all-linear"]} | KINDS[kind])))
     init_adapters(model, 0)
     numbers = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_without_its_adapters_the_base_is_what_it_was(kind):
 def test_training_begins_with_the_function_of_the_base(kind):
     model = fresh_decoder(CONFIG, seed=0)
     before = model(TOKENS)
-    adapt(model, Lora(**({"kind": "lora", "rank": 4, "targets": ["all-linear"]} | KINDS[kind])))
+    adapt(model, Lora(**({"kind": "lora", "rank": 4, "target_modules": ["all-linear"]} | KINDS[kind])))
     init_adapters(model, 0)
     assert_close(model(TOKENS), before, atol=1e-6, rtol=1e-6)
 

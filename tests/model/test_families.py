@@ -14,7 +14,7 @@ from bloomery.model.config import ModelConfig, RopeScaling
 from bloomery.model.families.presets import PRESETS, build_config, preset, read_config
 from bloomery.model.families.registry import FAMILIES, config_from_hf, config_to_hf
 from bloomery.recipe.schema import Family, Model, Preset
-from bloomery.recipe.schema import RopeScaling as StatedScaling
+from bloomery.recipe.schema import RopeScalingSection as StatedScaling
 
 LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 

@@ -21,12 +21,12 @@ from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.simulate.tensors import Tracker
 
-NF4, INT8 = Quantize(base="nf4"), Quantize(base="int8")
+NF4, INT8 = Quantize(kind="nf4"), Quantize(kind="int8")
 CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap
 
 
 def lora(**settings) -> Lora:
-    return Lora(**({"kind": "lora", "rank": 4, "targets": ["q_proj", "down_proj"]} | settings))
+    return Lora(**({"kind": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]} | settings))
 
 
 def built(folder, quantize: Quantize, adapter: Lora, *, seed: int = 0) -> Decoder:
@@ -69,11 +69,12 @@ def gradients(model: Decoder, ids: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("quantize", [NF4, Quantize(base="nf4", double=False), INT8], ids=["nf4", "single", "int8"])
+@pytest.mark.parametrize("quantize", [NF4, Quantize(kind="nf4", double_quant=False), INT8],
+    ids=["nf4", "single", "int8"])
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_are_those_of_the_floats_it_stands_for(case, quantize, tmp_path):
     saved_reference(case, tmp_path)
-    adapter = lora(train_also=["norms"])
+    adapter = lora(modules_to_save=["norms"])
     model = stirred(built(tmp_path, quantize, adapter))
     other = with_floats(model, tmp_path, adapter)
     ids = tokens()
@@ -98,7 +99,7 @@ def test_dora_and_pissa_start_as_the_quantised_base(settings, tmp_path):
 
 def test_every_frozen_matrix_of_the_layers_and_nothing_else_is_quantised(tmp_path):
     saved_reference("qwen2", tmp_path)
-    model = built(tmp_path, NF4, lora(train_also=["model.layers.0.mlp.up_proj"]))
+    model = built(tmp_path, NF4, lora(modules_to_save=["model.layers.0.mlp.up_proj"]))
     names = {name for name, _ in quantised_weights(model)}
     layers = len(model.model.layers)
     assert len(names) == 7 * layers - 1 and "model.layers.0.mlp.up_proj.weight" not in names

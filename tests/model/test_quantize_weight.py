@@ -16,9 +16,9 @@ from bloomery.parallel.apply import _selective_contexts
 from bloomery.recipe.schema import Quantize
 
 KINDS = {
-    "nf4": Quantize(base="nf4"),
-    "nf4 without double": Quantize(base="nf4", double=False),
-    "int8": Quantize(base="int8"),
+    "nf4": Quantize(kind="nf4"),
+    "nf4 without double": Quantize(kind="nf4", double_quant=False),
+    "int8": Quantize(kind="int8"),
 }
 SHAPES = [(32, 64), (24, 20), (7, 9), (300, 257)]  # whole blocks, a short one, an odd number, two pieces
 

@@ -24,9 +24,7 @@ GPU = Facts(
 
 def steady(steps=100, attention="blockwise", start=0, **changes):
     """A run without trouble: half a second a step, a loss that falls from ln 1000 to about 4."""
-    begin = [
-        RunStarted(schema=2, version="0", parameters=1, steps=1000, attention=attention, device="cuda", step=start)
-    ]
+    begin = [RunStarted(version="0", parameters=1, steps=1000, attention=attention, device="cuda", step=start)]
     losses = {step: 4.0 + 2.9 * 0.97**step for step in range(1, steps + 1)}
     return [*begin, *(step_done(s, **{"loss": losses[s], **changes}) for s in range(start + 1, steps + 1))]
 
@@ -66,7 +64,7 @@ CASES = {
         ],
         GPU,
         "gives its cache back and asks the driver again and again (100 times in 100 steps; 20% of 10.5 GiB",
-        "train.micro_batch",
+        "train.micro_batch_size",
     ),
     "fallen back": (
         steady(attention="sdpa"),
@@ -168,7 +166,7 @@ def learning(losses, facts=GPU, ratio=1e-3, **changes):
     """What is said of a run with these losses and vitals after each step."""
     rate = changes.pop("learning_rate", facts.learning_rate)
     steps = [step_done(s, loss, learning_rate=rate, **changes) for s, loss in enumerate(losses, 1)]
-    begin = RunStarted(schema=2, version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
+    begin = RunStarted(version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
     return why_not_learning([begin, *with_every(steps, StepHealth, update_ratio=ratio)], facts)
 
 
@@ -185,11 +183,11 @@ def test_an_exploding_gradient_is_told_from_one_that_is_absent():
     steps = [step_done(s, 6.9, grad_norm=1.0 if s < 40 else 500.0, learning_rate=1e-3) for s in range(1, 121)]
     (said,) = why_not_learning(steps, GPU)
     assert "the gradient explodes (its norm was 1 in the first steps and is 5e+02 now" in said
-    assert "set train.clip=1.0" in said
+    assert "set train.max_grad_norm=1.0" in said
     (said,) = learning(flat, grad_norm=0.0)
     assert "no gradient comes back from the loss" in said
-    (said,) = learning(flat, Facts(**{**vars(GPU), "clip": 1.0}), grad_norm=50.0)
-    assert "leaves 2.0% of it" in said and "set train.clip=50" in said
+    (said,) = learning(flat, Facts(**{**vars(GPU), "max_grad_norm": 1.0}), grad_norm=50.0)
+    assert "leaves 2.0% of it" in said and "set train.max_grad_norm=50" in said
 
 
 def test_a_plateau_without_a_cause_says_so_and_names_the_text():
@@ -230,7 +228,7 @@ def test_text_that_is_learned_by_heart():
     ]
     (said,) = why_not_learning(events, Facts(**{**vars(GPU), "text_tokens": 400_000}))
     assert "was 3.00 at step 160 and is 3.90 now" in said and "the text was read 8.2 times" in said
-    assert "eval.stop_early=3" in said
+    assert "eval.early_stopping_patience=3" in said
 
 
 def test_a_cause_is_said_once_also_over_a_resume():

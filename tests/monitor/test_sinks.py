@@ -13,6 +13,7 @@ from bloomery.core.text import HIDDEN, redact_secrets
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
 from bloomery.monitor.sinks import CommandSink, LogFile, open_sinks, write_metrics
 from bloomery.monitor.trackers import TRACKERS, TrackerSink
+from bloomery.recipe.schema import IF_INSTALLED
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
 LEAKS = {
@@ -50,7 +51,7 @@ def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
     log = LogFile(tmp_path / "log.txt")
     for leak in LEAKS.values():
         log.write(Warned(reason=leak))
-        log.write(Sampled(prompt=leak, completion=leak))
+        log.write(Sampled(prompt=leak, text=leak))
         log.text(f"Traceback\n  File x\n{leak}")
     log.close()
     text = (tmp_path / "log.txt").read_text()
@@ -60,9 +61,9 @@ def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
 def test_events_hold_no_canary_and_stay_readable(leak, tmp_path):
     with EventLog(tmp_path / "events.jsonl") as emit:
-        emit(RunEnded(status="failed", error=f'"{leak}"'))
+        emit(RunEnded(why=f'failed: "{leak}"'))
     assert CANARY not in (tmp_path / "events.jsonl").read_text()
-    assert [event.status for event in read_events(tmp_path / "events.jsonl")] == ["failed"]
+    assert [event.why[:8] for event in read_events(tmp_path / "events.jsonl")] == ["failed: "]
 
 
 def test_log_paces_steps_but_never_skips_a_skipped_one(tmp_path):
@@ -115,9 +116,9 @@ def test_a_missing_tensorboard_is_a_warning_with_its_remedy(tmp_path, monkeypatc
 
 
 def test_a_tensorboard_that_nobody_asked_for_is_not_missed(tmp_path, monkeypatch):
-    assert not warnings_of(tmp_path / "with", "auto") and (tmp_path / "with/tensorboard").is_dir()
+    assert not warnings_of(tmp_path / "with", IF_INSTALLED) and (tmp_path / "with/tensorboard").is_dir()
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    assert not warnings_of(tmp_path / "without", "auto") and not (tmp_path / "without/tensorboard").exists()
+    assert not warnings_of(tmp_path / "without", IF_INSTALLED) and not (tmp_path / "without/tensorboard").exists()
 
 
 def hook(tmp_path, body):
@@ -167,7 +168,7 @@ def test_metrics_are_those_of_the_events(tmp_path):
             emit(event)
     metrics = json.loads(write_metrics(tmp_path).read_text())
     assert metrics["steps"] == metrics["steps_planned"] == 40 and metrics["tokens"] == 40 * 8192
-    assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["status"] == "done"
+    assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["ended"] == "done"
     assert metrics["best_evaluation"]["step"] == 40 and metrics["peak_memory_gib"] == 0.58
 
 

@@ -21,7 +21,7 @@ CONFIG = ModelConfig(
     max_positions=64, qk_norm="head", tie_embeddings=True, family="qwen3", residual_dropout=0.1,
 )  # fmt: skip
 MODES = ["none", "selective", "full", "every-2"]
-LORA = Lora(kind="lora", rank=4, dropout=0.2, targets=["q_proj", "v_proj", "down_proj"])
+LORA = Lora(kind="lora", rank=4, dropout=0.2, target_modules=["q_proj", "v_proj", "down_proj"])
 
 
 def model(*, adapted: bool = False) -> Decoder:
@@ -147,7 +147,7 @@ def test_a_forward_that_fails_leaves_no_hooks(monkeypatch):
 def test_a_quantised_base_stays_where_it_is(monkeypatch):
     """Its bits are kept for backward by every product, and are no activation."""
     decoder = model(adapted=True)
-    quantise(decoder, Quantize(base="nf4"))
+    quantise(decoder, Quantize(kind="nf4"))
     expected = gradients(decoder)
     decoder.zero_grad()
     sent: list[int] = []

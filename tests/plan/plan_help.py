@@ -35,8 +35,10 @@ def loaded(**sections: Any) -> LoadedRecipe:
     defaults: dict[str, Any] = {
         "model": SMALL,
         "data": {"builtin": "stdlib-code", "sequence_length": 128},
-        "train": {"length": "100 steps", "tokens_per_step": 1024},
+        "train": {"max_steps": 100, "tokens_per_step": 1024},
     }
+    if {"epochs", "max_steps", "max_tokens", "max_time"} & set(sections.get("train", {})):
+        defaults["train"].pop("max_steps")
     merged = {
         key: {**defaults.get(key, {}), **sections.get(key, {})} if key in defaults else sections[key]
         for key in {**defaults, **sections}

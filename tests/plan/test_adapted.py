@@ -12,7 +12,7 @@ from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.families.presets import build_config, known_config
 from bloomery.model.families.registry import config_to_hf
 from bloomery.plan.rules.adapters import adapter_choices, counted_as, refuse_method_misfits, refuse_new_rows
-from bloomery.recipe.schema import Model, Peft, Recipe, Tokenizer, TrainTokenizer
+from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
 GROWN = replace(CONFIG, vocab_size=CONFIG.vocab_size + 3)
@@ -25,7 +25,7 @@ def recipe_from(folder, **adapter) -> Recipe:
 
 
 def test_the_plan_says_how_much_is_trained():
-    adapter = {"kind": "dora", "rank": 4, "targets": ["q_proj"], "scale": "rslora", "init": "pissa"}
+    adapter = {"kind": "dora", "rank": 4, "target_modules": ["q_proj"], "use_rslora": True, "init": "pissa"}
     plan = planned(loaded(adapter=adapter), machine())
     said = next(decision for decision in plan.choices if decision.key == "adapter.kind")
     assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
@@ -34,7 +34,8 @@ def test_the_plan_says_how_much_is_trained():
 
 @pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])
 def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
-    plan = reported(loaded(adapter={"kind": "lora", "rank": rank, "targets": ["q_proj", "down_proj"]}), machine())
+    plan = reported(loaded(adapter={"kind": "lora", "rank": rank, "target_modules": ["q_proj", "down_proj"]}),
+        machine())
     found = [text for text in plan.warnings if "adapter.rank is 65" in text and "no more than 64" in text]
     assert len(found) == doubted
 
@@ -54,7 +55,7 @@ def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     refuse_new_rows(alone, CONFIG, **words_of(alone))
     with pytest.raises(UserError, match="3 tokens are new"):
         refuse_new_rows(alone, GROWN, **words_of(alone))
-    both = recipe_from(tmp_path, kind="lora", train_also=["embed_tokens", "lm_head"])
+    both = recipe_from(tmp_path, kind="lora", modules_to_save=["embed_tokens", "lm_head"])
     refuse_new_rows(both, GROWN, **words_of(both))
     method = recipe_from(tmp_path, kind="peft", method="ia3")
     refuse_new_rows(method, CONFIG, **words_of(method))
@@ -69,14 +70,14 @@ def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
     alone = recipe_from(tmp_path, kind="lora")
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(padded)))
     for tokens, new in ((["<old>"], 0), (["<old>", "<call>", "<call>"], 1)):
-        recipe = alone.model_copy(update={"tokenizer": Tokenizer(add_tokens=tokens)})
+        recipe = alone.model_copy(update={"tokenizer": TokenizerSection(additional_special_tokens=tokens)})
         if not new:
             refuse_new_rows(recipe, padded, **words_of(recipe))
             continue
         with pytest.raises(UserError, match="1 token is new"):
             refuse_new_rows(recipe, padded, **words_of(recipe))
         words = alone.model_dump(by_alias=True, include={"model"})
-        plan = planned(loaded(model=words["model"], tokenizer={"add_tokens": tokens}), machine())
+        plan = planned(loaded(model=words["model"], tokenizer={"additional_special_tokens": tokens}), machine())
         assert plan.model.new_ids == (known.vocab_size,), "the rows that begin anew are known to the run"
         assert {d.key: d.value for d in plan.choices}["model.vocab_size"] == "1 new token"
 
@@ -96,7 +97,7 @@ def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(sa
 
 def test_adalora_is_counted_with_the_rank_that_it_starts_with_and_needs_its_steps():
     assert counted_as(Peft(kind="peft", method="adalora"), CONFIG).rank == 12
-    timed = loaded(adapter={"kind": "peft", "method": "adalora"}, train={"length": "2h"}).recipe
+    timed = loaded(adapter={"kind": "peft", "method": "adalora"}, train={"max_time": "2h"}).recipe
     with pytest.raises(UserError, match="follow the number of steps"):
         refuse_method_misfits(timed)
 

@@ -22,7 +22,7 @@ def test_seven_billion_parameters_in_full_hold_16_bytes_each():
 
 @pytest.mark.parametrize("base", ["none", "nf4"])
 def test_lora_leaves_the_weights_and_little_beside(base):
-    text = said("adapter={kind: lora, rank: 8, targets: [q_proj, v_proj]}", f"quantize.base={base}",
+    text = said("adapter={kind: lora, rank: 8, target_modules: [q_proj, v_proj]}", f"quantize.kind={base}",
                 "train.precision=bfloat16")  # fmt: skip
     inside = LLAMA_2_7B - 2 * 32_000 * 4096 - 65 * 4096  # matrices of the layers
     frozen = 2 * LLAMA_2_7B if base == "none" else 2 * (LLAMA_2_7B - inside) + inside * (0.5 + 1 / 64 + 4 / (64 * 256))

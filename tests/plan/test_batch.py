@@ -26,7 +26,7 @@ def test_the_step_grows_with_the_model_by_the_published_law():
 def test_one_recipe_is_one_run_everywhere(where):
     plan = planned(loaded(train={"tokens_per_step": "auto"}), where)
     assert plan.train.tokens_per_step == 4096
-    assert plan.train.micro_batch * plan.train.accumulation == 4096 // 128
+    assert plan.train.micro_batch_size * plan.train.accumulation == 4096 // 128
 
 
 def test_a_step_of_partial_rows_is_refused_with_its_neighbours():
@@ -44,26 +44,26 @@ def test_a_step_shorter_than_a_row_names_one_row():
 
 def test_a_micro_batch_must_divide_the_step():
     with pytest.raises(UserError) as error:
-        planned(loaded(train={"micro_batch": 3}), machine())
-    assert error.value.fix == "set train.micro_batch to one of 1, 2, 4, 8"
+        planned(loaded(train={"micro_batch_size": 3}), machine())
+    assert error.value.fix == "set train.micro_batch_size to one of 1, 2, 4, 8"
 
 
 def test_a_gpu_takes_the_largest_micro_batch_that_fits():
-    def micro_batch(gpu: str) -> int:
+    def micro_batch_size(gpu: str) -> int:
         recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=65536"])
-        return planned(recipe, gpu_machine(gpu)).train.micro_batch
+        return planned(recipe, gpu_machine(gpu)).train.micro_batch_size
 
-    assert [micro_batch(gpu) for gpu in ("RX 6600", "RX 6700 XT", "H200")] == [8, 16, 64]
+    assert [micro_batch_size(gpu) for gpu in ("RX 6600", "RX 6700 XT", "H200")] == [8, 16, 64]
 
 
 def test_a_processor_keeps_to_its_caches():
     plan = planned(loaded(train={"tokens_per_step": 128 * 256}), machine())
-    assert plan.train.micro_batch * 128 == CPU_TOKENS
+    assert plan.train.micro_batch_size * 128 == CPU_TOKENS
 
 
 def test_an_odd_number_of_rows_is_cut_into_single_rows():
     plan = planned(loaded(train={"tokens_per_step": 128 * 9}), machine())
-    assert (plan.train.micro_batch, plan.train.accumulation) == (1, 9)
+    assert (plan.train.micro_batch_size, plan.train.accumulation) == (1, 9)
 
 
 def test_checkpointing_comes_when_nothing_else_fits():
@@ -78,10 +78,10 @@ def test_checkpointing_comes_when_nothing_else_fits():
 
 
 def test_a_run_that_does_not_fit_says_what_would_help():
-    large = {"micro_batch": 8, "activation_checkpointing": "none"}
+    large = {"micro_batch_size": 8, "activation_checkpointing": "none"}
     report = reported(loaded(train=large), machine(free_gib=0.411))
     assert not report.plan.fits
-    assert "train.micro_batch=1" in report.plan.suggestions
+    assert "train.micro_batch_size=1" in report.plan.suggestions
     assert all("in all" in fix.saves for fix in report.suggestions)
 
 
@@ -105,7 +105,7 @@ def test_fine_tuning_takes_smaller_steps_than_pretraining():
 def test_two_hundred_conversations_plan_something_sensible():
     """They pack into three sequences; nothing but the data is named."""
     corpus = CorpusFacts(sequences_per_epoch=3, tokens=11_000, vocab_size=256)
-    recipe = loaded(objective={"kind": "sft"}, train={"length": "3 epochs", "tokens_per_step": "auto"})
+    recipe = loaded(objective={"kind": "sft"}, train={"epochs": 3, "tokens_per_step": "auto"})
     report = reported(recipe, machine(), corpus=corpus)
     plan = report.plan
     assert (plan.train.steps, plan.epochs) == (9, 3.0)
@@ -122,20 +122,20 @@ def test_packaged_fine_tuning_follows_a_small_dataset(name):
 
 @pytest.mark.parametrize(
     ("objective", "epochs", "edit"),
-    [("pretrain", 4, "1 epochs"), ("sft", 5, "3 epochs"), ("dpo", 3, "1 epochs"), ("reward", 2, "1 epochs")],
+    [("pretrain", 4, 1), ("sft", 5, 3), ("dpo", 3, 1), ("reward", 2, 1)],
 )
 def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, edit):
     """In `plan`, `--dry-run` and `train`, which all tell a plan's contradictions."""
     corpus = CorpusFacts(sequences_per_epoch=80, tokens=10_000, vocab_size=256)
 
     def doubts(steps: int) -> list[str]:
-        recipe = loaded(objective={"kind": objective}, train={"length": f"{steps} steps", "tokens_per_step": 1024})
+        recipe = loaded(objective={"kind": objective}, train={"max_steps": steps, "tokens_per_step": 1024})
         return [said for said in reported(recipe, machine(), corpus=corpus).warnings if "epochs" in said]
 
     assert doubts(10 * epochs) == []
     (said,) = doubts(10 * epochs + 10)
     assert f"{epochs + 1} epochs of its 80 sequences" in said
-    assert said.endswith(f'set train.length="{edit}"')
+    assert said.endswith(f"set train.epochs={edit}")
 
 
 def test_every_objective_says_how_many_epochs_it_takes():

@@ -109,7 +109,7 @@ def test_a_recipe_that_is_wrong_everywhere_is_one_error():
 
 
 def test_thousands_of_years_keep_their_column():
-    slow = load_recipe("go-coder-125m", ["train.length=900000B tokens"])
+    slow = load_recipe("go-coder-125m", ["train.max_tokens=900000B"])
     lines = cards_page(cards(slow, machine()), slow, gpus=1, nodes=1, source="go-coder-125m")
     years = [line for line in lines if " years" in line]
     assert any(re.search(r" \d,\d00 years", line) for line in years)

@@ -20,7 +20,7 @@ EVERY = list(devices())
 # Cards of one architecture and one memory size differ in their rates alone: the fastest stands for them.
 CARDS = list({(card.arch, card.memory_bytes): card for card in EVERY}.values())
 RECIPES = sorted(name for name in packaged() if not name.startswith("demo-chat"))  # these go on with a run
-HUGE = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=80", "train.length=10 steps")
+HUGE = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=80", "train.max_steps=10")
 
 
 def ordered(estimate) -> bool:
@@ -34,7 +34,7 @@ def sound(report, where) -> None:
     assert memory.low <= memory.total <= memory.high
     assert memory.limit > 0
     assert plan.fits == (memory.total <= memory.limit)
-    assert plan.train.micro_batch * plan.train.accumulation * plan.data.sequence_length * replicas(plan) == (
+    assert plan.train.micro_batch_size * plan.train.accumulation * plan.data.sequence_length * replicas(plan) == (
         plan.train.tokens_per_step
     )
     if report.longest is not None:
@@ -106,7 +106,7 @@ def test_the_longest_search_takes_less_than_two_seconds():
     """Eight billion parameters that fit nowhere: every layout, micro-batch and remedy is planned."""
     words = (
         "model.family=llama", "model.hidden_size=4096", "model.intermediate_size=14336", "model.num_layers=32",
-        "model.num_heads=32", "model.max_positions=8192", "data.sequence_length=8192", "train.length=1T tokens",
+        "model.num_heads=32", "model.max_positions=8192", "data.sequence_length=8192", "train.max_tokens=1T",
         "train.tokens_per_step=16777216", "model.vocab_size=128256",
     )  # fmt: skip
     loaded = load_recipe(str(ROOT / "benchmarks" / "retrodiction" / "base.yaml"), words)
@@ -135,9 +135,9 @@ def test_numbers_of_devices_that_divide_nothing(gpus):
         ("train.precision=bfloat16-pure",),
         ("optimizer.kind=muon",),
         ("optimizer.kind=adafactor", "train.activation_checkpointing=full"),
-        ("train.micro_batch=1", "train.tokens_per_step=1048576"),
-        ("train.length=8h",),
-        ("train.length=1 steps",),
+        ("train.micro_batch_size=1", "train.tokens_per_step=1048576"),
+        ("train.max_time=8h",),
+        ("train.max_steps=1",),
         ("train.compile=true", "train.activation_checkpointing=every-3"),
     ],
 )

@@ -23,11 +23,11 @@ def told(**sections):
 def test_the_page_names_the_architecture_and_a_safe_load(phi):
     said = told(model=phi)
     assert "Phi shape" in said and "our decoder lacks PhiForCausalLM" in said and "safe load" not in said
-    assert "safe load transformers reads the weights itself" in told(model={**phi, "safe_load": True})
+    assert "safe load transformers reads the weights itself" in told(model={**phi, "load_with": "transformers"})
 
 
 def test_our_decoder_says_that_every_load_is_safe():
-    assert "every load is safe" in told(model={"safe_load": True})
+    assert "every load is safe" in told(model={"load_with": "transformers"})
 
 
 @pytest.mark.parametrize(("sections", "fix"), [

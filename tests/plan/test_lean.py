@@ -4,7 +4,7 @@ from plan_help import loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.plan.fallback import smaller_micro_batch
 
-LEAN = {"kind": "adafactor", "in_backward": True}
+LEAN = {"kind": "adafactor", "fused_backward": True}
 
 
 def said(plan) -> dict[str, str]:
@@ -14,45 +14,47 @@ def said(plan) -> dict[str, str]:
 def test_in_backward_a_step_is_one_micro_batch():
     plan = planned(loaded(optimizer=LEAN, train={"tokens_per_step": "auto"}), machine())
     assert plan.train.accumulation == 1
-    assert plan.train.tokens_per_step == plan.train.micro_batch * plan.data.sequence_length
+    assert plan.train.tokens_per_step == plan.train.micro_batch_size * plan.data.sequence_length
     assert "one micro-batch" in said(plan)["train.tokens_per_step"]
-    asked = planned(loaded(optimizer=LEAN, train={"micro_batch": 3, "tokens_per_step": "auto"}), machine())
-    assert (asked.train.micro_batch, asked.train.accumulation) == (3, 1)
+    asked = planned(loaded(optimizer=LEAN, train={"micro_batch_size": 3, "tokens_per_step": "auto"}), machine())
+    assert (asked.train.micro_batch_size, asked.train.accumulation) == (3, 1)
     tokens = 4 * plan.data.sequence_length
     whole = planned(loaded(optimizer=LEAN, train={"tokens_per_step": tokens}), machine())
-    assert (whole.train.micro_batch, whole.train.accumulation) == (4, 1)
+    assert (whole.train.micro_batch_size, whole.train.accumulation) == (4, 1)
     assert smaller_micro_batch(whole, "memory ran out") is None
 
 
 def test_accumulation_in_backward_is_refused_with_the_edit_that_helps():
     length = planned(loaded(), machine()).data.sequence_length
-    both = {"micro_batch": 2, "tokens_per_step": 8 * length}
+    both = {"micro_batch_size": 2, "tokens_per_step": 8 * length}
     with pytest.raises(UserError) as error:
         planned(loaded(optimizer=LEAN, train=both), machine())
     assert f"train.tokens_per_step={2 * length}" in error.value.fix
     planned(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
 
 
-@pytest.mark.parametrize("asked", [{"kind": "adafactor"}, {"in_backward": True}, {"states": "int8"}, {"offload": True}])
+@pytest.mark.parametrize("asked", [{"kind": "adafactor"}, {"fused_backward": True}, {"state_dtype": "int8"},
+    {"offload": True}])
 def test_an_optimizer_of_our_own_is_not_called_torchs_fused_one(asked):
     own, torchs = planned(loaded(optimizer=asked), machine()), planned(loaded(), machine())
     assert (own.optimizer.fused, torchs.optimizer.fused) == (False, True)
     assert "Bloomery's Ada" in said(own)["optimizer.fused"]
 
 
-@pytest.mark.parametrize("asked", [{"states": "int8"}, {"in_backward": True}, {"paged": True}, {"offload": True}])
+@pytest.mark.parametrize("asked", [{"state_dtype": "int8"}, {"fused_backward": True}, {"paged": True},
+    {"offload": True}])
 def test_muon_takes_none_of_it(asked):
     with pytest.raises(UserError, match="does not go with Muon"):
         planned(loaded(optimizer={"kind": "muon"} | asked), machine())
 
 
 def test_what_is_done_instead_of_clipping_is_said():
-    adafactor = said(planned(loaded(optimizer=LEAN), machine()))["optimizer.in_backward"]
+    adafactor = said(planned(loaded(optimizer=LEAN), machine()))["optimizer.fused_backward"]
     assert "Adafactor clips its updates" in adafactor
-    adamw = said(planned(loaded(optimizer={"in_backward": True}, train={"clip": 0.5}), machine()))
-    assert "train.clip=0.5 holds for each gradient alone" in adamw["optimizer.in_backward"]
-    off = said(planned(loaded(optimizer={"in_backward": True}, train={"clip": None}), machine()))
-    assert "clip" not in off["optimizer.in_backward"]
+    adamw = said(planned(loaded(optimizer={"fused_backward": True}, train={"max_grad_norm": 0.5}), machine()))
+    assert "train.max_grad_norm=0.5 holds for each gradient alone" in adamw["optimizer.fused_backward"]
+    off = said(planned(loaded(optimizer={"fused_backward": True}, train={"max_grad_norm": None}), machine()))
+    assert "max_grad_norm" not in off["optimizer.fused_backward"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,8 @@ def test_what_is_done_instead_of_clipping_is_said():
     [
         ({"optimizer": {"offload": True}}, "optimizer.offload does nothing on a CPU"),
         ({"optimizer": {"paged": True, "kind": "adafactor"}}, "optimizer.paged does nothing with Adafactor"),
-        ({"optimizer": {"states": "int8", "kind": "adafactor"}}, "optimizer.states=int8 does nothing with Adafactor"),
+        ({"optimizer": {"state_dtype": "int8", "kind": "adafactor"}},
+            "optimizer.state_dtype=int8 does nothing with Adafactor"),
         ({"train": {"offload_activations": True}}, "train.offload_activations does nothing on a CPU"),
         ({"optimizer": {"stochastic_rounding": True}}, "optimizer.stochastic_rounding does nothing"),
     ],

@@ -69,14 +69,9 @@ def test_an_unknown_scale_names_the_key(length):
     assert error.value.where == "checkpoint.every"
 
 
-def test_a_share_is_no_length_of_a_run():
-    with pytest.raises(UserError, match="a share of what"):
-        total_steps(Duration(20.0, "percent"), SCALE)
-
-
 def test_a_wall_time_run_is_completed_once_it_is_measured():
     recipe = loaded(
-        train={"length": "90s"},
+        train={"max_time": "90s"},
         optimizer={"schedule": {"kind": "wsd", "decay": "20%"}, "warmup": "5%"},
         checkpoint={"every": "25%"},
         eval={"every": "50%"},
@@ -91,26 +86,26 @@ def test_a_wall_time_run_is_completed_once_it_is_measured():
 
 def test_a_decay_in_steps_becomes_a_share_of_a_wall_time_run():
     wsd = {"schedule": {"kind": "wsd", "decay": "50 steps"}, "warmup": "3 steps"}
-    plan = planned(loaded(train={"length": "90s"}, optimizer=wsd), machine())
+    plan = planned(loaded(train={"max_time": "90s"}, optimizer=wsd), machine())
     assert plan.optimizer.warmup_steps == 3
     done = complete(plan, steps=400, step_seconds=0.2)
     assert (done.optimizer.warmup_steps, done.lengths.decay) == (3, Duration(12.5, "percent"))
 
 
 def test_a_least_number_of_steps_is_of_a_wall_time_run():
-    timed = planned(loaded(train={"length": "90s", "min_steps": 200}), machine())
+    timed = planned(loaded(train={"max_time": "90s", "min_steps": 200}), machine())
     assert timed.train.min_steps == 200
     assert "at least 200 steps" in " ".join(step_lines(timed))
-    counted = reported(loaded(train={"length": "90 steps", "min_steps": 200}), machine())
+    counted = reported(loaded(train={"max_steps": 90, "min_steps": 200}), machine())
     assert any("train.min_steps does nothing" in doubt for doubt in counted.warnings)
 
 
 def test_epochs_come_from_the_counted_rows():
     corpus = CorpusFacts(sequences_per_epoch=1001, tokens=128_000, vocab_size=256)
-    plan = planned(loaded(train={"length": "2 epochs"}), machine(), corpus=corpus)
+    plan = planned(loaded(train={"epochs": 2}), machine(), corpus=corpus)
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
-    said = next(choice for choice in plan.choices if choice.key == "train.length")
+    said = next(choice for choice in plan.choices if choice.key == "train.epochs")
     assert (said.value, said.reason) == ("250 steps", "the last 2 rows of 2 epochs fill no step and are left out")
     assert "250 steps: the last 2 rows of 2 epochs" in " ".join(step_lines(plan))
 
@@ -119,14 +114,14 @@ def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
     scale = Scale(tokens_per_step=1024, sequences_per_step=8, sequences_per_epoch=None, steps=None, step_seconds=None)
     assert evaluation_rows(500, scale, tokens=None) == 400
     assert evaluation_rows(10, scale, tokens=None) == 64
-    plan = planned(loaded(train={"length": "90s"}, eval={"every": "50%"}), machine())
+    plan = planned(loaded(train={"max_time": "90s"}, eval={"every": "50%"}), machine())
     done = complete(plan, steps=2000, step_seconds=0.05)
     assert done.eval.rows == done.eval.every_steps * 8 // 10 == 800
 
 
-@pytest.mark.parametrize("length", ["100 steps", "90s"])
+@pytest.mark.parametrize("length", [{"max_steps": 100}, {"max_time": "90s"}])
 def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
-    plan = planned(loaded(train={"length": length}, eval={"tokens": 1000}), machine())
+    plan = planned(loaded(train=length, eval={"tokens": 1000}), machine())
     assert plan.eval.rows == 8  # of 128 tokens
     assert complete(plan, steps=2000, step_seconds=0.05).eval.rows == 8
 

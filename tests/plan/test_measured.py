@@ -16,11 +16,11 @@ CONFIG = ModelConfig(
     max_positions=128,
 )  # fmt: skip
 LOAD = StepShape(
-    config=CONFIG, sequence_length=128, micro_batch=4, precision="bfloat16", optimizer="adamw", attention="mask",
+    config=CONFIG, sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw", attention="mask",
     checkpointing="none", compiled=False, score_chunk=512, context_bytes=0.0, on_gpu=False,
 )  # fmt: skip
 POINT = Point(
-    sequence_length=128, micro_batch=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
+    sequence_length=128, micro_batch_size=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
     activation_checkpointing="none", optimizer="adamw", tokens_per_second=512.0, peak_gib=0.5,
 )  # fmt: skip
 PARTS = {
@@ -72,11 +72,11 @@ def test_no_cards_no_table_and_strange_models_leave_the_table_alone():
 
 
 def test_own_measurements_come_before_given_ones_and_near_ones_before_far_ones():
-    given, own = card(contributor="Ada"), card(POINT.model_copy(update={"micro_batch": 32}))
+    given, own = card(contributor="Ada"), card(POINT.model_copy(update={"micro_batch_size": 32}))
     known = nearest(LOAD, [given, own])
     assert known is not None and known.own and known.distance == 3.0
     assert nearest(LOAD, [given]).reason == "measured by Ada on a CPU on 2026-11-21 with 4 x 128 tokens"
-    near = POINT.model_copy(update={"micro_batch": 8})
+    near = POINT.model_copy(update={"micro_batch_size": 8})
     assert nearest(LOAD, [card(own.points[0], near)]).point == near
 
 
@@ -87,7 +87,7 @@ def test_a_given_card_is_believed_less():
 
 def held(load: StepShape) -> MemoryEstimate:
     """A GiB for the weights and a half for each row; on a GPU half a GiB of context besides."""
-    parts = {"weights": 1.0 * GIB, "activations": 0.5 * GIB * load.micro_batch}
+    parts = {"weights": 1.0 * GIB, "activations": 0.5 * GIB * load.micro_batch_size}
     parts |= {"context": 0.5 * GIB} if load.on_gpu else {}
     total = sum(parts.values())
     return MemoryEstimate(parts=parts, low=total * 0.8, high=total * 1.2, limit=20.0 * GIB, origin="table")
@@ -101,7 +101,7 @@ def test_memory_takes_the_measured_peak():
     assert found.high == pytest.approx(3.6 * 1.05 * GIB) and found.limit == 20.0 * GIB
     prepared = replace(LOAD, config=replace(CONFIG, bos_token_id=1))
     assert corrected_memory(held(prepared), prepared, cards, memory=held) == found
-    twice = replace(LOAD, micro_batch=8)
+    twice = replace(LOAD, micro_batch_size=8)
     found = corrected_memory(held(twice), twice, cards, memory=held)
     assert found.total == pytest.approx(6.0 * GIB) and found.high == pytest.approx(6.0 * 1.1 * GIB)
 
@@ -114,7 +114,7 @@ def test_memory_of_a_gpu_is_measured_without_its_context():
 
 @pytest.mark.parametrize(
     "load",
-    [replace(LOAD, micro_batch=64), replace(LOAD, config=replace(CONFIG, num_layers=3))],
+    [replace(LOAD, micro_batch_size=64), replace(LOAD, config=replace(CONFIG, num_layers=3))],
     ids=["tokens", "model"],
 )
 def test_memory_of_another_model_or_of_far_more_tokens_stays_the_tables(load):
@@ -129,7 +129,7 @@ def test_a_cpus_run_is_never_planned_below_the_tables_bytes():
 
 def test_what_compiling_gains_is_one_cards_best_of_both():
     compiled = POINT.model_copy(update={"compiled": True, "tokens_per_second": 640.0})
-    slower = POINT.model_copy(update={"tokens_per_second": 400.0, "micro_batch": 1})
+    slower = POINT.model_copy(update={"tokens_per_second": 400.0, "micro_batch_size": 1})
     asked = {"model": CONFIG, "precision": "bfloat16", "setting": ""}
     assert compile_gain([card(), card(POINT, slower, compiled)], **asked) == pytest.approx(640 / 512)
     assert compile_gain([card(), card(compiled)], **asked) is None

@@ -27,7 +27,7 @@ from bloomery.plan.estimate.states import FULL, StepShape, optimizer_bytes
 from bloomery.recipe.schema import Model
 
 GO_CODER = StepShape(
-    config=preset("go-coder-small"), sequence_length=1024, micro_batch=16, precision="float16", optimizer="adamw",
+    config=preset("go-coder-small"), sequence_length=1024, micro_batch_size=16, precision="float16", optimizer="adamw",
     attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024, context_bytes=300 * MIB, on_gpu=True,
 )  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_gradients_come_while_activations_go_unless_micro_batches_are_accumulate
 
 
 def test_a_small_micro_batch_peaks_when_all_gradients_are_there():
-    small = tensor_bytes(replace(GO_CODER, micro_batch=1, sequence_length=128, score_chunk=128))
+    small = tensor_bytes(replace(GO_CODER, micro_batch_size=1, sequence_length=128, score_chunk=128))
     assert small["gradients"] == small["weights"]
 
 
@@ -141,7 +141,7 @@ def test_activations_are_what_autograd_keeps(family, attention):
         GO_CODER,
         config=config,
         sequence_length=128,
-        micro_batch=4,
+        micro_batch_size=4,
         precision="float32",
         attention=attention,
         on_gpu=False,

@@ -22,7 +22,7 @@ EIGHT_B = (
     "model.preset=null", "model.family=llama", "model.vocab_size=128256", "model.hidden_size=4096",
     "model.intermediate_size=14336", "model.num_layers=32", "model.num_heads=32", "model.num_kv_heads=8",
     "model.max_positions=8192", "tokenizer.train.vocab_size=128256", "data.sequence_length=8192",
-    "train.tokens_per_step=16M", "train.length=1T tokens",
+    "train.tokens_per_step=16M", "train.max_tokens=1T",
 )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ def matrix_numbers(config):
 
 def load():
     return StepShape(
-        config=preset("go-coder-small"), sequence_length=1024, micro_batch=4, precision="bfloat16", optimizer="adamw",
+        config=preset("go-coder-small"), sequence_length=1024, micro_batch_size=4, precision="bfloat16",
+        optimizer="adamw",
         attention="sdpa", checkpointing="none", compiled=True, score_chunk=4096, context_bytes=300 * MIB, on_gpu=True,
     )  # fmt: skip
 
@@ -138,9 +139,9 @@ def test_every_row_of_a_step_has_a_device(gpu, gpus, nodes):
     assert plan.parallel is not None
     for layout in plan.parallel.layouts:
         assert layout.replicate * layout.shard * layout.pipeline == gpus * nodes
-        assert layout.micro_batch * layout.accumulation * layout.replicate * layout.shard == 512
+        assert layout.micro_batch_size * layout.accumulation * layout.replicate * layout.shard == 512
     chosen = plan.parallel.layout
-    assert (plan.train.micro_batch, plan.train.accumulation) == (chosen.micro_batch, chosen.accumulation)
+    assert (plan.train.micro_batch_size, plan.train.accumulation) == (chosen.micro_batch_size, chosen.accumulation)
     assert plan.memory == chosen.memory
     assert plan.step_seconds == chosen.step_seconds
 

@@ -80,9 +80,9 @@ def test_a_step_of_few_rows_says_where_sharding_begins():
 
 
 def test_commands_that_follow_are_about_the_same_recipe_and_card(tmp_path, monkeypatch):
-    words = ("go-coder-125m", "train.micro_batch=16", "--gpu", "RX 6600")
+    words = ("go-coder-125m", "train.micro_batch_size=16", "--gpu", "RX 6600")
     said = run(tmp_path, monkeypatch, *words).stdout
-    assert 'bloomery plan go-coder-125m train.micro_batch=16 train.length="10B tokens" --gpu "RX 6600"' in said
+    assert 'bloomery plan go-coder-125m train.micro_batch_size=16 train.max_tokens=10B --gpu "RX 6600"' in said
     assert "bloomery train" not in said  # the card is not here
 
 
@@ -101,7 +101,7 @@ def test_the_best_product_is_the_second_denominator():
         (load_recipe("go-coder-tiny"), gpu_machine("MI300X")),  # rows of a million tokens
         (load_recipe("demo"), machine(flags=())),
         (loaded(), gpu_machine("MI300X")),
-        (loaded(train={"length": "2 epochs", "activation_checkpointing": "full"}), machine(free_gib=0.1)),
+        (loaded(train={"epochs": 2, "activation_checkpointing": "full"}), machine(free_gib=0.1)),
     ],
 )
 def test_no_line_is_wider_than_the_page(recipe, where):
@@ -161,7 +161,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_ends_with_one(tmp_path, monkeypatch):
-    big = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=48", "train.length=10 steps")
+    big = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=48", "train.max_steps=10")
     result = run(tmp_path, monkeypatch, "go-coder-125m", *big, "--gpu", "RX 6600", "--json")
     assert result.return_value == 1
     assert json.loads(result.stdout)["fits"] is False
@@ -195,7 +195,7 @@ def test_no_line_is_wider_than_the_page_and_a_long_command_stays_one(tmp_path, m
     """A person copies both lines: the shell reads the words that were typed, and the edit that helps."""
     words = [
         "go-coder-125m",
-        "train.micro_batch=16",
+        "train.micro_batch_size=16",
         "train.activation_checkpointing=none",
         'data.path=my long "folder"',
     ]
@@ -213,12 +213,12 @@ def test_an_estimate_has_two_digits_that_count(tmp_path, monkeypatch):
     (tmp_path / "text" / "a.txt").write_text("some words\n" * 400_000)
     said = run(tmp_path, monkeypatch, "go-coder-tiny", "data.path=text", "data.glob=*.txt", "--gpu", "RX 6600").stdout
     assert re.search(r"· about [1-9]\d?0* steps", said), said
-    timed = run(tmp_path, monkeypatch, "go-coder-tiny", "train.length=8h", "--gpu", "RX 6600").stdout
+    timed = run(tmp_path, monkeypatch, "go-coder-tiny", "train.max_time=8h", "--gpu", "RX 6600").stdout
     assert re.search(r"8\.0 h as asked, about [1-9]\d?,?0{2,3} steps", timed)
-    big = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24", "train.length=900B tokens")
+    big = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24", "train.max_tokens=900B")
     years = run(tmp_path, monkeypatch, "go-coder-125m", *big, "--gpu", "RX 6600").stdout
     assert "900 B tokens would take 5,700 years" in years and not re.search(r"\d\d\.\d years", years)
-    exact = run(tmp_path, monkeypatch, "go-coder-125m", "train.length=5213 steps", "--gpu", "RX 6600").stdout
+    exact = run(tmp_path, monkeypatch, "go-coder-125m", "train.max_steps=5213", "--gpu", "RX 6600").stdout
     assert "5,213 steps" in exact and "about 5,2" not in exact
 
 

@@ -7,7 +7,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, Package, Probe
 from bloomery.model.quantization.sizes import backend
 
-LORA = {"kind": "lora", "targets": ["all-linear"]}
+LORA = {"kind": "lora", "target_modules": ["all-linear"]}
 
 
 def with_bitsandbytes(version: str = "0.50.2", *probes: Probe) -> Machine:
@@ -38,18 +38,18 @@ def test_whose_kernels_read_the_base(where, base, expected, reason):
 
 
 def test_the_plan_says_it_and_keeps_it():
-    recipe = loaded(adapter=LORA, quantize={"base": "nf4"})
+    recipe = loaded(adapter=LORA, quantize={"kind": "nf4"})
     plan = planned(recipe, with_bitsandbytes("0.50.2", probe("ok")))
-    said = next(decision for decision in plan.choices if decision.key == "quantize.base")
+    said = next(decision for decision in plan.choices if decision.key == "quantize.kind")
     assert plan.quantised_by == "bitsandbytes"
     assert said.reason.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
     here = planned(recipe, machine())
-    assert here.quantised_by == "torch" and here.quantize.base == "nf4"
+    assert here.quantised_by == "torch" and here.quantize.kind == "nf4"
 
 
 def test_memory_counts_the_quantised_bytes():
     floats, bits = (
-        planned(loaded(adapter=LORA, quantize={"base": base}), machine()).memory.parts["weights"]
+        planned(loaded(adapter=LORA, quantize={"kind": base}), machine()).memory.parts["weights"]
         for base in ("none", "nf4")
     )
     assert bits < floats
@@ -57,5 +57,5 @@ def test_memory_counts_the_quantised_bytes():
 
 def test_a_quantised_base_without_an_adapter_is_refused():
     with pytest.raises(UserError, match="cannot learn") as error:
-        planned(loaded(quantize={"base": "int8"}), machine())
+        planned(loaded(quantize={"kind": "int8"}), machine())
     assert error.value.code == 2 and "adapter.kind=lora" in error.value.fix

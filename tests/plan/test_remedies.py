@@ -12,7 +12,7 @@ WIDE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24")
 
 
 @pytest.fixture(
-    scope="module", params=[("RX 6700 XT", WIDE), ("RX 6600", (*WIDE, "train.micro_batch=4")), ("T4", WIDE)]
+    scope="module", params=[("RX 6700 XT", WIDE), ("RX 6600", (*WIDE, "train.micro_batch_size=4")), ("T4", WIDE)]
 )
 def too_large(request):
     gpu, words = request.param
@@ -65,8 +65,8 @@ def test_a_run_that_fits_and_is_quick_needs_nothing():
 @pytest.mark.parametrize("name", ["demo", "go-coder-125m", "go-coder-medium", "everything"])
 def test_an_edit_changes_one_key_and_nothing_else(name):
     loaded = load_recipe(name)
-    changed = edited(loaded, "train.micro_batch=1")
-    assert changed.recipe.train.micro_batch == 1
+    changed = edited(loaded, "train.micro_batch_size=1")
+    assert changed.recipe.train.micro_batch_size == 1
     same = changed.recipe.model_copy(update={"train": loaded.recipe.train})
     assert same == loaded.recipe
     assert replace(changed, recipe=loaded.recipe) == loaded

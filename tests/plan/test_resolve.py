@@ -18,11 +18,12 @@ from bloomery.plan.types import CorpusFacts, RunPlan
 )
 def test_nothing_is_left_to_decide(where):
     plan = planned(
-        loaded(train={"length": "1 epoch"}),
+        loaded(train={"epochs": 1}),
         where,
         corpus=CorpusFacts(sequences_per_epoch=99, tokens=12_672, vocab_size=256),
     )
-    decided = plan.model_dump_json().replace('"pause_above":"auto"', "")  # each GPU says its own limit, at the start
+    decided = plan.model_dump_json().replace('"max_gpu_temperature":"auto"',
+        "")  # each GPU says its own limit, at the start
     assert '"auto"' not in decided
     assert all(decision.reason for decision in plan.choices)
 
@@ -81,8 +82,8 @@ def test_an_attention_that_cannot_honour_the_recipe_is_refused():
 
 def test_compiling_must_pay_for_itself_on_a_processor():
     short = planned(loaded(), machine())
-    long = planned(loaded(train={"length": "1M steps"}), machine())
-    timed = planned(loaded(train={"length": "1h"}), machine())
+    long = planned(loaded(train={"max_steps": "1M"}), machine())
+    timed = planned(loaded(train={"max_time": "1h"}), machine())
     assert (short.train.compile, long.train.compile, timed.train.compile) == (False, True, True)
 
 
@@ -96,7 +97,7 @@ def test_the_processor_repeats_to_the_last_bit():
     ("sections", "doubt"),
     [
         ({"optimizer": {"warmup": "500 steps"}}, "never reaches its peak"),
-        ({"train": {"length": "1 steps"}, "optimizer": {"warmup": "1 steps"}}, "warmup lasts 1 step and the run 1:"),
+        ({"train": {"max_steps": 1}, "optimizer": {"warmup": "1 steps"}}, "warmup lasts 1 step and the run 1:"),
         ({"optimizer": {"warmup": "50%", "schedule": {"kind": "wsd", "decay": "80%"}}}, "more than the run's 100"),
         ({"train": {"precision": "float16"}}, "five to nine times slower"),
         ({"data": {"pin_memory": True}}, "does nothing on a CPU"),

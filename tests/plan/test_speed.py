@@ -27,7 +27,8 @@ HEAD = 50_000 * 768
 def load(**changes):
     """GPT-2 124M, 16 rows of 1,024 on an RX 6700 XT."""
     usual = StepShape(
-        config=preset("go-coder-small"), sequence_length=1024, micro_batch=16, precision="float16", optimizer="adamw",
+        config=preset("go-coder-small"), sequence_length=1024, micro_batch_size=16, precision="float16",
+        optimizer="adamw",
         attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024 * 16, context_bytes=300 * MIB,
         on_gpu=True,
     )  # fmt: skip
@@ -77,7 +78,7 @@ def test_measured_rates_of_a_processor_fall_inside(precision, measured):
     """GPT-2 124M, uncompiled, two Zen 4 cores."""
     where = machine()
     rate = device_rate(build_profile(where), where, precision=precision, width=768, compiled=False)
-    here = load(on_gpu=False, precision=precision, attention="sdpa", micro_batch=2, score_chunk=2048)
+    here = load(on_gpu=False, precision=precision, attention="sdpa", micro_batch_size=2, score_chunk=2048)
     found = total(step_parts(work_of(here, tokens=2048), rate)).inverse(2048)
     assert found.low <= measured <= found.high
     assert found.value == pytest.approx(measured, rel=0.10)
@@ -103,11 +104,11 @@ def test_scores_that_are_kept_cost_bandwidth():
 
 def test_a_tiny_batch_waits_for_launches():
     rate = rate_of("H200", precision="bfloat16", compiled=False)
-    parts = step_parts(work_of(load(micro_batch=1, precision="bfloat16", attention="sdpa"), tokens=1024), rate)
+    parts = step_parts(work_of(load(micro_batch_size=1, precision="bfloat16", attention="sdpa"), tokens=1024), rate)
     assert parts["kernel launches"].value > 0
     busy = sum(parts[name].value for name in ("matrix products", "attention", "memory-bound", "kernel launches"))
     assert busy == pytest.approx(110 * 12 * LAUNCH_SECONDS)
-    full = step_parts(work_of(load(micro_batch=64, precision="bfloat16", attention="sdpa"), tokens=65536), rate)
+    full = step_parts(work_of(load(micro_batch_size=64, precision="bfloat16", attention="sdpa"), tokens=65536), rate)
     assert "kernel launches" not in full
 
 

@@ -24,9 +24,9 @@ def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
     """22 GiB for every weight of Llama 2 7B at 2,048 tokens, 17 for LoRA on Llama 3.1 8B, 7.5 for QLoRA: allocated."""
     full = plan_of("samantha-llama2-7b-full-24gb", "RTX 4090")
     assert full.fits and full.memory.allocated < 22 * GIB
-    lora = plan_of("llama3.1-8b-lora", "RTX 4090", "train.micro_batch=2", "train.activation_checkpointing=full")
+    lora = plan_of("llama3.1-8b-lora", "RTX 4090", "train.micro_batch_size=2", "train.activation_checkpointing=full")
     assert lora.fits and lora.memory.allocated < 17 * GIB
-    words = ("quantize.base=nf4", "train.micro_batch=1", "train.activation_checkpointing=full")
+    words = ("quantize.kind=nf4", "train.micro_batch_size=1", "train.activation_checkpointing=full")
     assert plan_of("llama3.1-8b-lora", "RTX 4090", *words).memory.allocated < 7.5 * GIB
 
 
@@ -47,7 +47,8 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
 
 def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
     load = StepShape(
-        config=LLAMA, sequence_length=2048, micro_batch=1, precision="bfloat16", optimizer="adamw", attention="varlen",
+        config=LLAMA, sequence_length=2048, micro_batch_size=1, precision="bfloat16", optimizer="adamw",
+        attention="varlen",
         checkpointing="none", compiled=True, score_chunk=2048, context_bytes=0.0, on_gpu=True,
     )  # fmt: skip
     alone, head = product_flops(load, recompute(load), chunked=False), 2 * 32000 * 4096
@@ -60,7 +61,7 @@ def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
     report = reported(load_recipe("worldmodel-qwen2.5-lora-3b"), gpu_machine("RX 6700 XT"))
     assert not report.plan.fits
     edits = [fix.edit for fix in report.suggestions if ", fits; " in fix.saves]
-    assert {"quantize.base=nf4", "data.sequence_length=2048"} <= set(edits)
+    assert {"quantize.kind=nf4", "data.sequence_length=2048"} <= set(edits)
     for edit in edits:
         assert plan_of("worldmodel-qwen2.5-lora-3b", "RX 6700 XT", edit).fits
 

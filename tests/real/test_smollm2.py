@@ -8,10 +8,10 @@ from bloomery.hardware.detect.detect import detect
 
 PARTS = {
     "full": "",
-    "lora": "adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, k_proj, v_proj, o_proj]}",
-    "qlora": "adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, k_proj, v_proj, o_proj]}\n"
-    "quantize: {base: nf4, double: true}",
-    "dpo": "adapter: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, k_proj, v_proj, o_proj]}",
+    "lora": "adapter: {kind: lora, rank: 16, alpha: 32, target_modules: [q_proj, k_proj, v_proj, o_proj]}",
+    "qlora": "adapter: {kind: lora, rank: 16, alpha: 32, target_modules: [q_proj, k_proj, v_proj, o_proj]}\n"
+    "quantize: {kind: nf4, double_quant: true}",
+    "dpo": "adapter: {kind: lora, rank: 16, alpha: 32, target_modules: [q_proj, k_proj, v_proj, o_proj]}",
 }
 WITHIN = 0.10
 
@@ -41,7 +41,7 @@ def test_planned_and_measured_memory_agree(smollm2, pairs, tmp_path, monkeypatch
     (tmp_path / "real.yaml").write_text(
         f"model: {{from: {smollm2 / 'model'}}}\ndata: {{path: {data}, sequence_length: 512}}\n"
         f"objective: {{kind: {kind}}}\n{PARTS[part]}\n"
-        "train: {length: 20 steps, tokens_per_step: 2048, micro_batch: 4}\n"
+        "train: {max_steps: 20, tokens_per_step: 2048, micro_batch_size: 4}\n"
     )
     bench = Bench(recipe="real.yaml", overrides=(), machine=detect())
     row = bench.point(f"train.compile={compiled}", on_phase=print)

@@ -59,18 +59,18 @@ def test_the_go_coder_says_what_its_guide_says():
     recipe = load_recipe("go-coder-125m").recipe
     assert recipe.train.length == Duration(195_000, "steps")
     assert recipe.train.tokens_per_step == 16 * 1024
-    assert recipe.expect.tokens == (10e9, 10e9)
-    assert recipe.expect.memory == (10e9, 11e9)
-    assert recipe.expect.duration == (5 * 86400, 7 * 86400)
-    assert recipe.expect.perplexity[Duration(195_000, "steps")] == (8, 15)
+    assert recipe.claims.tokens == (10e9, 10e9)
+    assert recipe.claims.memory == (10e9, 11e9)
+    assert recipe.claims.duration == (5 * 86400, 7 * 86400)
+    assert recipe.claims.perplexity[Duration(195_000, "steps")] == (8, 15)
     assert recipe.tokenizer.train is not None
     assert recipe.tokenizer.train.special_tokens == ["<PR_TITLE>", "<PR_BODY>"]
 
 
 def test_yaml_is_version_1_2(write):
-    loaded = load_recipe(write(SMALL + "optimizer: {learning_rate: 1e-4}\neval: {prompts: [on, no, 2024-01-01]}\n"))
+    loaded = load_recipe(write(SMALL + "optimizer: {learning_rate: 1e-4}\nsample: {prompts: [on, no, 2024-01-01]}\n"))
     assert loaded.recipe.optimizer.learning_rate == 1e-4
-    assert loaded.recipe.eval.prompts == ["on", "no", "2024-01-01"]
+    assert loaded.recipe.sample.prompts == ["on", "no", "2024-01-01"]
 
 
 @pytest.mark.parametrize("ends", ["\r\n", "\n"])
@@ -81,13 +81,13 @@ def test_byte_order_mark_and_line_ends_do_not_matter(tmp_path, ends):
 
 
 def test_all_mistakes_at_once_each_with_its_line(write):
-    text = "model: {preset: go-coder-tyny}\ndata: {path: y}\ntrain:\n  lenght: 3\n  clip: -1\noptimizr: {}\n"
+    text = "model: {preset: go-coder-tyny}\ndata: {path: y}\ntrain:\n  max_step: 3\n  max_grad_norm: -1\noptimizr: {}\n"
     said = refused(write(text))
     assert "4 mistakes" in said
     assert "line 1: model.preset: must be go-coder-tiny, go-coder-small or go-coder-medium" in said
     assert "did you mean go-coder-tiny?" in said
-    assert "line 4: train.lenght: there is no such key; did you mean train.length?" in said
-    assert "line 5: train.clip: must be above 0, not -1" in said
+    assert "line 4: train.max_step: there is no such key; did you mean train.max_steps?" in said
+    assert "line 5: train.max_grad_norm: must be above 0, not -1" in said
     assert "line 6: optimizr: there is no such key; did you mean optimizer?" in said
 
 
@@ -99,10 +99,11 @@ def test_a_key_of_another_section_is_found(write):
     ("text", "said"),
     [
         ("train: {compile: on}", "true or false, not 'on'"),
-        ("train: {precision: bf16}", "not 'bf16'"),
-        ("train: {length: soon}", "'soon' is not a number with a unit"),
-        ("train: {length: 0 steps}", "must be longer than nothing"),
-        ("train: {length: 1.5 steps}", "1.5 steps is no whole number of steps; write 1 or 2 steps"),
+        ("train: {precision: half}", "not 'half'"),
+        ("train: {max_steps: soon}", "'soon' is not a number with a unit"),
+        ("train: {max_steps: 0}", "must be above 0"),
+        ("train: {max_steps: 20%}", "is not a number of steps"),
+        ("train: {max_steps: 1.5}", "1.5 is no whole number of steps; write 1 or 2 steps"),
         ("checkpoint: {every: 0.5}", "0.5 is no whole number of steps; write 1 step"),
         ("train: {seed: true}", "a whole number, not true"),
         ('optimizer: {learning_rate: "5e-4"}', "remove the quotes"),
@@ -118,16 +119,16 @@ def test_a_key_of_another_section_is_found(write):
         ("adapter: {kind: lorra}", "did you mean lora?"),
         ("adapter: {rank: 3}", "adapter.kind: must be none, lora, dora or peft"),
         ("eval: 3", "must be keys with values, not 3"),
-        ("monitor: {to: [tensorbord]}", "did you mean tensorboard?"),
-        ("expect: {tokens: 7 to 5 B}", "write the smaller value first"),
-        ("expect: {duration: 100 steps}", "is not a time"),
+        ("logging: {trackers: [tensorbord]}", "did you mean tensorboard?"),
+        ("claims: {tokens: 7 to 5 B}", "write the smaller value first"),
+        ("claims: {duration: 100 steps}", "is not a time"),
         ("name: ../escape", "letters, digits, dots and dashes"),
         ("train: {activation_checkpointing: every-0}", "every-N"),
-        ("train: {clip: 1}\ntrain: {clip: 2}", "a second time"),
+        ("train: {max_grad_norm: 1}\ntrain: {max_grad_norm: 2}", "a second time"),
         ("train: !!python/object/apply:os.system [ls]", "is not allowed"),
         ("extends: 3", "must be the name"),
-        ("monitor: {token: abc}", "secrets do not belong"),
-        ("eval: {prompts: [hf_abcdefghijklmnopqrstuvwxyzABCDEFGH]}", "looks like an access token"),
+        ("logging: {token: abc}", "secrets do not belong"),
+        ("sample: {prompts: [hf_abcdefghijklmnopqrstuvwxyzABCDEFGH]}", "looks like an access token"),
         ("data: &a [*a]", "grows without end"),
     ],
 )
@@ -144,7 +145,7 @@ def test_a_word_that_ends_like_a_token_begins_is_no_secret(write):
 
 def test_a_secret_is_not_repeated_in_the_error(write):
     secret = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
-    assert secret not in refused(write(SMALL + f"monitor: {{token: {secret}}}\n"))
+    assert secret not in refused(write(SMALL + f"logging: {{token: {secret}}}\n"))
     assert secret not in refused(write(SMALL), [f"data.path={secret}"])
 
 
@@ -188,19 +189,19 @@ def test_other_encodings_and_missing_files(tmp_path):
 
 def test_overrides_are_yaml_and_win(write):
     path = write(SMALL)
-    overrides = ["train.length=2 epochs", "data.glob=*.go", "optimizer.betas=[0.8, 0.9]", "expect.tokens=10B"]
+    overrides = ["train.epochs=2", "data.glob=*.go", "optimizer.betas=[0.8, 0.9]", "claims.tokens=10B"]
     loaded = load_recipe(path, overrides)
     assert loaded.recipe.train.length == Duration(2, "epochs")
     assert loaded.recipe.data.glob == "*.go"
     assert loaded.recipe.optimizer.betas == (0.8, 0.9)
-    assert loaded.provenance["train.length"] == "command line"
-    assert loaded.provenance["train.clip"] == "default"
+    assert loaded.provenance["train.epochs"] == "command line"
+    assert loaded.provenance["train.max_grad_norm"] == "default"
     assert loaded.provenance["model.preset"].endswith("mine.yaml line 1")
 
 
 def test_a_wrong_override_is_named(write):
-    assert "train.lenght" in refused(write(SMALL), ["train.lenght=3"])
-    assert "command line" in refused(write(SMALL), ["train.lenght=3"])
+    assert "train.max_step" in refused(write(SMALL), ["train.max_step=3"])
+    assert "command line" in refused(write(SMALL), ["train.max_step=3"])
     assert "never closed" in refused(write(SMALL), ['data.path="x']) or "not YAML" in refused(
         write(SMALL), ['data.path="x']
     )
@@ -215,12 +216,12 @@ def test_one_way_to_say_it_replaces_the_other(write):
 
 
 def test_extends_a_file_and_a_packaged_recipe(write, tmp_path):
-    write(SMALL + "train: {seed: 1, clip: 2.0}\n", "base.yaml")
+    write(SMALL + "train: {seed: 1, max_grad_norm: 2.0}\n", "base.yaml")
     loaded = load_recipe(write("extends: base.yaml\ntrain: {seed: 7}\n", "child.yaml"))
-    assert (loaded.recipe.train.seed, loaded.recipe.train.clip, loaded.name) == (7, 2.0, "child")
-    assert loaded.provenance["train.clip"].endswith("base.yaml line 3")
-    assert load_recipe(write("extends: go-coder-125m\n")).provenance["train.length"].startswith("packaged recipe")
-    assert load_recipe(write("extends: go-coder-125m\nexpect: {}\n")).recipe.expect.tokens is None
+    assert (loaded.recipe.train.seed, loaded.recipe.train.max_grad_norm, loaded.name) == (7, 2.0, "child")
+    assert loaded.provenance["train.max_grad_norm"].endswith("base.yaml line 3")
+    assert load_recipe(write("extends: go-coder-125m\n")).provenance["train.max_steps"].startswith("packaged recipe")
+    assert load_recipe(write("extends: go-coder-125m\nclaims: {}\n")).recipe.claims.tokens is None
 
 
 def test_circles_and_missing_parents_are_refused(write):
@@ -265,7 +266,7 @@ def test_every_leaf_has_a_provenance():
     loaded = load_recipe("demo")
     keys = {".".join(path) for path in all_keys()}
     assert {key for key in loaded.provenance if key not in keys} == set()
-    assert {"train.seed", "optimizer.kind", "adapter.kind", "eval.prompts"} <= set(loaded.provenance)
+    assert {"train.seed", "optimizer.kind", "adapter.kind", "sample.prompts"} <= set(loaded.provenance)
 
 
 def test_the_schema_knows_the_keys_and_refuses_others():
@@ -289,9 +290,78 @@ def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
 
 def test_a_hook_is_looked_for_where_the_recipe_lies(write, tmp_path):
     """It runs in the run's folder, where the documented ./hook.sh does not lie."""
-    path = write(SMALL + "monitor: {to: [{command: ./hook.sh --fast ./my file}, {command: curl -d @- x/y}]}\n")
-    first, second = (sink.command for sink in load_recipe(path).recipe.monitor.to)
+    path = write(SMALL + "logging: {trackers: [{command: ./hook.sh --fast ./my file}, {command: curl -d @- x/y}]}\n")
+    first, second = (sink.command for sink in load_recipe(path).recipe.logging.trackers)
     assert shlex.split(first) == [str(tmp_path / "hook.sh"), "--fast", str(tmp_path / "my"), "file"]
     assert second == "curl -d @- x/y"
-    typed = load_recipe(path, ["monitor.to=[{command: hooks/tell.sh}]"]).recipe.monitor.to[0].command
+    typed = load_recipe(path, ["logging.trackers=[{command: hooks/tell.sh}]"]).recipe.logging.trackers[0].command
     assert typed == str(Path.cwd() / "hooks/tell.sh")
+
+
+def test_one_key_sets_the_length(write):
+    assert load_recipe(write(SMALL)).recipe.train.length == Duration(1, "epochs")
+    lengths = {
+        "epochs: 0.5": Duration(0.5, "epochs"), "epochs: 3 epochs": Duration(3, "epochs"),
+        "max_steps: 1.5k": Duration(1500, "steps"), "max_tokens: 10B tokens": Duration(1e10, "tokens"),
+        "max_tokens: 2M": Duration(2e6, "tokens"), "max_time: 8h": Duration(28800, "seconds"),
+    }  # fmt: skip
+    for text, length in lengths.items():
+        path = write(SMALL + f"train: {{{text}}}\n")
+        assert load_recipe(path).recipe.train.length == length
+        loaded = load_recipe(path, ["train.max_steps=7"])
+        assert loaded.recipe.train.length == Duration(7, "steps")
+        (path.parent / "copy.yaml").write_text(dump_recipe(loaded))
+        assert load_recipe(path.parent / "copy.yaml").recipe == loaded.recipe
+    assert "epochs and max_steps" in refused(write(SMALL + "train: {epochs: 1, max_steps: 2}\n"))
+    assert "train.max_tokens" in refused(write(SMALL + "train: {max_tokens: 3 epochs}\n"))
+    assert "is not a time" in refused(write(SMALL + "train: {max_time: 3 epochs}\n"))
+
+
+def test_a_batch_is_given_in_tokens_or_in_sequences(write):
+    path = write(SMALL + "train: {tokens_per_step: 4096}\n")
+    assert load_recipe(path).recipe.tokens_per_step == 4096
+    assert load_recipe(path, ["train.batch_size=16"]).recipe.tokens_per_step == 16 * 1024
+    assert load_recipe(path, ["train.batch_size=16", "train.tokens_per_step=auto"]).recipe.tokens_per_step == "auto"
+    assert "tokens_per_step and batch_size" in refused(
+        write(SMALL + "train: {tokens_per_step: 4096, batch_size: 4}\n")
+    )
+
+
+def test_a_kind_stands_for_its_section(write):
+    text = SMALL + "adapter: lora\nobjective: dpo\noptimizer: muon\nquantize: nf4\ntokenizer: {train: unigram}\n"
+    recipe = load_recipe(write(text)).recipe
+    kinds = (recipe.adapter.kind, recipe.objective.kind, recipe.optimizer.kind, recipe.quantize.kind)
+    assert kinds == ("lora", "dpo", "muon", "nf4") and recipe.tokenizer.train.kind == "unigram"
+    changed = load_recipe(write(text), ["adapter.rank=4", "objective.beta=0.5", "quantize=int8"]).recipe
+    assert (changed.adapter.rank, changed.objective.beta, changed.quantize.kind) == (4, 0.5, "int8")
+    assert load_recipe(write(SMALL), ["adapter=dora"]).recipe.adapter.kind == "dora"
+    assert load_recipe("llama3.1-8b-lora", ["adapter=none"]).recipe.adapter.kind == "none"
+    assert "did you mean lora?" in refused(write(SMALL + "adapter: lorra\n"))
+
+
+def test_short_spellings(write):
+    text = "train: {precision: bf16, activation_checkpointing: true}\nlogging: {trackers: wandb}\n"
+    recipe = load_recipe(write(SMALL + text + "adapter: {kind: lora, target_modules: all-linear}\n")).recipe
+    assert (recipe.train.precision, recipe.train.activation_checkpointing) == ("bfloat16", "full")
+    assert recipe.logging.trackers == ["wandb"] and recipe.adapter.target_modules == ["all-linear"]
+    hook = load_recipe(write(SMALL), ["logging.trackers={command: ./hook.sh}"]).recipe.logging.trackers
+    assert hook[0].command == str(Path.cwd() / "hook.sh")
+    layouts = {"packing: false": "padded", "document_masking: false": "fixed", "packing: true": "packed"}
+    for text, layout in layouts.items():
+        path = write(f"model: {{preset: go-coder-tiny}}\ndata: {{path: x, {text}}}\n")
+        assert load_recipe(path).recipe.data.layout == layout
+
+
+def test_org_and_name_are_a_data_set_on_the_hub_where_no_such_folder_is(write, tmp_path):
+    path = write("model: {preset: go-coder-tiny}\ndata: {path: org/rows}\n")
+    assert load_recipe(path).recipe.data.path == "hub:org/rows"
+    assert load_recipe(path, ["data.path=corpora/rows.jsonl"]).recipe.data.path.endswith("/corpora/rows.jsonl")
+    (tmp_path / "org").mkdir()
+    assert load_recipe(path).recipe.data.path == str(tmp_path / "org/rows")
+
+
+def test_another_path_forgets_how_the_files_of_the_first_are_read():
+    data = load_recipe("llama2-7b-lora-qa", ["data.path=mine"]).recipe.data
+    assert (data.glob, data.format, data.columns) == (None, "auto", {})
+    data = load_recipe("llama2-7b-lora-qa", ["data.format=alpaca", "data.path=mine"]).recipe.data
+    assert (data.glob, data.format) == (None, "alpaca")

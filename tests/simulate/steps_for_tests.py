@@ -15,7 +15,7 @@ from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, stage_bytes
 from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
-from bloomery.recipe.schema import Distil
+from bloomery.recipe.schema import Distill
 from bloomery.simulate.run import ONE, MeshShape
 from bloomery.simulate.step import Place, simulated_stage, simulated_step
 from bloomery.train.objectives.build import pretraining
@@ -39,8 +39,8 @@ def small_plan(
         data={"sequence_length": 256},
         optimizer={"kind": optimizer} | (lean or {}),
         adapter=adapter or {"kind": "none"},
-        quantize={"base": base},
-        train={"micro_batch": rows, "tokens_per_step": 256 * rows * micro_batches, **settings},
+        quantize={"kind": base},
+        train={"micro_batch_size": rows, "tokens_per_step": 256 * rows * micro_batches, **settings},
     )
     plan = planned(recipe, machine())
     rates = dict.fromkeys(("residual_dropout", "attention_dropout", "embedding_dropout"), dropout)
@@ -66,12 +66,12 @@ def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 def load_of(plan: RunPlan) -> StepShape:
     train = plan.train
     return StepShape(
-        config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch=train.micro_batch,
+        config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch_size=train.micro_batch_size,
         precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
         checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
         context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
         mode=mode_of(plan, plan.model.config), offloading=train.offload_activations,
-        teacher=known_config(plan.objective.teacher) if isinstance(plan.objective, Distil) else None,
+        teacher=known_config(plan.objective.teacher) if isinstance(plan.objective, Distill) else None,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def simulated(plan: RunPlan, *, fused: bool = True, cut: MeshShape = ONE) -> flo
 
 def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
     """The plan as if this layout had been chosen."""
-    names = ("micro_batch", "accumulation", "activation_checkpointing")
+    names = ("micro_batch_size", "accumulation", "activation_checkpointing")
     changed = {name: getattr(layout, name) for name in names}
     return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
 
@@ -124,7 +124,7 @@ def measured(plan: RunPlan) -> float:
 
 
 def _batch(plan: RunPlan) -> Batch:
-    shape = plan.train.micro_batch, plan.data.sequence_length
+    shape = plan.train.micro_batch_size, plan.data.sequence_length
     tokens = torch.randint(0, plan.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     places = torch.arange(shape[1]).repeat(shape[0], 1)
     return Batch(tokens, tokens.roll(-1, 1), torch.ones(shape), places % 64, places // 64)

@@ -120,7 +120,7 @@ def test_and_so_do_other_ways_to_train(case):
 
 
 BF16 = {"avx512_bf16", "amx_bf16"} & set(detect().host.cpu_flags)
-EVERY = {"kind": "lora", "rank": 8, "targets": ["all-linear"]}
+EVERY = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
 FINE = {
     "LoRA on two matrices": {"adapter": {"kind": "lora", "rank": 8}, "precision": "bfloat16"},
     "LoRA on all, recomputed": {"adapter": EVERY, "precision": "bfloat16", "activation_checkpointing": "full"},
@@ -128,18 +128,19 @@ FINE = {
     "LoRA with dropout": {"adapter": EVERY | {"dropout": 0.1}, "precision": "bfloat16"},
     "DoRA": {"adapter": EVERY | {"kind": "dora"}, "precision": "bfloat16"},
     "PiSSA": {"adapter": EVERY | {"init": "pissa"}, "precision": "bfloat16"},
-    "LoRA beside modules in full": {"adapter": {"kind": "lora", "train_also": ["embed_tokens", "lm_head", "norms"]},
+    "LoRA beside modules in full": {"adapter": {"kind": "lora",
+        "modules_to_save": ["embed_tokens", "lm_head", "norms"]},
                                     "precision": "bfloat16"},
     "nf4": {"adapter": EVERY, "base": "nf4", "precision": "bfloat16"},
     "nf4, recomputed": {"adapter": EVERY, "base": "nf4", "precision": "bfloat16",
                         "activation_checkpointing": "full", "sizes": {"hidden_size": 256}},
     "int8": {"adapter": EVERY, "base": "int8", "precision": "bfloat16", "sizes": {"hidden_size": 256}},
-    "8-bit states": {"lean": {"states": "int8"}, "rows": 1, "sizes": {"hidden_size": 256}},
-    "bfloat16 states": {"lean": {"states": "bfloat16"}, "rows": 1, "sizes": {"hidden_size": 256}},
-    "Adafactor in backward": {"lean": {"in_backward": True, "stochastic_rounding": True}, "optimizer": "adafactor",
+    "8-bit states": {"lean": {"state_dtype": "int8"}, "rows": 1, "sizes": {"hidden_size": 256}},
+    "bfloat16 states": {"lean": {"state_dtype": "bfloat16"}, "rows": 1, "sizes": {"hidden_size": 256}},
+    "Adafactor in backward": {"lean": {"fused_backward": True, "stochastic_rounding": True}, "optimizer": "adafactor",
                               "precision": "bfloat16-pure", "activation_checkpointing": "full", "rows": 1,
                               "sizes": {"hidden_size": 256}},
-    "AdamW in backward": {"lean": {"in_backward": True}, "precision": "bfloat16-pure", "rows": 1},
+    "AdamW in backward": {"lean": {"fused_backward": True}, "precision": "bfloat16-pure", "rows": 1},
 }  # fmt: skip
 QUICK_OF_FINE = {"LoRA on two matrices", "8-bit states"}
 

@@ -79,7 +79,7 @@ def test_shards_hold_less():
 @pytest.mark.soak
 def test_compiled_blocks_read_a_quantised_base():
     """Their graphs take its bits as inputs; the base of four layers is smaller by what the plan says."""
-    lora = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
+    lora = {"kind": "lora", "rank": 4, "target_modules": ["all-linear"]}
     settings = {"adapter": lora, "precision": "bfloat16", "device": "cuda", "attention": "varlen", "compile": True}
     floats, bits = (simulated_step(small_plan(base=base, **settings), fused=True) for base in ("none", "nf4"))
     inside = [s for n, s in parameter_shapes(small_plan().model.config).items() if ".layers." in n and len(s) == 2]

@@ -8,7 +8,7 @@ from memory_tracker import peak_bytes
 from steps_for_tests import _batch, counted, simulated, small_plan, some
 
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.recipe.schema import Distil, Kto, Lora, OrPo, Preference, Reward, SimPo
+from bloomery.recipe.schema import Distill, Kto, Lora, OrPo, Preference, Reward, SimPo
 from bloomery.simulate.step import weights
 from bloomery.train.objectives.build import build_objective, completed
 from bloomery.train.state import build_state
@@ -65,7 +65,7 @@ def test_a_reference_without_adapters_takes_no_memory_of_its_own(tmp_path):
 def test_a_teacher_is_counted(tmp_path):
     plan = small_plan(micro_batches=2)
     write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
-    asked = Distil(kind="distil", teacher=str(tmp_path))
+    asked = Distill(kind="distill", teacher=str(tmp_path))
     plan = of_objective(plan, asked)
     teacher = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention).eval().requires_grad_(False)
     assert simulated(plan) == pytest.approx(measured(plan, teacher), rel=0.05)

@@ -75,7 +75,7 @@ def pipelined():
     (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.pipeline == 2]
     chosen = plan.parallel.layouts[index]
     mesh = plan.parallel.model_copy(update={"chosen": index})
-    rows = chosen.micro_batch * plan.data.sequence_length
+    rows = chosen.micro_batch_size * plan.data.sequence_length
     model = plan.model.model_copy(update={"score_chunk": rows})  # all logits at once, as the layout was counted
     return laid(plan, chosen).model_copy(update={"parallel": mesh, "model": model, "memory": chosen.memory}), here
 

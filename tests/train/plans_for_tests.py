@@ -11,11 +11,12 @@ from bloomery.plan.types import (
     DataPlan,
     EvalPlan,
     Lengths,
+    LoggingPlan,
     MemoryEstimate,
     ModelPlan,
-    MonitorPlan,
     OptimizerPlan,
     RunPlan,
+    SamplePlan,
     TrainPlan,
 )
 
@@ -24,7 +25,7 @@ torch.set_num_threads(1)  # models this small are slower on two threads, and muc
 THOUSAND = Duration(1000, "steps")
 LENGTHS = Lengths(
     train=Duration(1, "seconds"), warmup=Duration(1, "percent"), decay=None, checkpoint=THOUSAND,
-    evaluation=Duration(50, "percent"), monitor=THOUSAND, sequences_per_epoch=None,
+    evaluation=Duration(50, "percent"), logging=THOUSAND, sequences_per_epoch=None,
 )  # fmt: skip
 
 
@@ -45,20 +46,20 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
             prepared=prepared, sequence_length=32, layout="packed", pin_memory=False, prefetch=2,
         ),
         "optimizer": OptimizerPlan(
-            kind="adamw", learning_rate=0.01, matrix_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95),
-            epsilon=1e-8, weight_decay=0.1, fused=True, schedule="cosine", floor=0.0, warmup_steps=2, decay_steps=0,
+            kind="adamw", learning_rate=0.01, muon_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95),
+            eps=1e-8, weight_decay=0.1, fused=True, schedule="cosine", min_lr_ratio=0.0, warmup_steps=2, decay_steps=0,
         ),
         "train": TrainPlan(
-            steps=6, seconds=None, tokens_per_step=128, micro_batch=2, accumulation=2, precision="float32",
-            compile=False, activation_checkpointing="none", clip=1.0, seed=0, deterministic=False, threads=1,
+            steps=6, seconds=None, tokens_per_step=128, micro_batch_size=2, accumulation=2, precision="float32",
+            compile=False, activation_checkpointing="none", max_grad_norm=1.0, seed=0, deterministic=False, threads=1,
             device="cpu",
         ),
-        "checkpoint": CheckpointPlan(every_steps=3, keep=2, asynchronous=False),
+        "checkpoint": CheckpointPlan(every_steps=3, keep=2, async_save=False),
         "eval": EvalPlan(
-            every_steps=3, rows=None, prompts=(), max_tokens=4, temperature=0.8, top_p=0.95, stop_early=None,
-            micro_batch=2,
+            every_steps=3, rows=None, early_stopping_patience=None, micro_batch_size=2,
         ),
-        "monitor": MonitorPlan(every_steps=1, sinks=(), commands=()),
+        "sample": SamplePlan(prompts=(), max_new_tokens=4, temperature=0.8, top_p=0.95),
+        "logging": LoggingPlan(every_steps=1, trackers=(), commands=()),
     }  # fmt: skip
     changed = {name: part.model_copy(update=sections.get(name, {})) for name, part in parts.items()}
     return RunPlan(

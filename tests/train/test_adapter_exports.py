@@ -24,8 +24,8 @@ from bloomery.train.model_folder import find_model
 
 TOKENS = torch.arange(24)[None] * 7 % CONFIG.vocab_size
 SETTINGS = {
-    "lora": {"targets": ["q_proj", "down_proj"]}, "dora": {"kind": "dora", "targets": ["all-linear"]},
-    "pissa": {"init": "pissa", "targets": ["v_proj"], "train_also": ["embed_tokens"]},
+    "lora": {"target_modules": ["q_proj", "down_proj"]}, "dora": {"kind": "dora", "target_modules": ["all-linear"]},
+    "pissa": {"init": "pissa", "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
 }  # fmt: skip
 
 

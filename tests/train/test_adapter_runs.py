@@ -25,14 +25,14 @@ def base(tmp_path_factory):
 
 
 def adapter_plan(prepared, base, *, adapter=None, **sections):
-    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "targets": TARGETS} | (adapter or {})
+    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": TARGETS} | (adapter or {})
     sections["model"] = {"source": base} | sections.get("model", {})
     return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update={"adapter": Lora(**facts)})
 
 
 @pytest.mark.parametrize(("adapter", "precision"), crossed(
-    {"rslora": {"dropout": 0.2, "scale": "rslora"}, "dora": {"kind": "dora"},
-     "pissa": {"init": "pissa", "dtype": "bfloat16"}, "whole": {"train_also": ["embed_tokens", "norms"]}},
+    {"rslora": {"dropout": 0.2, "use_rslora": True}, "dora": {"kind": "dora"},
+     "pissa": {"init": "pissa", "dtype": "bfloat16"}, "whole": {"modules_to_save": ["embed_tokens", "norms"]}},
     {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
     quick="rslora-bfloat16 dora-float16 pissa-bfloat16-pure whole-float32",
 ))  # fmt: skip
@@ -43,8 +43,8 @@ def test_a_resumed_adapter_equals_the_undisturbed_one_bitwise(prepared, base, tm
 
 
 @pytest.mark.parametrize("adapter", [
-    {}, {"kind": "dora", "scale": "rslora"}, {"init": "pissa"}, {"train_also": ["embed_tokens", "norms"]},
-    {"targets": ["model.layers.0.*_proj", "model.layers.1.self_attn.q_proj"]},
+    {}, {"kind": "dora", "use_rslora": True}, {"init": "pissa"}, {"modules_to_save": ["embed_tokens", "norms"]},
+    {"target_modules": ["model.layers.0.*_proj", "model.layers.1.self_attn.q_proj"]},
 ], ids=["lora", "dora", "pissa", "whole", "pattern"])  # fmt: skip
 def test_peft_opens_a_checkpoint_and_computes_the_same(prepared, base, tmp_path, adapter):
     plan = adapter_plan(prepared, base, adapter=adapter, train={"steps": 3}, optimizer={"learning_rate": 0.03})
@@ -66,7 +66,7 @@ def test_peft_opens_a_checkpoint_and_computes_the_same(prepared, base, tmp_path,
     ("bfloat16-pure", "bfloat16", "bfloat16"),
 ])  # fmt: skip
 def test_frozen_weights_are_kept_as_products_read_them(base, precision, frozen, trained):
-    plan = adapter_plan(base, base, adapter={"train_also": ["norm"]}, train={"precision": precision})
+    plan = adapter_plan(base, base, adapter={"modules_to_save": ["norm"]}, train={"precision": precision})
     model = empty_model(plan)
     layer = model.model.layers[0]
     assert layer.mlp.up_proj.weight.dtype is layer.self_attn.q_proj.weight.dtype is getattr(torch, frozen)

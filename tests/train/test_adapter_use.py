@@ -31,7 +31,7 @@ def tuned(prepared, tmp_path_factory):
         shutil.copy(file, folder / "base")
     plan = tiny_plan(prepared, config=CONFIG, model={"source": folder / "base"}, train={"steps": 3},
                      optimizer={"learning_rate": 0.03})  # fmt: skip
-    lora = Lora(kind="dora", rank=4, alpha=8, targets=["all-linear"], train_also=["norm"])
+    lora = Lora(kind="dora", rank=4, alpha=8, target_modules=["all-linear"], modules_to_save=["norm"])
     plan = plan.model_copy(update={"adapter": lora})
     run = Run(plan, folder / "run")
     (folder / "run" / "recipe.yaml").write_text("{}")

@@ -30,9 +30,9 @@ def parts(step: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def save(folder: Path, *steps: int, keep: int = 3, best: int | None = None, asynchronous: bool = False) -> list[object]:
+def save(folder: Path, *steps: int, keep: int = 3, best: int | None = None, async_save: bool = False) -> list[object]:
     events: list[object] = []
-    saver = Saver(folder, keep, asynchronous, emit=events.append)
+    saver = Saver(folder, keep, async_save, emit=events.append)
     for step in steps:
         saver.save(step, parts(step), {"consumed": step * 8}, best=step == best)
     saver.wait()
@@ -44,9 +44,9 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return newest_valid(folder, on_damage=told.append), told
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_is_saved_is_read_back(tmp_path: Path, asynchronous: bool) -> None:
-    events = save(tmp_path / "checkpoints", 10, 20, asynchronous=asynchronous)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_is_saved_is_read_back(tmp_path: Path, async_save: bool) -> None:
+    events = save(tmp_path / "checkpoints", 10, 20, async_save=async_save)
     folder, told = newest(tmp_path / "checkpoints")
     assert folder == tmp_path / "checkpoints/step-00000020"
     assert told == []

@@ -64,7 +64,7 @@ def streams(monkeypatch):
 def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, inside):
     monkeypatch.setattr(optim_pieces, "CPU_PIECE", 1024)
     stayed, visited = Some(), Some()
-    plan = PLAN.model_copy(update={"states": states, "in_backward": inside})
+    plan = PLAN.model_copy(update={"state_dtype": states, "fused_backward": inside})
     away = build_optimizer(visited, plan.model_copy(update={"offload": True}))
     train(visited, away, range(4))
     assert len(streams) == 1

@@ -13,7 +13,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
-from bloomery.recipe.schema import Distil
+from bloomery.recipe.schema import Distill
 from bloomery.train.objectives.build import build_objective, distillation, meta_teacher, teachers_attention
 from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
@@ -37,7 +37,7 @@ def logits(model, some):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_loss_and_its_gradient_are_those_of_whole_logits(chunk, temperature):
     student, teacher = models()
-    some, asked = batch(3), Distil(kind="distil", teacher="", temperature=temperature, share=0.3)
+    some, asked = batch(3), Distill(kind="distill", teacher="", temperature=temperature, kd_ratio=0.3)
     ours = compute_loss(student, some, distillation(asked, teacher, chunk=chunk), precision="float32")
     ours.total.backward()
     gradients = [p.grad.clone() for p in student.parameters()]
@@ -59,7 +59,7 @@ def test_the_loss_and_its_gradient_are_those_of_whole_logits(chunk, temperature)
 def test_it_agrees_with_trl():
     gkd = pytest.importorskip("trl.experimental.gkd")
     student, teacher = models()
-    some, asked = batch(3), Distil(kind="distil", teacher="", temperature=1.7, share=1.0)
+    some, asked = batch(3), Distill(kind="distill", teacher="", temperature=1.7, kd_ratio=1.0)
     ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
     labels = torch.where(some.weights > 0, some.labels, -100)
     theirs = gkd.GKDTrainer.generalized_jsd_loss(
@@ -71,7 +71,7 @@ def test_it_agrees_with_trl():
 
 def test_a_teacher_whose_embeddings_are_padded_further_is_a_teacher_all_the_same():
     student, teacher = models(vocab=128)
-    some, asked = batch(2), Distil(kind="distil", teacher="", share=1.0)
+    some, asked = batch(2), Distill(kind="distill", teacher="", kd_ratio=1.0)
     ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
     taught = F.log_softmax(logits(teacher, some)[..., :97], -1)
     each = F.kl_div(F.log_softmax(logits(student, some), -1), taught, reduction="none", log_target=True).sum(-1)
@@ -90,7 +90,7 @@ def test_whole_logits_never_exist():
             return out
 
     with Watched():
-        head = distillation(Distil(kind="distil", teacher=""), teacher, chunk=4)
+        head = distillation(Distill(kind="distill", teacher=""), teacher, chunk=4)
         compute_loss(student, batch(3), head, precision="float32").total.backward()
     assert max(sizes) <= 48  # rows of weights (97 columns of the transposed ones) or of a chunk, never the 96 positions
     assert isinstance(head.head(batch(1)), Divergence)
@@ -100,7 +100,7 @@ def test_accumulation_takes_the_step_of_one_large_batch():
     from test_step import halves, model_and_optimizer, weights
 
     teacher = models()[1].float()
-    asked, results = Distil(kind="distil", teacher="", temperature=2.0), []
+    asked, results = Distill(kind="distill", teacher="", temperature=2.0), []
     for batches in ([batch(5)], halves(batch(5))):
         who, plan = model_and_optimizer()
         results.append((train_step(who, batches, distillation(asked, teacher, chunk=9), plan=plan, share=1.0), who))
@@ -115,7 +115,7 @@ def test_a_run_learns_from_its_teacher(prepared, tmp_path):
     folder.mkdir()
     load_tokenizer(prepared).save(folder)
     write_model(model_state(fresh_decoder(CONFIG, seed=7)), CONFIG, folder)
-    asked = Distil(kind="distil", teacher=str(folder), share=1.0)
+    asked = Distill(kind="distill", teacher=str(folder), kd_ratio=1.0)
     parts = {"train": {"steps": 10}, "eval": {"every_steps": 5}, "checkpoint": {"every_steps": 10}}
     run = Run(tiny_plan(prepared, config=CONFIG, **parts).model_copy(update={"objective": asked}), tmp_path / "run")
     first, last = run.of(StepDone)[0], run.of(StepDone)[-1]
@@ -128,7 +128,7 @@ def test_a_run_learns_from_its_teacher(prepared, tmp_path):
 
 def test_a_teacher_of_other_words_is_refused(prepared, tmp_path):
     make_model(tmp_path)
-    asked = Distil(kind="distil", teacher=str(tmp_path))
+    asked = Distill(kind="distill", teacher=str(tmp_path))
     with pytest.raises(UserError, match="the teacher has"):
         build_objective(tiny_plan(prepared).model_copy(update={"objective": asked}))
 
@@ -158,6 +158,6 @@ def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(t
     config = tiny_config(family="gemma2", qk_norm="none", attention_softcap=30.0, **gemma)
     write_model(model_state(fresh_decoder(config, seed=0)), config, tmp_path)
     plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
-    plan = plan.model_copy(update={"objective": Distil(kind="distil", teacher=str(tmp_path))})
+    plan = plan.model_copy(update={"objective": Distill(kind="distill", teacher=str(tmp_path))})
     with torch.device("meta"):
         assert meta_teacher(plan).model.backend == "blockwise"

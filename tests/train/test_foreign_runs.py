@@ -16,7 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.families.presets import build_config, read_config
 from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distil, Lora, Model, Peft, Quantize
+from bloomery.recipe.schema import Distill, Lora, Model, Peft, Quantize
 from bloomery.train.objectives import build as objectives_distil
 from bloomery.train.state import build_state
 from foreign_models import SIZES, saved_model
@@ -37,7 +37,7 @@ def bases(tmp_path_factory):
 def foreign_plan(prepared, base, *, adapter=None, base_in="none", **sections):
     config = read_config(base, "transformers")
     plan = tiny_plan(prepared, config=config, **sections | {"model": {"source": base} | sections.get("model", {})})
-    changed = {"quantize": Quantize(base=base_in)}
+    changed = {"quantize": Quantize(kind=base_in)}
     if adapter is not None:
         changed["adapter"] = Lora(**{"kind": "lora", "rank": 4, "alpha": 8.0} | adapter)
     plan = plan.model_copy(update=changed)
@@ -62,14 +62,14 @@ def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(prep
 @pytest.mark.parametrize(("kind", "facts"), crossed(
     {kind: kind for kind in KINDS},
     {"lora": ({}, "none"), "dora": ({"kind": "dora"}, "none"),
-     "whole": ({"train_also": ["embed_tokens", "lm_head"]}, "none"), "qlora": ({}, "nf4")},
+     "whole": ({"modules_to_save": ["embed_tokens", "lm_head"]}, "none"), "qlora": ({}, "nf4")},
     quick="gpt_neox-dora phi-whole opt-qlora",
 ))  # fmt: skip
 def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_path, kind, facts):
     adapter, base_in = facts
-    if kind != "phi" and "train_also" in adapter:
-        adapter = {"train_also": ["embed_tokens"]}
-    adapter = {"targets": TARGETS[kind]} | adapter
+    if kind != "phi" and "modules_to_save" in adapter:
+        adapter = {"modules_to_save": ["embed_tokens"]}
+    adapter = {"target_modules": TARGETS[kind]} | adapter
     plan = foreign_plan(prepared, bases[kind], adapter=adapter, base_in=base_in, train={"steps": 5})
     run = resumed_bitwise(plan, tmp_path)
     assert_opens_in_peft(bases[kind], run.checkpoint(5), TOKENS)
@@ -77,10 +77,10 @@ def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_pat
 
 @pytest.mark.parametrize("base_in", ["none", "nf4"])
 def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path, base_in):
-    adapter = {"targets": TARGETS["opt"]}
+    adapter = {"target_modules": TARGETS["opt"]}
     plan = foreign_plan(prepared, bases["opt"], adapter=adapter, base_in=base_in, train={"steps": 2})
     config = build_config(Model(**{"from": str(bases["opt"])}, safe_load=True), vocab_size=300)
-    assert config.transformers_backend.safe_reason == "model.safe_load asks for it"
+    assert config.transformers_backend.safe_reason == "model.load_with asks for it"
     asked = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
     assert Run(asked, tmp_path / "safe").losses() == Run(plan, tmp_path / "fast").losses()
 
@@ -89,7 +89,7 @@ def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path,
 @pytest.mark.parametrize("also", [None, ["embed_tokens", "lm_head"]], ids=["full", "lora"])
 def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(prepared, bases, tmp_path, also, safe):
     config = build_config(Model(**{"from": str(bases["phi"])}, safe_load=safe), vocab_size=303)
-    adapter = None if also is None else {"targets": ["q_proj"], "train_also": also}
+    adapter = None if also is None else {"target_modules": ["q_proj"], "modules_to_save": also}
     plan = foreign_plan(prepared, bases["phi"], adapter=adapter, train={"steps": 3}, model={"config": config})
     plain = AutoModelForCausalLM.from_pretrained(bases["phi"]).eval()
     begun = build_state(plan).model_and_optimizer.model
@@ -126,7 +126,7 @@ def test_a_foreign_model_learns_from_a_foreign_teacher_whose_logits_have_a_bias(
     for file in prepared.glob("tokenizer*"):
         shutil.copy(file, teacher)
     plan = foreign_plan(prepared, bases["phi"], train={"steps": 1, "accumulation": 1}, data={"layout": "padded"})
-    asked = Distil(kind="distil", teacher=str(teacher), share=1.0)
+    asked = Distill(kind="distill", teacher=str(teacher), kd_ratio=1.0)
     run = Run(plan.model_copy(update={"objective": asked}), tmp_path / "same")
     assert run.losses()[1] == pytest.approx(0, abs=1e-5), "a model is its own best pupil"
     sharp = load_file(teacher / "model.safetensors")

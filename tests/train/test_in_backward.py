@@ -15,8 +15,8 @@ from bloomery.train.step import train_step
 KINDS = [
     {"kind": "adafactor"},
     {"kind": "adamw"},
-    {"kind": "adamw", "states": "int8"},
-    {"kind": "adamw", "states": "bfloat16", "offload": True},
+    {"kind": "adamw", "state_dtype": "int8"},
+    {"kind": "adamw", "state_dtype": "bfloat16", "offload": True},
 ]
 MODES = ["none", "selective", "full", "every-2"]
 CONFIGS = {"tied": tiny_config(), "untied": tiny_config(tie_embeddings=False, attention_bias=True)}
@@ -24,7 +24,7 @@ CONFIGS = {"tied": tiny_config(), "untied": tiny_config(tie_embeddings=False, at
 
 def model_and_optimizer(*, config="tied", train=None, **optimizer):
     plan = tiny_plan(
-        config=CONFIGS[config], optimizer=optimizer, train={"accumulation": 1, "clip": None} | (train or {})
+        config=CONFIGS[config], optimizer=optimizer, train={"accumulation": 1, "max_grad_norm": None} | (train or {})
     )
     return build_state(plan).model_and_optimizer, plan.train
 
@@ -35,19 +35,19 @@ def model_and_optimizer(*, config="tied", train=None, **optimizer):
 def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precision):
     train = {"precision": precision}
     stochastic = {"stochastic_rounding": precision == "bfloat16-pure", "learning_rate": 0.02}
-    inside, plan = model_and_optimizer(config=config, train=train, in_backward=True, **kind, **stochastic)
+    inside, plan = model_and_optimizer(config=config, train=train, fused_backward=True, **kind, **stochastic)
     after, _ = model_and_optimizer(
-        config=config, train=train, **(kind | stochastic | ({} if "states" in kind else {"offload": True}))
+        config=config, train=train, **(kind | stochastic | ({} if "state_dtype" in kind else {"offload": True}))
     )
     for step in range(3):
         a = train_step(inside, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
         b = train_step(after, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
         assert a.taken
-        assert (a.loss, a.loss_tokens) == (b.loss, b.loss_tokens)
+        assert (a.loss, a.learned) == (b.loss, b.learned)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
     assert inside.scale is None or inside.scale.clean_steps == 3
     # Stacks form their sums in another order than tensors alone do; what is rounded at random may then fall elsewhere.
-    close = {"atol": 2e-2 if precision == "bfloat16-pure" else 1e-4 if "states" in kind else 1e-5, "rtol": 0}
+    close = {"atol": 2e-2 if precision == "bfloat16-pure" else 1e-4 if "state_dtype" in kind else 1e-5, "rtol": 0}
     for p, q in zip(weights(inside), weights(after), strict=True):
         torch.testing.assert_close(p, q, **close)
     assert inside.optimizer.scalars() == after.optimizer.scalars()
@@ -56,9 +56,9 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, config):
-    plain, plan = model_and_optimizer(config=config, in_backward=True, kind="adafactor")
+    plain, plan = model_and_optimizer(config=config, fused_backward=True, kind="adafactor")
     again, _ = model_and_optimizer(
-        config=config, train={"activation_checkpointing": mode}, in_backward=True, kind="adafactor"
+        config=config, train={"activation_checkpointing": mode}, fused_backward=True, kind="adafactor"
     )
     for step in range(2):
         train_step(plain, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
@@ -68,7 +68,7 @@ def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, con
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_two_gradients_stand_at_most(monkeypatch, config):
-    who, plan = model_and_optimizer(config=config, in_backward=True, kind="adafactor")
+    who, plan = model_and_optimizer(config=config, fused_backward=True, kind="adafactor")
     standing = []
     update = InBackward._update
 
@@ -87,7 +87,7 @@ def test_two_gradients_stand_at_most(monkeypatch, config):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_the_first_bad_gradient_on_nothing_moves(kind):
-    who, plan = model_and_optimizer(config="untied", in_backward=True, **kind)
+    who, plan = model_and_optimizer(config="untied", fused_backward=True, **kind)
     train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
     before = dict(zip(dict(who.model.named_parameters()), weights(who), strict=True))
     states, steps = {k: v.clone() for k, v in who.optimizer.named_tensors().items()}, who.optimizer.scalars()
@@ -112,7 +112,7 @@ def test_from_the_first_bad_gradient_on_nothing_moves(kind):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
-    who, plan = model_and_optimizer(in_backward=True, kind="adafactor")
+    who, plan = model_and_optimizer(fused_backward=True, kind="adafactor")
     before = weights(who)
     result = train_step(who, [batch(2)], poisoned(value), plan=plan, share=1.0)
     assert not result.taken
@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
 
 
 def test_adamw_clips_each_gradient_alone():
-    clipped, plan = model_and_optimizer(in_backward=True, kind="adamw", train={"clip": 1e-3})
+    clipped, plan = model_and_optimizer(fused_backward=True, kind="adamw", train={"max_grad_norm": 1e-3})
     by_hand, _ = model_and_optimizer(kind="adamw", offload=True)
     train_step(clipped, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
     for parameter in by_hand.model.parameters():
@@ -138,7 +138,7 @@ def test_adamw_clips_each_gradient_alone():
 
 
 def test_a_backward_that_was_cut_short_leaves_nothing_armed():
-    who, plan = model_and_optimizer(in_backward=True, kind="adafactor")
+    who, plan = model_and_optimizer(fused_backward=True, kind="adafactor")
     bomb = who.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
@@ -151,13 +151,13 @@ def test_a_backward_that_was_cut_short_leaves_nothing_armed():
     assert all(p.grad is not None for p in who.model.parameters())
 
 
-LEANEST = {"kind": "adafactor", "in_backward": True, "stochastic_rounding": True, "learning_rate": 0.3}
+LEANEST = {"kind": "adafactor", "fused_backward": True, "stochastic_rounding": True, "learning_rate": 0.3}
 RUNS = [
     (LEANEST, {"precision": "bfloat16-pure", "activation_checkpointing": "full"}),
-    ({"kind": "adamw", "states": "int8", "in_backward": True, "paged": True}, {"precision": "bfloat16"}),
+    ({"kind": "adamw", "state_dtype": "int8", "fused_backward": True, "paged": True}, {"precision": "bfloat16"}),
     *(pytest.param(*each, marks=pytest.mark.soak) for each in (
-        ({"kind": "adamw", "states": "bfloat16", "in_backward": True}, {"precision": "float16"}),
-        ({"kind": "adamw", "states": "int8", "stochastic_rounding": True}, {"precision": "bfloat16-pure"}),
+        ({"kind": "adamw", "state_dtype": "bfloat16", "fused_backward": True}, {"precision": "float16"}),
+        ({"kind": "adamw", "state_dtype": "int8", "stochastic_rounding": True}, {"precision": "bfloat16-pure"}),
     )),
 ]  # fmt: skip
 
@@ -175,13 +175,13 @@ def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
     assert whole.losses()[6] < whole.losses()[1] - 0.2
     assert not whole.of(Warned)
     assert all(health.no_gradient_share is None for health in whole.of(StepHealth)) == bool(
-        optimizer.get("in_backward")
+        optimizer.get("fused_backward")
     )
 
 
 def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, monkeypatch):
     train = {"steps": 4, "accumulation": 1, "tokens_per_step": 64}
-    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": "adafactor", "in_backward": True})
+    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": "adafactor", "fused_backward": True})
     build = context.build_state
 
     def poisoned(plan, **rest):

@@ -18,14 +18,14 @@ from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
 PLAN = OptimizerPlan(
-    kind="adamw", learning_rate=0.01, matrix_learning_rate=0.01, momentum=0.95, betas=(0.9, 0.95), epsilon=1e-8,
-    weight_decay=0.1, fused=False, schedule="constant", floor=0.0, warmup_steps=0, decay_steps=0,
+    kind="adamw", learning_rate=0.01, muon_learning_rate=0.01, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
+    weight_decay=0.1, fused=False, schedule="constant", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
 )  # fmt: skip
 LEAN = [
-    {"states": "int8"},
-    {"states": "bfloat16"},
-    {"states": "int8", "stochastic_rounding": True},
-    {"states": "float32", "stochastic_rounding": True, "offload": True},
+    {"state_dtype": "int8"},
+    {"state_dtype": "bfloat16"},
+    {"state_dtype": "int8", "stochastic_rounding": True},
+    {"state_dtype": "float32", "stochastic_rounding": True, "offload": True},
 ]
 
 
@@ -77,7 +77,7 @@ def test_states_take_the_bytes_that_the_plan_counts():
     model = Some()
     numbers = sum(p.numel() for p in model.parameters() if p.numel() >= optim_int8.SMALL)
     for states, each in (("bfloat16", 4.0), ("int8", 2 + 8 / 256)):
-        optimizer = build_optimizer(model, PLAN.model_copy(update={"states": states}))
+        optimizer = build_optimizer(model, PLAN.model_copy(update={"state_dtype": states}))
         train(model, optimizer, range(1))
         large = [p for name, p in optimizer.named_tensors().items() if name.split(".")[0] in ("wide", "tall", "again")]
         assert sum(t.nbytes for t in large) == pytest.approx(numbers * each, rel=0.04)  # the last block is padded
@@ -155,7 +155,7 @@ def test_a_closed_gate_keeps_every_bit(changes, dtype):
 def test_bfloat16_weights_move_by_less_than_a_bit_when_rounded_at_random():
     model, still = (Some(torch.bfloat16) for _ in range(2))
     before = copy.deepcopy(model)
-    slow = PLAN.model_copy(update={"learning_rate": 1e-6, "weight_decay": 0.0, "states": "bfloat16"})
+    slow = PLAN.model_copy(update={"learning_rate": 1e-6, "weight_decay": 0.0, "state_dtype": "bfloat16"})
     train(model, build_optimizer(model, slow.model_copy(update={"stochastic_rounding": True})), range(3))
     train(still, build_optimizer(still, slow), range(3))
     moved = [(a != b).float().mean().item() for a, b in zip(model.parameters(), before.parameters(), strict=True)]
@@ -166,10 +166,10 @@ def test_bfloat16_weights_move_by_less_than_a_bit_when_rounded_at_random():
 
 def test_states_of_another_kind_are_refused():
     model = Some()
-    optimizer = build_optimizer(model, PLAN.model_copy(update={"states": "int8"}))
+    optimizer = build_optimizer(model, PLAN.model_copy(update={"state_dtype": "int8"}))
     train(model, optimizer, range(1))
-    other = build_optimizer(model, PLAN.model_copy(update={"states": "bfloat16"}))
-    with pytest.raises(UserError, match=r"wide\.exp_avg was not saved as optimizer\.states=bfloat16"):
+    other = build_optimizer(model, PLAN.model_copy(update={"state_dtype": "bfloat16"}))
+    with pytest.raises(UserError, match=r"wide\.exp_avg was not saved as optimizer\.state_dtype=bfloat16"):
         other.load(optimizer.named_tensors(), optimizer.scalars())
 
 
@@ -180,7 +180,7 @@ def test_eight_bit_states_learn_as_float32_ones_do(steps, learned):
     chain = torch.randint(0, 97, (97, 3), generator=torch.Generator().manual_seed(1))
     last = {}
     for states in ("float32", "int8"):
-        optimizer = {"states": states, "learning_rate": 3e-3, "betas": (0.9, 0.99), "offload": True}
+        optimizer = {"state_dtype": states, "learning_rate": 3e-3, "betas": (0.9, 0.99), "offload": True}
         plan = tiny_plan(config=config, optimizer=optimizer)
         state = build_state(plan)
         losses = []

@@ -12,7 +12,7 @@ from bloomery.recipe.schema import Kto, Lora, NoAdapter, OrPo, Preference, Rewar
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 UNTIED = CONFIG.__class__(**vars(PLAIN) | {"tie_embeddings": False})
 VALUES = CONFIG.__class__(**vars(PLAIN) | {"head": "values"})
-LORA = Lora(kind="lora", rank=4, targets=["q_proj", "down_proj"], train_also=["norm"])
+LORA = Lora(kind="lora", rank=4, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
 DPO = Preference(kind="dpo", beta=0.5)
 
 
@@ -32,8 +32,8 @@ def test_runs_in_backward_learn_what_runs_after_it_do(prepared, tmp_path, kind, 
     data = write_answers(tmp_path / "prepared", prepared, kind)
     ends = {}
     for inside, mode in ((False, "none"), (True, "full")):
-        train = {"steps": 3, "accumulation": 1, "clip": None, "activation_checkpointing": mode}
-        plan = tiny_plan(data, config=config, optimizer={"offload": True, "in_backward": inside}, train=train)
+        train = {"steps": 3, "accumulation": 1, "max_grad_norm": None, "activation_checkpointing": mode}
+        plan = tiny_plan(data, config=config, optimizer={"offload": True, "fused_backward": inside}, train=train)
         run = Run(plan.model_copy(update={"objective": asked, "adapter": adapter}), tmp_path / f"run-{inside}")
         files = [*run.checkpoint(3).glob("*model.safetensors"), run.checkpoint(3) / "optimizer.safetensors"]
         ends[inside] = run.losses(), {name: value for file in files for name, value in load_file(file).items()}

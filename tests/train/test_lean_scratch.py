@@ -15,10 +15,10 @@ ROUNDED = {"stochastic_rounding": True}
 CASES = [
     ({"kind": "adafactor"}, torch.float32, 3.1),
     ({"kind": "adafactor"} | ROUNDED, torch.bfloat16, 4.1),
-    ({"states": "int8"}, torch.float32, 5.1),
-    ({"states": "int8"} | ROUNDED, torch.bfloat16, 5.6),
-    ({"states": "bfloat16"} | ROUNDED, torch.bfloat16, 5.6),
-    ({"states": "float32", "offload": True}, torch.float32, 4.1),
+    ({"state_dtype": "int8"}, torch.float32, 5.1),
+    ({"state_dtype": "int8"} | ROUNDED, torch.bfloat16, 5.6),
+    ({"state_dtype": "bfloat16"} | ROUNDED, torch.bfloat16, 5.6),
+    ({"state_dtype": "float32", "offload": True}, torch.float32, 4.1),
 ]
 
 

@@ -224,7 +224,7 @@ def test_a_least_number_of_steps_takes_longer_where_it_must(step):
 
 
 def test_a_longer_time_goes_on_where_the_run_ended():
-    """`resume train.length=...` of a finished run."""
+    """`resume train.max_time=...` of a finished run."""
     short = Simulated(timed(50.0), Machine(0.1))
     train = short.plan.train.model_copy(update={"seconds": 100.0, "steps": None, "blocks": ()})
     machine = Machine(0.1)

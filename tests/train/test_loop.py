@@ -16,8 +16,8 @@ from bloomery.train.sealed import best_step, saved_steps
 
 @pytest.fixture(scope="session")
 def plan(prepared):
-    looks = {"prompts": ("def f",)}
-    return tiny_plan(prepared, config=CONFIG, train={"steps": 8}, optimizer={"kind": "muon"}, eval=looks)
+    sample = {"prompts": ("def f",)}
+    return tiny_plan(prepared, config=CONFIG, train={"steps": 8}, optimizer={"kind": "muon"}, sample=sample)
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,9 @@ def test_checkpoints_are_kept_and_the_best_is_marked(undisturbed):
 
 
 def test_an_evaluation_leaves_no_trace(plan, undisturbed, tmp_path):
-    seldom = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": 100, "prompts": ()})})
+    sections = {"eval": {"every_steps": 100}, "sample": {"prompts": ()}}
+    seldom = plan.model_copy(update={name: getattr(plan, name).model_copy(update=new) for name,
+        new in sections.items()})
     other = Run(seldom, tmp_path / "run")
     assert other.losses() == undisturbed.losses()
     assert_same_tensors(other.tensors(8), undisturbed.tensors(8))
@@ -110,7 +112,7 @@ def test_a_finished_run_resumes_to_nothing_more(plan, undisturbed, tmp_path):
 def test_early_stopping_ends_a_run_that_no_longer_improves(prepared, tmp_path):
     plan = tiny_plan(
         prepared, config=CONFIG, train={"steps": 50}, optimizer={"learning_rate": 1e-9, "warmup_steps": 0},
-        eval={"every_steps": 1, "stop_early": 2},
+        eval={"every_steps": 1, "early_stopping_patience": 2},
     )  # fmt: skip
     stuck = Run(plan, tmp_path / "run")
     assert stuck.outcome == "done"
@@ -179,8 +181,9 @@ def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
         (tmp_path / "text" / f"{number}.py").write_text(f"print({number})\n" * 200)
     (tmp_path / "tiny.yaml").write_text(RECIPE.replace("20%", "0%"))
     prepare(load_recipe(tmp_path / "tiny.yaml"), tmp_path / "prepared")
-    looks = {"prompts": ("def f",), "every_steps": 1}
-    plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2}, eval=looks)
+    looks = {"every_steps": 1}
+    plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2}, eval=looks,
+        sample={"prompts": ("def f",)})
     blind = Run(plan, tmp_path / "run")
     assert blind.outcome == "done"
     assert blind.of(EvalDone) == []

@@ -42,7 +42,8 @@ def tiny(tied: bool) -> ModelConfig:
 def test_added_tokens_have_ids_of_their_own_here_and_in_transformers(prepared, tmp_path):
     base = saved_base(prepared, tmp_path / "base", tied=True)
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"model: {{from: {base}}}\ntokenizer: {{add_tokens: ['<call>', '</s>', '</call>', '<note>']}}\n"
+    added = "['<call>', '</s>', '</call>', '<note>']"
+    recipe.write_text(f"model: {{from: {base}}}\ntokenizer: {{additional_special_tokens: {added}}}\n"
                       "data: {path: .}\n")  # fmt: skip
     before = load_tokenizer(base)
     tokenizer = find_tokenizer(load_recipe(recipe).recipe)
@@ -88,7 +89,7 @@ def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, ti
     base = saved_base(prepared, tmp_path / "base", tied=tied)
     config = build_config(schema.Model(**{"from": str(base)}), vocab_size=GROWN)
     also = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
-    lora = schema.Lora(kind="lora", rank=4, train_also=also)
+    lora = schema.Lora(kind="lora", rank=4, modules_to_save=also)
     refuse_untrained_rows(config, lora, new=config.vocab_size - CONFIG.vocab_size)
     plan = tiny_plan(prepared, config=config, model={"source": base}, train={"steps": 3})
     plan = plan.model_copy(update={"adapter": lora})
@@ -107,8 +108,8 @@ def test_an_adapter_keeps_its_vocabulary_here_and_in_peft(prepared, tmp_path, ti
 def test_rows_that_nothing_would_learn_are_refused():
     config = ModelConfig(**{**vars(tiny(False)), "vocab_size": GROWN})
     with pytest.raises(UserError, match="3 tokens are new") as refused:
-        refuse_untrained_rows(config, schema.Lora(kind="lora", train_also=["norm"]), new=3)
-    assert "adapter.train_also=[norm, embed_tokens, lm_head]" in refused.value.fix
+        refuse_untrained_rows(config, schema.Lora(kind="lora", modules_to_save=["norm"]), new=3)
+    assert "adapter.modules_to_save=[norm, embed_tokens, lm_head]" in refused.value.fix
 
 
 def test_an_adapter_of_a_fresh_model_keeps_its_base_in_the_run(prepared, tmp_path):

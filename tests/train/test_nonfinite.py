@@ -152,7 +152,8 @@ def test_int8_states_and_states_on_the_host_go_on_from_float32_ones(plan, tmp_pa
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"config": wide})})
     first = Run(plan, tmp_path / "run", stop_after=6)
     exact = Run(plan, tmp_path / "exact", resume_from=first.checkpoint(6))
-    taken = {"micro_batch": 1, "activation_checkpointing": "full", "offload_activations": True}  # what comes before
+    taken = {"micro_batch_size": 1, "activation_checkpointing": "full",
+        "offload_activations": True}  # what comes before
     last, home = plan.train.model_copy(update=taken), {"train": plan.train}
     gpu = plan.model_copy(update={"train": last.model_copy(update={"device": "cuda"})})
     hosted = safer.roomier(gpu, "full").plan.model_copy(update=home)

@@ -9,8 +9,8 @@ from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.build import Muon, build_optimizer, orthogonalised, stacks
 
 PLAN = OptimizerPlan(
-    kind="adamw", learning_rate=0.01, matrix_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), epsilon=1e-8,
-    weight_decay=0.1, fused=False, schedule="cosine", floor=0.0, warmup_steps=0, decay_steps=0,
+    kind="adamw", learning_rate=0.01, muon_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
+    weight_decay=0.1, fused=False, schedule="cosine", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
 )  # fmt: skip
 KINDS = ["adamw", "muon", "adafactor"]
 

@@ -68,7 +68,7 @@ def run_short_of_memory(plan: RunPlan, folder, allocator: Allocator) -> Run:
 @pytest.fixture
 def plan(prepared) -> RunPlan:
     sections = {
-        "train": {"steps": 6, "micro_batch": 4, "accumulation": 1},
+        "train": {"steps": 6, "micro_batch_size": 4, "accumulation": 1},
         "model": {"score_chunk": 128},
         "eval": {"every_steps": 99},
         "checkpoint": {"every_steps": 2},
@@ -78,7 +78,7 @@ def plan(prepared) -> RunPlan:
 
 def cut(plan: RunPlan, rows: int) -> RunPlan:
     """The plan as it would have been made with smaller micro-batches."""
-    train = plan.train.model_copy(update={"micro_batch": rows, "accumulation": 4 // rows})
+    train = plan.train.model_copy(update={"micro_batch_size": rows, "accumulation": 4 // rows})
     model = plan.model.model_copy(update={"score_chunk": min(plan.model.score_chunk, rows * 32)})
     return plan.model_copy(update={"train": train, "model": model})
 
@@ -98,9 +98,9 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
         "; what filled memory is listed in profile/step-00000001-full-1.memory.txt"
     )
     stored = read_plan(tmp_path / "short/plan.json")
-    assert (stored.train.micro_batch, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
+    assert (stored.train.micro_batch_size, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
     assert stored.model.score_chunk == 32
-    (decision,) = [decision for decision in stored.choices if decision.key == "train.micro_batch"]
+    (decision,) = [decision for decision in stored.choices if decision.key == "train.micro_batch_size"]
     assert decision.value == "1"
     assert "memory ran out" in decision.reason
 
@@ -164,8 +164,8 @@ def test_an_update_that_was_cut_short_is_taken_back(plan, tmp_path, monkeypatch,
 
 
 def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_path):
-    looks = {"eval": {"every_steps": 3, "micro_batch": 8}}
-    plan = tiny_plan(prepared, config=CONFIG, train={"micro_batch": 2, "accumulation": 2}, **looks)
+    looks = {"eval": {"every_steps": 3, "micro_batch_size": 8}}
+    plan = tiny_plan(prepared, config=CONFIG, train={"micro_batch_size": 2, "accumulation": 2}, **looks)
     short = run_short_of_memory(plan, tmp_path / "short", Allocator("evaluation", rows=4))
     whole = Run(plan, tmp_path / "whole")
     assert len(short.of(Recovered)) == 2
@@ -177,11 +177,14 @@ def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_
     for ours, theirs in zip(short.of(EvalDone), whole.of(EvalDone), strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
         assert ours.tokens == theirs.tokens
-    assert read_plan(tmp_path / "short/plan.json").eval.micro_batch == 2
+    assert read_plan(tmp_path / "short/plan.json").eval.micro_batch_size == 2
 
 
 def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_path):
-    eval_mode = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": 3, "prompts": ("def f",)})})
+    looks, sample = {"every_steps": 3}, {"prompts": ("def f",)}
+    eval_mode = plan.model_copy(
+        update={"eval": plan.eval.model_copy(update=looks), "sample": plan.sample.model_copy(update=sample)}
+    )
     short = run_short_of_memory(eval_mode, tmp_path / "short", Allocator("evaluation", rows=1))
     assert short.outcome == "done"
     assert short.of(EvalDone) == short.of(Sampled) == []
@@ -195,8 +198,8 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(prepared, tmp_path, rows):
     sections = {
-        "train": {"steps": None, "seconds": 3.0, "min_steps": 12, "micro_batch": 2, "accumulation": 2},
-        "eval": {"every_steps": 10_000, "micro_batch": 8, "prompts": ("def f",)},
+        "train": {"steps": None, "seconds": 3.0, "min_steps": 12, "micro_batch_size": 2, "accumulation": 2},
+        "eval": {"every_steps": 10_000, "micro_batch_size": 8}, "sample": {"prompts": ("def f",)},
         "checkpoint": {"every_steps": 10_000},
     }
     plan = tiny_plan(prepared, config=CONFIG, **sections)
@@ -204,17 +207,17 @@ def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
     assert short.outcome == "done"
     stored = read_plan(tmp_path / "run/plan.json")
     assert stored.train.steps == short.steps_done() > MEASURED_STEPS
-    assert stored.eval.micro_batch == max(1, rows // 2)
+    assert stored.eval.micro_batch_size == max(1, rows // 2)
     assert any("not all samples were drawn" in event.reason for event in short.of(Warned))
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
-    suggestions = ("train.micro_batch=1", "train.activation_checkpointing=full")
+    suggestions = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
     advised = plan.model_copy(update={"suggestions": suggestions})
     with pytest.raises(memory.MemoryFull, match="with a single row of 32 tokens at once") as caught:
         run_short_of_memory(advised, tmp_path / "run", Allocator("forward", rows=1, since=4))
     assert "train.activation_checkpointing=full" in caught.value.fix
-    assert "micro_batch=1" not in caught.value.fix
+    assert "micro_batch_size=1" not in caught.value.fix
     assert damage(tmp_path / "run/checkpoints/step-00000003") is None  # nothing is lost
     with pytest.raises(UserError) as unforeseen:
         run_short_of_memory(plan, tmp_path / "other", Allocator("forward", rows=1))
@@ -230,7 +233,7 @@ def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoi
         return real(tensors, copy=copy)
 
     monkeypatch.setattr(checkpoint, "stage", stage)
-    eager = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"asynchronous": True})})
+    eager = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"async_save": True})})
     run = Run(eager, tmp_path / "run")
     assert run.outcome == "done"
     assert run.checkpoint(6).is_dir()
@@ -291,10 +294,10 @@ def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
 
 def test_a_step_whose_optimizer_is_in_backward_is_not_cut(plan, tmp_path):
     """Half of it may have moved: nothing of it is saved, and the error says which smaller step to start again with."""
-    inside = plan.optimizer.model_copy(update={"kind": "adafactor", "in_backward": True})
+    inside = plan.optimizer.model_copy(update={"kind": "adafactor", "fused_backward": True})
     short = Allocator("backward", 4, since=4)
     with pytest.raises(UserError, match="an optimizer in backward takes them all at once") as error:
         run_short_of_memory(plan.model_copy(update={"optimizer": inside}), tmp_path / "run", short)
-    assert "train.micro_batch=2 train.tokens_per_step=64" in error.value.fix
+    assert "train.micro_batch_size=2 train.tokens_per_step=64" in error.value.fix
     assert damage(tmp_path / "run" / "checkpoints" / "step-00000002") is None
     assert not (tmp_path / "run" / "checkpoints" / "step-00000003").exists()

@@ -71,9 +71,9 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     """The same batches through transformers, PEFT and torch's AdamW, orthogonality and rank schedule included."""
     dry = replace(CONFIG, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0)
     write_model(model_state(fresh_decoder(dry, seed=3)), dry, base := tmp_path)
-    plan = method_plan(prepared, base, ADALORA, train={"steps": 5, "clip": None, "accumulation": 1},
+    plan = method_plan(prepared, base, ADALORA, train={"steps": 5, "max_grad_norm": None, "accumulation": 1},
                        optimizer={"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant",
-                                  "epsilon": 0.01})  # fmt: skip
+                                  "eps": 0.01})  # fmt: skip
     state = build_state(plan.model_copy(update={"model": plan.model.model_copy(update={"config": dry})}))
     config = AdaLoraConfig(**{k: v for k, v in ADALORA.items() if k != "method"}, target_modules=["q_proj", "v_proj"])
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config)
@@ -84,7 +84,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
         for name, parameter in named.items():
             parameter.copy_(mine[name])
     optimizer = torch.optim.AdamW(named.values(), lr=plan.optimizer.learning_rate, betas=plan.optimizer.betas,
-                                  eps=plan.optimizer.epsilon, weight_decay=0.0)  # fmt: skip
+                                  eps=plan.optimizer.eps, weight_decay=0.0)  # fmt: skip
     loader = Loader(prepared, sequence_length=32, layout="padded", seed=0)
     for step in range(1, 5):
         batch = loader.batch(Cursor(0, 2 * step), 2)
@@ -115,7 +115,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
         ({"method": "vera", "target_modules": ["q_prj"]}, "near it: q_proj"),
         ({"method": "prefix_tuning"}, "adapter.kind=lora"),
         ({"method": "lora"}, "adapter.kind=lora"),
-        ({"method": "trainable_tokens"}, "adapter.train_also"),
+        ({"method": "trainable_tokens"}, "adapter.modules_to_save"),
         ({"method": "adalora", "total_step": 3, "tinit": 5}, "AdaLoraConfig"),
     ],
 )
@@ -178,12 +178,12 @@ def test_a_method_whose_library_is_missing_is_a_sentence(prepared, base, monkeyp
 def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
     """What autograd keeps beyond a LoRA of ours of that rank, in bfloat16: nothing where no layers share an input."""
     config = tiny_config(hidden_size=64)
-    lora = Lora(kind="lora", rank=8, alpha=8, targets=targets)
+    lora = Lora(kind="lora", rank=8, alpha=8, target_modules=targets)
     theirs = Peft(kind="peft", method="adalora", init_r=8, target_modules=targets)
 
     def counted(adapter):
         load = StepShape(
-            config=config, sequence_length=128, micro_batch=4, precision="bfloat16", optimizer="adamw",
+            config=config, sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw",
             attention="sdpa", checkpointing="none", compiled=False, score_chunk=64, context_bytes=0.0, on_gpu=False,
             mode=mode_of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
         )  # fmt: skip

@@ -146,7 +146,7 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
 
 
 def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
-    reference = [reference_of(DPO, Lora(kind="lora", train_also=also)).value for also in ([], ["lm_head"])]
+    reference = [reference_of(DPO, Lora(kind="lora", modules_to_save=also)).value for also in ([], ["lm_head"])]
     assert reference == ["adapters", "precomputed"]
     assert reference_of(SimPo(kind="simpo"), Lora(kind="lora")).value == "none"
 

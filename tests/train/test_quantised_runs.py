@@ -22,18 +22,19 @@ def base(tmp_path_factory):
 
 
 def plan_of(prepared, base, *, quantize=None, adapter=None, **sections):
-    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]} | (adapter or {})
+    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]} | (adapter or {})
     sections["model"] = {"source": base} | sections.get("model", {})
-    changed = {"adapter": Lora(**facts), "quantize": Quantize(**(quantize or {"base": "nf4"}))}
+    changed = {"adapter": Lora(**facts), "quantize": Quantize(**(quantize or {"kind": "nf4"}))}
     return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update=changed)
 
 
 @pytest.mark.parametrize(("sections",), crossed({
-    "lora": ({"base": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
-    "dora": ({"base": "nf4", "double": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
-    "pissa": ({"base": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
-    "whole": ({"base": "nf4"}, {"train_also": ["norms"], "targets": ["all-linear"]}, {"precision": "bfloat16-pure"}),
-    "checkpointed": ({"base": "nf4"}, {}, {"activation_checkpointing": "selective"}),
+    "lora": ({"kind": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
+    "dora": ({"kind": "nf4", "double_quant": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
+    "pissa": ({"kind": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
+    "whole": ({"kind": "nf4"}, {"modules_to_save": ["norms"], "target_modules": ["all-linear"]},
+        {"precision": "bfloat16-pure"}),
+    "checkpointed": ({"kind": "nf4"}, {}, {"activation_checkpointing": "selective"}),
 }, quick="dora pissa checkpointed"))  # fmt: skip
 def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, sections):
     quantize, adapter, train = sections
@@ -44,9 +45,9 @@ def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, sections):
 
 
 def test_losses_stay_near_those_of_a_float_base(prepared, base, tmp_path):
-    kinds = [{"base": "none"}, {"base": "int8"}, {"base": "nf4"}]
+    kinds = [{"kind": "none"}, {"kind": "int8"}, {"kind": "nf4"}]
     plans = [plan_of(prepared, base, quantize=kind, train={"steps": 4}) for kind in kinds]
-    runs = [Run(plan, tmp_path / plan.quantize.base).losses() for plan in plans]
+    runs = [Run(plan, tmp_path / plan.quantize.kind).losses() for plan in plans]
     away = [max(abs(run[step] - runs[0][step]) for step in run) for run in runs]
     assert 0 < away[1] < away[2] < 0.05
 

@@ -26,7 +26,7 @@ def plan(prepared):
 
 
 def traced(plan, first: int, last: int):
-    return plan.model_copy(update={"monitor": plan.monitor.model_copy(update={"trace_steps": (first, last)})})
+    return plan.model_copy(update={"logging": plan.logging.model_copy(update={"profile_steps": (first, last)})})
 
 
 def test_recorded_steps_leave_a_trace_and_a_list_and_change_no_bit(plan, tmp_path):
@@ -106,8 +106,8 @@ def test_a_compilers_fake_tensors_are_passed_over(plan):
 def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     plan = plan.model_copy(
         update={
-            "train": plan.train.model_copy(update={"micro_batch": 4, "accumulation": 1, "steps": 2}),
-            "eval": plan.eval.model_copy(update={"micro_batch": 4}),
+            "train": plan.train.model_copy(update={"micro_batch_size": 4, "accumulation": 1, "steps": 2}),
+            "eval": plan.eval.model_copy(update={"micro_batch_size": 4}),
         }
     )
     others = any(

@@ -16,12 +16,13 @@ from bloomery.runs.evaluate import evaluate, load_to_evaluate
 @pytest.fixture(scope="module")
 def trained(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    plan = tiny_plan(prepared, config=CONFIG, train={"steps": 12}, eval={"every_steps": 12, "prompts": ("def f",)})
+    plan = tiny_plan(prepared, config=CONFIG, train={"steps": 12}, eval={"every_steps": 12},
+        sample={"prompts": ("def f",)})
     run = Run(plan, folder)
     with EventLog(folder / "events.jsonl") as emit:
         for event in run.events:
             emit(event)
-        emit(RunEnded(step=12, status="done"))
+        emit(RunEnded(step=12, why="done"))
     write_plan(plan, folder / "plan.json")
     return run, plan
 

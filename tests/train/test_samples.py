@@ -31,7 +31,7 @@ def prepared_rows(folder, rows, template="chatml"):
     recipe = {
         "model": {"preset": "go-coder-tiny"},
         "tokenizer": {"train": {"vocab_size": 290, "special_tokens": SPECIAL}},
-        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 32, "validation": "20%", "workers": 0,
+        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 32, "validation": "20%", "num_proc": 0,
                  "chat": {"template": template}},
         "objective": {"kind": "sft"},
     }  # fmt: skip
@@ -45,7 +45,7 @@ def talks(tmp_path_factory):
 
 
 def plan_of(prepared, objective=None, prompts=(ASKED,), **sections):
-    plan = tiny_plan(prepared, eval={"prompts": prompts, "max_tokens": 8}, **sections)
+    plan = tiny_plan(prepared, sample={"prompts": prompts, "max_new_tokens": 8}, **sections)
     vocabulary = load_tokenizer(prepared).vocab_size
     model = plan.model.model_copy(update={"config": replace(plan.model.config, vocab_size=vocabulary)})
     return plan.model_copy(update={"objective": objective or Sft(kind="sft"), "model": model})
@@ -95,7 +95,7 @@ def test_a_run_tells_which_samples_are_answers(talks, tmp_path):
     plan = plan_of(talks, train={"steps": 1})
     run(plan, run_dir=tmp_path, emit=events.append, stop=lambda: False)
     (sample,) = [event for event in events if type(event).__name__ == "Sampled"]
-    assert sample.chat and sample.whole == f"{ASKED}\n{sample.completion}" and "<|im_start|>" not in sample.completion
+    assert sample.answers and sample.whole == f"{ASKED}\n{sample.text}" and "<|im_start|>" not in sample.text
 
 
 def test_a_template_that_takes_no_question_alone_is_refused_before_the_first_step(tmp_path):
@@ -105,4 +105,4 @@ def test_a_template_that_takes_no_question_alone_is_refused_before_the_first_ste
     plan = plan_of(prepared_rows(tmp_path, TALKS, template))
     with pytest.raises(UserError, match="say more") as caught:
         run(plan, run_dir=tmp_path / "run", emit=lambda event: None, stop=lambda: False)
-    assert "eval.prompts" in caught.value.where and "eval.prompts" in caught.value.fix
+    assert "sample.prompts" in caught.value.where and "sample.prompts" in caught.value.fix

@@ -36,7 +36,7 @@ def test_shapes_match_transformers_after_a_warmup_that_wastes_no_step(shape, mak
 
 
 def test_wsd_is_flat_then_falls_linearly_to_its_floor():
-    wsd = {"steps": 100, "warmup_steps": 10, "shape": "wsd", "floor": 0.1, "decay_steps": 20}
+    wsd = {"steps": 100, "warmup_steps": 10, "shape": "wsd", "min_lr_ratio": 0.1, "decay_steps": 20}
     shares = [rate_share(step, **wsd) for step in range(101)]
     assert shares[9:81] == [1.0] * 72
     assert shares[90] == pytest.approx(0.55)
@@ -45,7 +45,7 @@ def test_wsd_is_flat_then_falls_linearly_to_its_floor():
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
 def test_floor_is_where_training_ends(shape):
-    assert rate_share(STEPS, steps=STEPS, warmup_steps=WARMUP, shape=shape, floor=0.2) == pytest.approx(0.2)
+    assert rate_share(STEPS, steps=STEPS, warmup_steps=WARMUP, shape=shape, min_lr_ratio=0.2) == pytest.approx(0.2)
 
 
 def test_constant_and_unknown_lengths_hold_the_peak():

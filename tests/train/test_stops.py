@@ -20,11 +20,11 @@ def plan(prepared):
     return plan_of(prepared)
 
 
-def plan_of(prepared, *, stop_early: int | None = None, rate: float = 0.01, every: int = 3):
-    asked = {"every_steps": every, "prompts": ("def", "return"), "max_tokens": 3, "stop_early": stop_early}
+def plan_of(prepared, *, early_stopping_patience: int | None = None, rate: float = 0.01, every: int = 3):
+    asked = {"every_steps": every, "early_stopping_patience": early_stopping_patience}
     return tiny_plan(
         prepared, config=CONFIG, train={"steps": STEPS}, checkpoint={"every_steps": 3}, eval=asked,
-        optimizer={"learning_rate": rate},
+        sample={"prompts": ("def", "return"), "max_new_tokens": 3}, optimizer={"learning_rate": rate},
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class Disturbed(Run):
 
 def told(run: Run) -> dict[str, object]:
     evals = [(event.step, event.loss, event.tokens) for event in last_per_step(run.events, EvalDone)]
-    samples = {(event.step, event.prompt): event.completion for event in run.of(Sampled)}
+    samples = {(event.step, event.prompt): event.text for event in run.of(Sampled)}
     losses = [(event.step, event.loss) for event in last_per_step(run.events, StepDone)]
     state = json.loads((run.checkpoint(run.steps_done()) / "state.json").read_text())
     del state["progress"]["seconds"]  # by the clock
@@ -78,7 +78,7 @@ def test_a_stop_at_any_poll_is_heard_at_once_and_costs_nothing(plan, tmp_path):
 
 
 def test_a_stop_in_the_evaluation_that_ends_a_run_early_changes_nothing(prepared, tmp_path):
-    plan = plan_of(prepared, stop_early=1, rate=0.5, every=1)
+    plan = plan_of(prepared, early_stopping_patience=1, rate=0.5, every=1)
     whole = Run(plan, tmp_path / "whole")
     assert whole.steps_done() < STEPS, "it ended early"
     polls = Stops(10**9)

@@ -43,10 +43,10 @@ def base(tmp_path_factory):
 
 def run_of(prepared, base, folder, *, quantize="nf4", precision="float32", adapter=None):
     """A finished run over a quantized base, with its folder's plan, and that plan."""
-    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "targets": ["all-linear"]} | (adapter or {})))
+    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]} | (adapter or {})))
     plan = tiny_plan(prepared, config=CONFIG, model={"source": base}, train={"steps": 3, "precision": precision},
                      optimizer={"learning_rate": 0.03})  # fmt: skip
-    plan = plan.model_copy(update={"adapter": lora, "quantize": Quantize(base=quantize)})
+    plan = plan.model_copy(update={"adapter": lora, "quantize": Quantize(kind=quantize)})
     run = Run(plan, folder)
     write_plan(plan, folder / "plan.json")
     (folder / "recipe.yaml").write_text("{}")
@@ -68,8 +68,8 @@ def figure(decoder, plan):
 
 @pytest.mark.parametrize(("quantize", "precision", "adapter"), [
     ("nf4", "float32", {}),
-    ("nf4", "bfloat16", {"kind": "dora", "targets": ["q_proj", "down_proj"]}),
-    ("int8", "float16", {"init": "pissa", "train_also": ["norm"]}),
+    ("nf4", "bfloat16", {"kind": "dora", "target_modules": ["q_proj", "down_proj"]}),
+    ("int8", "float16", {"init": "pissa", "modules_to_save": ["norm"]}),
     ("none", "bfloat16", {}),
 ], ids=["nf4", "dora", "pissa", "lora"])  # fmt: skip
 def test_the_loaded_model_has_the_runs_own_figure(prepared, base, tmp_path, quantize, precision, adapter):
@@ -197,7 +197,7 @@ def test_devices_that_are_not_here_are_refused(base, verb):
 
 def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(prepared, base, tmp_path):
     run, _ = run_of(prepared, base, tmp_path / "run")
-    assert find_model(run.checkpoint(3)).trained.quantize.base == "nf4"
+    assert find_model(run.checkpoint(3)).trained.quantize.kind == "nf4"
     (run.folder / "plan.json").write_text("{}")
     assert find_model(run.checkpoint(3)).trained is None
 
@@ -218,7 +218,7 @@ print(peak() - before)
 
 def adapter_on(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
     """A base and a random adapter beside it."""
-    lora = Lora(kind="dora", rank=4, targets=["all-linear"], train_also=["norm"])
+    lora = Lora(kind="dora", rank=4, target_modules=["all-linear"], modules_to_save=["norm"])
     model = fresh_decoder(config, seed=0)
     (folder / "adapter").mkdir(parents=True)
     write_model(model_state(model), config, folder)

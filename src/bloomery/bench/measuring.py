@@ -60,8 +60,8 @@ class Row:
         return self.plan.train.tokens_per_step / self.step_seconds
 
     @property
-    def micro_batch(self) -> int:
-        return self.plan.train.micro_batch if self.plan else 0
+    def micro_batch_size(self) -> int:
+        return self.plan.train.micro_batch_size if self.plan else 0
 
     @property
     def planned_gib(self) -> float | None:
@@ -104,7 +104,7 @@ class Bench:
         base = self.plan()
         each = rows * base.data.sequence_length
         words = (
-            f"train.micro_batch={rows}",
+            f"train.micro_batch_size={rows}",
             f"train.tokens_per_step={max(1, sequences_per_step(base) // rows) * each}",
         )
         row = run(self.plan(*words), words, seconds=SEARCH_SECONDS, on_phase=on_phase)
@@ -129,7 +129,7 @@ def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tupl
 
 
 def sequences_per_step(plan: RunPlan) -> int:
-    return plan.train.micro_batch * plan.train.accumulation
+    return plan.train.micro_batch_size * plan.train.accumulation
 
 
 def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> Row:
@@ -247,7 +247,7 @@ MOST_POINTS = 64
 
 
 def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
-    """`["train.micro_batch=8,16", "train.compile=true,false"]` as four lists of overrides. Raises UserError."""
+    """`["train.micro_batch_size=8,16", "train.compile=true,false"]` as four lists of overrides. Raises UserError."""
     axes = [axis(sweep) for sweep in sweeps]
     keys = [words[0].partition("=")[0] for words in axes]
     if len(set(keys)) < len(keys):
@@ -266,7 +266,7 @@ def axis(sweep: str) -> list[str]:
     key, equals, text = sweep.partition("=")
     values = [value for value in split(text) if value]
     if not equals or "." not in key or not values:
-        fix = "write --sweep train.micro_batch=8,16,32"
+        fix = "write --sweep train.micro_batch_size=8,16,32"
         raise UserError(f"{sweep!r} is no sweep", where="--sweep", fix=fix, code=2)
     return [f"{key}={value}" for value in values]
 
@@ -293,8 +293,8 @@ def split(text: str) -> list[str]:
 def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple[str, ...]]:
     """The recipe as planned first, then what most often changes speed or memory: one thing at a time."""
     found: list[tuple[str, ...]] = [()]
-    if largest > plan.train.micro_batch:
-        found.append((f"train.micro_batch={largest}",))
+    if largest > plan.train.micro_batch_size:
+        found.append((f"train.micro_batch_size={largest}",))
     other = "full" if plan.train.activation_checkpointing == "none" else "none"
     found.append((f"train.activation_checkpointing={other}",))
     if plan.train.compile:

@@ -54,8 +54,8 @@ def giver_name(text: str) -> str:
     """A name as people sign with. Raises UserError for what is none, or could be markup."""
     name = " ".join(text.split())
     if not re.fullmatch(r"[\w .,'@+-]{1,60}", name):
-        fix = 'write --author "Ada L.", or leave it out to stay anonymous'
-        raise UserError(f"{text!r} is no name for a card", where="--author", fix=fix, code=2)
+        fix = 'write --giver "Ada L.", or leave it out to stay anonymous'
+        raise UserError(f"{text!r} is no name for a card", where="--giver", fix=fix, code=2)
     return name
 
 
@@ -64,7 +64,7 @@ def _point(row: Row) -> Point:
     train = row.plan.train
     return Point(
         sequence_length=row.plan.data.sequence_length,
-        micro_batch=train.micro_batch,
+        micro_batch_size=train.micro_batch_size,
         accumulation=train.accumulation,
         precision=train.precision,
         attention=row.plan.model.attention,
@@ -90,7 +90,7 @@ def opening(plan: RunPlan, *, recipe: str, device: str, prepared: bool) -> Itera
     train = plan.train
     kind = "compiled" if train.compile else "uncompiled"
     yield _line("bench", f"{recipe} on {device} · {train.precision} · {kind} · {plan.model.attention} attention")
-    rows = f"{train.micro_batch} x {plan.data.sequence_length:,} tokens a micro-batch"
+    rows = f"{train.micro_batch_size} x {plan.data.sequence_length:,} tokens a micro-batch"
     yield _line("plan", f"{rows}, {train.accumulation} of them a step · checkpointing {train.activation_checkpointing}")
     text = "the recipe's own text" if prepared else "random tokens: the text is not prepared"
     yield _line("text", f"speed on {text}; memory on the longest documents")

@@ -109,7 +109,7 @@ def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
 
 
 def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
-    rows, length = plan.train.micro_batch, plan.data.sequence_length
+    rows, length = plan.train.micro_batch_size, plan.data.sequence_length
     text = torch.randint(plan.model.config.vocab_size, (rows, length + 1), generator=numbers)
     return Batch(
         tokens=text[:, :-1].contiguous(),
@@ -122,7 +122,7 @@ def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
 
 def text_batches(plan: RunPlan, count: int) -> list[Batch]:
     """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
-    data, rows, seed = plan.data, plan.train.micro_batch, plan.train.seed
+    data, rows, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
     return [completed(loader.batch(Cursor(seed, number * rows), rows), plan) for number in range(count)]
 

@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 @click.command()
 @recipe_argument
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Measure these values in all combinations.")
-@click.option(
-    "--export", "card", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures for others to use."
-)
-@click.option(
-    "--author", "contributor", default="anonymous", metavar="NAME", help="Who gives the card.", show_default=True
-)
+@click.option("--card", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures for others to use.")
+@click.option("--giver", default="anonymous", metavar="NAME", help="Who gives the card.", show_default=True)
 @click.option("--limit", metavar="TIME", help="Begin no further setting after this long, such as 10m.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; the table goes to stderr.")
 def command(
@@ -107,7 +103,7 @@ class Table:
             self.say(line(row))
 
         try:
-            if not any(word.startswith("train.micro_batch=") for words in asked or () for word in words):
+            if not any(word.startswith("train.micro_batch_size=") for words in asked or () for word in words):
                 self.say(*heading(plan, "largest micro-batch"))
                 largest = search(
                     lambda rows: bench.trial(rows, on_phase=lambda phase: self._now(f"{rows} rows", phase)),
@@ -196,7 +192,7 @@ def _row(row: "Row") -> dict[str, Any]:
         "overrides": row.words,
         "outcome": row.outcome,
         "said": row.said,
-        "micro_batch": row.micro_batch,
+        "micro_batch_size": row.micro_batch_size,
         "sequence_length": plan.data.sequence_length if plan else None,
         "step_seconds": row.step_seconds,
         "fastest_step_seconds": row.fastest_seconds,

@@ -93,7 +93,7 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
             fix = "leave out -- and what follows; `bloomery plan RECIPE --gpus 2` plans for several devices"
             raise UserError(problem, where=f"`{context.command_path}`", fix=fix, code=2)
         if "=" not in word:
-            fix = f'overrides look like train.length="2 epochs"; `{context.command_path} --help` shows the rest'
+            fix = f"overrides look like train.epochs=2; `{context.command_path} --help` shows the rest"
             raise UserError(f"{word!r} is not an override", where=f"`{context.command_path}`", fix=fix, code=2)
     return tuple(value)
 

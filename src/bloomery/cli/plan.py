@@ -238,7 +238,7 @@ def _layout(layout: "LayoutPlan") -> dict[str, Any]:
         "replicate": layout.replicate,
         "shard": layout.shard,
         "pipeline": layout.pipeline,
-        "micro_batch": layout.micro_batch,
+        "micro_batch_size": layout.micro_batch_size,
         "accumulation": layout.accumulation,
         "fits": layout.memory.fits,
         "memory_gib": layout.memory.total / 2**30,

@@ -51,7 +51,7 @@ def command(
     if count is not None:
         _preview(loaded, folder, count)
         return
-    if (told := fewer_workers(loaded.recipe.data.workers)) is not None:
+    if (told := fewer_workers(loaded.recipe.data.num_proc)) is not None:
         say(f"warning    {told}")
     with reporting() as report:
         manifest = prepare(loaded, folder, report=report)

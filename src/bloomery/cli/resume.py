@@ -15,9 +15,9 @@ from bloomery.runs.names import find_run
 def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
     """Go on with RUN (a path, a name under runs/, or `last`) where it stopped, whatever stopped it.
 
-    Only train.length, eval.*, checkpoint.* and monitor.* may be changed.
+    Only the length, eval.*, sample.*, checkpoint.* and logging.* may be changed.
 
-    Example: bloomery resume last train.length="4 epochs"
+    Example: bloomery resume last train.epochs=4
     """
     from bloomery.cli.crash import traceback_file
     from bloomery.cli.train import conclude
@@ -27,6 +27,6 @@ def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str
     traceback_file.set(folder / "log.txt")
     outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
     if outcome.again:
-        say(f'This run is done. `bloomery resume {outcome.name} train.length="..."` makes it longer.')
+        say(f"This run is done. `bloomery resume {outcome.name} train.epochs=N` makes it longer.")
         return 0
     return conclude(outcome)

@@ -83,15 +83,15 @@ def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
         case RunStarted():
             say("ready", "text prepared, planned, model and optimizer built", seen.prepare_seconds)
         case StepDone(step=1):
-            tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch} rows"
+            tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch_size} rows"
             say("first step", f"{tokens}, with what it compiles and allocates", event.step_seconds)
         case StepDone():
             status.update(literal(doing(event)))
         case EvalDone() if len(seen.of(EvalDone)) == 1:
             say("evaluation", f"on {event.tokens:,} tokens", event.seconds)
-        case Sampled() if len(seen.of(Sampled)) == len(seen.plan.eval.prompts):
-            done = "answered" if event.chat else "continued"
-            say("sampling", f"{len(seen.plan.eval.prompts)} of the recipe's prompts {done}", seen.sample_seconds)
+        case Sampled() if len(seen.of(Sampled)) == len(seen.plan.sample.prompts):
+            done = "answered" if event.answers else "continued"
+            say("sampling", f"{len(seen.plan.sample.prompts)} of the recipe's prompts {done}", seen.sample_seconds)
         case Saved():
             say("save", f"{format_bytes(event.bytes)}, every file hashed and flushed to the disk", event.seconds)
         case _:

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--rehearse", is_flag=True, help="Three real steps, then save, kill, resume, export, each with its time.")
 @click.option("--recover", is_flag=True, help="After a crash go on one rung safer, three times at most.")
-@click.option("--max-steps", type=click.IntRange(min=1), help='The recipe key train.length="N steps".')
-@click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), help='train.length="N epochs".')
+@click.option("--max-steps", type=click.IntRange(min=1), help="The recipe key train.max_steps=N.")
+@click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), help="train.epochs=N.")
 @click.option("--models-dir", metavar="DIR", help="With --model-name: model.from=DIR/NAME.")
 @click.option("--model-name", metavar="NAME", help="model.from=NAME: a folder, or an id on the Hub.")
 @click.option("--dataset-proj", metavar="PATH", help="data.path=PATH.")
 @click.option("--dataset-config", metavar="GLOB", help="data.glob=GLOB: which files of it.")
 @click.option("--chat-template", metavar="FILE", help="data.chat.template=FILE, or the name of a built-in one.")
 @click.option("--gradient-checkpointing", is_flag=True, help="train.activation_checkpointing=full.")
-@click.option("--log-peak-memory", is_flag=True, help="monitor.memory=true: the peak in each printed line.")
-@click.option("--safe-load", is_flag=True, help="model.safe_load=true: transformers loads its layers.")
+@click.option("--log-peak-memory", is_flag=True, help="logging.memory=true: the peak in each printed line.")
+@click.option("--safe-load", is_flag=True, help="model.load_with=transformers: transformers loads its layers.")
 def command(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -50,7 +50,7 @@ def command(
     Ctrl+C once saves and stops (exit code 75, `bloomery resume` goes on), twice ends at once.
 
     \b
-    Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go" train.length="2 epochs"
+    Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go" train.epochs=2
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.crash import traceback_file
@@ -112,15 +112,15 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
         problem = "--models-dir says where models are, not which one"
         raise UserError(problem, fix="add --model-name NAME, a folder in it", code=2)
     words = {
-        "--max-steps": "train.length={} steps",
-        "--train-epochs": "train.length={:g} epochs",
+        "--max-steps": "train.max_steps={}",
+        "--train-epochs": "train.epochs={:g}",
         "--model-name": "model.from={}",
         "--dataset-proj": "data.path={}",
         "--dataset-config": "data.glob={}",
         "--chat-template": "data.chat.template={}",
         "--gradient-checkpointing": "train.activation_checkpointing=full",
-        "--log-peak-memory": "monitor.memory=true",
-        "--safe-load": "model.safe_load=true",
+        "--log-peak-memory": "logging.memory=true",
+        "--safe-load": "model.load_with=transformers",
     }
     told = {flag: words[flag].format(value) for flag, value in given.items()}
     if folder is None:

@@ -69,7 +69,7 @@ def parse_bytes(text: str | float) -> float:
 def parse_duration(text: str | float) -> Duration:
     """ "3 epochs", "10B tokens", "2000 steps", "20%", "8h". A bare number counts steps. Raises ValueError."""
     if isinstance(text, int | float):
-        return _steps(float(text), text)
+        return whole_steps(float(text), text)
     amount, rest = _split(text)
     if rest == "%":
         return Duration(amount, "percent")
@@ -78,7 +78,7 @@ def parse_duration(text: str | float) -> Duration:
     suffix, _, unit = rest.rpartition(" ")
     unit = unit + "s" if unit in ("step", "token", "epoch") else unit
     if unit == "steps" or (unit == "" and suffix == ""):
-        return _steps(amount * _COUNT_SUFFIX.get(suffix, 1.0), text)
+        return whole_steps(amount * _COUNT_SUFFIX.get(suffix, 1.0), text)
     if unit == "tokens" and suffix in _COUNT_SUFFIX:
         return Duration(amount * _COUNT_SUFFIX[suffix], "tokens")
     if unit == "epochs" and suffix == "":
@@ -86,7 +86,7 @@ def parse_duration(text: str | float) -> Duration:
     raise ValueError(f"{text!r} is not a length; write 2000 steps, 10B tokens, 3 epochs, 20% or 8h")
 
 
-def _steps(amount: float, text: str | float) -> Duration:
+def whole_steps(amount: float, text: str | float) -> Duration:
     if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:  # 0.0011M steps are 1100, but for rounding
         below = math.floor(amount)
         meant = f"{below} or {below + 1} steps" if below else "1 step"

@@ -135,7 +135,7 @@ def export_merged(
         fix = "--to hf copies a whole model"
         raise UserError("there is no adapter to merge here", where=str(found.weights), fix=fix, code=2)
     use, proofs = use or Use("cpu"), []
-    if found.trained is not None and (bits := found.trained.quantize.base) != "none":
+    if found.trained is not None and (bits := found.trained.quantize.kind) != "none":
         proofs.append(
             f"the base is merged as it is stored; the run trained over it in {bits}, so figures differ a little"
         )

@@ -168,9 +168,7 @@ def _last_words(process: "subprocess.Popen[bytes]", pipe: int, deadline: float) 
 def open_sinks(
     run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
 ) -> list[Sink]:
-    """The sinks of `monitor.to`; `warn` is told of each that cannot be had. Hooks run in `folder`. "auto" is
-    TensorBoard where it is installed, and nothing where it is not: nobody asked for it.
-    """
+    """The sinks of `logging.trackers`; `warn` is told of each that cannot be had. Hooks run in `folder`."""
     return [
         LogFile(run_dir / "log.txt", every_steps),
         *(TrackerSink(name, run_dir, warn, every_steps) for name in names),
@@ -209,8 +207,7 @@ def reached(summary: RunSummary) -> dict[str, Any]:
         "resumes": summary.resumes,
         "recoveries": summary.recoveries,
         "warnings": [redact_secrets(text) for text in summary.warnings],
-        "status": summary.ended.status if summary.ended else None,
-        "error": redact_secrets(summary.ended.error) if summary.ended and summary.ended.error else None,
+        "ended": redact_secrets(summary.ended.why) if summary.ended else None,
     }
 
 

@@ -35,6 +35,7 @@ from bloomery.monitor.events import (
     StepHealth,
     without_secrets,
 )
+from bloomery.recipe.schema import IF_INSTALLED
 
 FINISH_SECONDS = 20.0  # to send what is left at the end
 WAITING_EVENTS = 5_000  # kept for a tracker that is slow; what comes then is left out
@@ -45,11 +46,19 @@ _DEVICE_FIGURES = (
     "utilization", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
 )  # fmt: skip
 _JOB = threading.Lock()  # the first tracker of a run makes its id
-_COMPARED = ("model", "data", "optimizer", "train", "checkpoint", "eval")  # sections of a plan that runs differ by
+_COMPARED = (
+    "model",
+    "data",
+    "optimizer",
+    "train",
+    "checkpoint",
+    "eval",
+    "sample",
+)  # sections that runs differ by
 
 
 def paced(event: Event, every_steps: int) -> bool:
-    """Whether a sink that follows `monitor.every` shows this event; only steps are thinned."""
+    """Whether a sink that follows `logging.every` shows this event; only steps are thinned."""
     return not isinstance(event, StepDone) or event.step % every_steps == 0 or event.loss is None
 
 
@@ -69,7 +78,7 @@ def scalars(event: Event) -> dict[str, float]:
                 **{f"train/{name}": value for name, value in event.metrics.items()},
             }
         case StepHealth():
-            figures = {"train/update_ratio": event.update_ratio, "train/unchanged_share": event.unchanged_share}
+            figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
         case EvalDone():
             figures = {
                 "eval/loss": event.loss,
@@ -94,15 +103,15 @@ class Tracker(Protocol):
 
 @final
 class TrackerSink:
-    """One tracker of `monitor.to`, opened and fed by a thread of its own, at the pace of `monitor.every`.
+    """One tracker of `logging.trackers`, opened and fed by a thread of its own, at the pace of `logging.every`.
 
     `warn` gets one sentence for a tracker that cannot be had, and one for the first record that it does not take; it is
-    asked again all the same. Of "auto", TensorBoard that nobody asked for, it is not told that it is not installed.
+    asked again all the same. `IF_INSTALLED` is TensorBoard without a warning where it is not installed.
     """
 
     def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1) -> None:
-        self._name = "tensorboard" if name == "auto" else name
-        self._asked_for, self._run_dir, self._every = name != "auto", run_dir, every_steps
+        self._name = "tensorboard" if name == IF_INSTALLED else name
+        self._asked_for, self._run_dir, self._every = name != IF_INSTALLED, run_dir, every_steps
         self._warn: Callable[[str], None] = lambda text: warn(redact_secrets(text)[:300])
         self._events: queue.Queue[Event | None] = queue.Queue(WAITING_EVENTS)
         self._lost = False
@@ -144,7 +153,7 @@ class TrackerSink:
             package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
                 self._warn(
-                    f"{name} is not installed ({error}): this run is not tracked there; fix: pip install {package}"
+                    f"{name} is not installed ({error}): this run is not tracked there; mend: pip install {package}"
                 )
             return
         except BaseException as error:  # whatever its library raises, SystemExit included
@@ -154,7 +163,7 @@ class TrackerSink:
             kept = self._run_dir / "wandb/offline-run-*"
             self._warn(f"wandb: nobody has logged in here, so the run is kept; later: wandb sync {kept}")
         while (event := self._events.get()) is not None:
-            why = event.status if isinstance(event, RunEnded) else why
+            why = event.why.partition(":")[0] if isinstance(event, RunEnded) else why
             figures = scalars(event)
             try:
                 if isinstance(event, Resumed) and isinstance(tracker, TensorBoard):
@@ -327,8 +336,8 @@ def require(names: Sequence[str]) -> None:
         if found is None or found.origin is None:  # a folder `wandb/` here, which its offline runs make, is none
             raise UserError(
                 f"{name} is not installed in this environment",
-                where=f"monitor.to={name}",
-                fix=f"{sys.executable} -m pip install {name}\n       or take it out of monitor.to",
+                where=f"logging.trackers={name}",
+                fix=f"{sys.executable} -m pip install {name}\n       or take it out of logging.trackers",
             )
 
 

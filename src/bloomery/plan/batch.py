@@ -86,7 +86,7 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
 class MicroBatching:
     """How a step runs on one device."""
 
-    micro_batch: Choice[int]  # rows
+    micro_batch_size: Choice[int]  # rows
     checkpointing: Choice[str]
     score_chunk: Choice[int]
     step: StepShape
@@ -100,13 +100,13 @@ def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure:
     that does not divide the step.
     """
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
-    several = not step.mode.in_backward
+    several = not step.mode.fused_backward
     for mode, rows in ((mode, rows) for mode in modes for rows in _sizes(train, step, sequences_per_step)):
         tokens = rows * step.sequence_length
         tried = replace(
             step,
             accumulating=several and rows < sequences_per_step,
-            micro_batch=rows,
+            micro_batch_size=rows,
             checkpointing=mode,
             score_chunk=min(SMALL_CHUNK, tokens),
         )
@@ -125,7 +125,7 @@ def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure:
     )
     fit = "activations fit as they are" if mode == "none" else "activations do not fit otherwise"
     return MicroBatching(
-        micro_batch=Choice(rows, largest if train.micro_batch == "auto" else ASKED),
+        micro_batch_size=Choice(rows, largest if train.micro_batch_size == "auto" else ASKED),
         checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
         score_chunk=chunk,
         step=tried,
@@ -135,18 +135,18 @@ def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure:
 
 def _sizes(train: Train, step: StepShape, sequences_per_step: int) -> list[int]:
     """Micro-batches to try, largest first: powers of two that divide the step."""
-    if step.mode.in_backward and train.tokens_per_step != "auto":  # one micro-batch is a step
+    if step.mode.fused_backward and not train.auto_batch:  # one micro-batch is a step
         return [sequences_per_step]
-    if train.micro_batch != "auto":
-        if sequences_per_step % train.micro_batch and not step.mode.in_backward:
+    if train.micro_batch_size != "auto":
+        if sequences_per_step % train.micro_batch_size and not step.mode.fused_backward:
             divisors = [str(n) for n in range(1, min(sequences_per_step, 1024) + 1) if sequences_per_step % n == 0]
             raise UserError(
-                f"{sequences_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch}",
-                where="train.micro_batch",
-                fix="set train.micro_batch to one of " + ", ".join(divisors),
+                f"{sequences_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch_size}",
+                where="train.micro_batch_size",
+                fix="set train.micro_batch_size to one of " + ", ".join(divisors),
                 code=2,
             )
-        return [train.micro_batch]
+        return [train.micro_batch_size]
     most = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
     sizes = [2**n for n in range(sequences_per_step.bit_length()) if sequences_per_step % 2**n == 0]
     return [size for size in reversed(sizes) if size <= most]

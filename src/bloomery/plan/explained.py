@@ -23,12 +23,12 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
         )
     return RunFacts(
         name=plan.name,
-        every_steps=plan.monitor.every_steps,
+        every_steps=plan.logging.every_steps,
         steps=train.steps,
         flops_per_token=useful_flops(config, mode_of(plan, config), plan.data.sequence_length),
         peak_flops=rate.peak if rate else None,
         memory_limit_gib=plan.memory.limit / GIB,
-        tells_memory=plan.monitor.memory,
+        tells_memory=plan.logging.memory,
     )
 
 
@@ -47,9 +47,9 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> Facts:
         layout=plan.data.layout,
         optimizer=optimizer.kind,
         learning_rate=optimizer.learning_rate,
-        matrix_learning_rate=optimizer.matrix_learning_rate,
+        muon_learning_rate=optimizer.muon_learning_rate,
         warmup_steps=optimizer.warmup_steps,
-        clip=train.clip,
+        clip=train.max_grad_norm,
         precision=train.precision,
         unigram_nats=stats.unigram_nats if stats and aim.reads_text else None,  # counted over all of the text
         bytes_per_token=stats.bytes_per_token if stats else None,
@@ -59,7 +59,7 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> Facts:
         fused_attention=None if machine is None else build_profile(machine).attention.value == "fused",
         checkpointing=train.activation_checkpointing,
         compiled=train.compile,
-        saves_in_background=plan.checkpoint.asynchronous,
+        saves_in_background=plan.checkpoint.async_save,
         memory_limit_gib=plan.memory.limit / GIB,
         step_seconds=None if estimate is None else (estimate.low, estimate.high),
     )

@@ -35,30 +35,30 @@ def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
 
     Tokens per step, order of the data and the gradient's mathematics are the same; sums are formed in another order.
     """
-    rows = plan.train.micro_batch
-    if rows == 1 or plan.optimizer.in_backward:  # gradients that are freed at once cannot be added up
+    rows = plan.train.micro_batch_size
+    if rows == 1 or plan.optimizer.fused_backward:  # gradients that are freed at once cannot be added up
         return None
     factor = next(number for number in range(2, rows + 1) if rows % number == 0)
     fewer, more = rows // factor, plan.train.accumulation * factor
     cut = {
-        "train": plan.train.model_copy(update={"micro_batch": fewer, "accumulation": more}),
+        "train": plan.train.model_copy(update={"micro_batch_size": fewer, "accumulation": more}),
         "model": plan.model.model_copy(
             update={"score_chunk": min(plan.model.score_chunk, fewer * plan.data.sequence_length)}
         ),
     }
-    smaller = decided(plan.model_copy(update=cut), "train.micro_batch", fewer, reason)
+    smaller = decided(plan.model_copy(update=cut), "train.micro_batch_size", fewer, reason)
     action = f"micro-batch {fewer} instead of {rows}, accumulated {more} times: the same tokens a step"
     return Fallback(smaller, action, only_time=True)
 
 
 def smaller_evaluation(plan: RunPlan, reason: str) -> Fallback | None:
     """Half the rows at once in an evaluation; None at one row."""
-    rows = plan.eval.micro_batch
+    rows = plan.eval.micro_batch_size
     if rows == 1:
         return None
-    smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch": rows // 2})})
+    smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch_size": rows // 2})})
     action = f"evaluation in micro-batches of {rows // 2} instead of {rows}: the same score"
-    return Fallback(decided(smaller, "eval.micro_batch", rows // 2, reason), action, only_time=True)
+    return Fallback(decided(smaller, "eval.micro_batch_size", rows // 2, reason), action, only_time=True)
 
 
 def plainer(plan: RunPlan, reason: str) -> Fallback | None:
@@ -89,8 +89,10 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """
     fallback = smaller_micro_batch(plan, reason)
     if fallback is not None:
-        rows = min(plan.eval.micro_batch, fallback.plan.train.micro_batch)
-        looked = fallback.plan.model_copy(update={"eval": fallback.plan.eval.model_copy(update={"micro_batch": rows})})
+        rows = min(plan.eval.micro_batch_size, fallback.plan.train.micro_batch_size)
+        looked = fallback.plan.model_copy(
+            update={"eval": fallback.plan.eval.model_copy(update={"micro_batch_size": rows})}
+        )
         return Fallback(looked, fallback.action, only_time=True)
     optimizer, gpu = plan.optimizer, plan.train.device != "cpu"
     if plan.train.activation_checkpointing != "full":
@@ -104,11 +106,11 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         return Fallback(
             _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason), action, only_time=True
         )
-    if optimizer.kind != "adamw" or optimizer.states == "int8":
+    if optimizer.kind != "adamw" or optimizer.state_dtype == "int8":
         return None
-    changed = _optimized(plan, {"states": "int8"}, "optimizer.states", "int8", reason)
-    action = f"optimizer states in int8 instead of {optimizer.states}: nearly the same training"
-    return Fallback(_noted(changed, "optimizer.states"), action)
+    changed = _optimized(plan, {"state_dtype": "int8"}, "optimizer.state_dtype", "int8", reason)
+    action = f"optimizer states in int8 instead of {optimizer.state_dtype}: nearly the same training"
+    return Fallback(_noted(changed, "optimizer.state_dtype"), action)
 
 
 def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
@@ -121,7 +123,7 @@ def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
         return _precise(plan, "bfloat16" if bfloat16 else "float32", reason)
     if plan.recovered.count("optimizer.learning_rate") < MOST_HALVINGS:
         old = plan.optimizer
-        halves = {"learning_rate": old.learning_rate / 2, "matrix_learning_rate": old.matrix_learning_rate / 2}
+        halves = {"learning_rate": old.learning_rate / 2, "muon_learning_rate": old.muon_learning_rate / 2}
         changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", reason)
         rate = f"{old.learning_rate / 2:g} instead of {old.learning_rate:g}"
         action = f"learning rate {rate}: another training from here on"

@@ -45,7 +45,7 @@ from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words, refuse_recipe
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Data, Distil, Model, Recipe, Source
+from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def facts_of(
             eos_token_id=corpus.eos_id,
             pad_token_id=corpus.pad_id,
         )
-    teacher = recipe.objective.teacher if isinstance(recipe.objective, Distil) else None
+    teacher = recipe.objective.teacher if isinstance(recipe.objective, Distill) else None
     return Facts(
         machine=machine,
         profile=build_profile(machine),
@@ -143,7 +143,7 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
         _refuse_bad_weights(recipe.model, weights=weights, reward=recipe.objective.spec.values)
     if weights and recipe.tokenizer.from_ not in (None, "same"):
         hub.fetch_tokenizer(str(recipe.tokenizer.from_))
-    if isinstance(recipe.objective, Distil):
+    if isinstance(recipe.objective, Distill):
         _fetch_model(recipe.objective.teacher, weights=weights)
         _refuse_bad_weights(Model(**{"from": recipe.objective.teacher}), weights=weights, reward=False)
     if weights:
@@ -167,7 +167,9 @@ def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
     if (folder / "config.json").is_file():
         find_tensors(folder)  # what is wrong with the files themselves comes first
     config = read_config(folder, model.implementation)
-    if config.transformers_backend is not None and (model.safe_load or config.transformers_backend.safe_reason):
+    if config.transformers_backend is not None and (
+        model.load_with == "transformers" or config.transformers_backend.safe_reason
+    ):
         return  # transformers itself says what it makes of the tensors
     stored_parameters(folder, replace(config, head="values") if reward else config, headless=reward)
 
@@ -175,7 +177,7 @@ def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
 def models_of(recipe: Recipe) -> list[str]:
     """Those that the recipe takes weights from."""
     start = [] if recipe.model.from_ is None else [recipe.model.from_]
-    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distil) else start
+    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distill) else start
 
 
 def unfetched(recipe: Recipe) -> list[str]:
@@ -358,13 +360,13 @@ def tokenizer_here(recipe: Recipe) -> Tokenizer | None:
     if folder.is_dir() and not any(path.name in TOKENIZER_FILES or path.suffix == ".model" for path in files):
         return None
     stamps = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
-    return _loaded(folder, stamps, tuple(spec.get("add_tokens", ())))
+    return _loaded(folder, stamps, tuple(spec.get("additional_special_tokens", ())))
 
 
 def _teacher_here(recipe: Recipe) -> Path | None:
     """The folder of the teacher, whose tokenizer is the data's own; None where it is on the Hub alone."""
     objective = recipe.objective
-    folder = cached_model(objective.teacher) if isinstance(objective, Distil) else None
+    folder = cached_model(objective.teacher) if isinstance(objective, Distill) else None
     if folder is None or (is_bare(folder) and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
         return None
     refuse_few_positions(read_config(folder), recipe.data.sequence_length, where=str(folder))
@@ -401,7 +403,7 @@ def planned_vocabulary(recipe: Recipe) -> int | None:
     if "train" in spec:
         return int(spec["train"]["vocab_size"])
     if recipe.model.from_ is not None and cached_model(recipe.model.from_) is None:  # planned from our table
-        added = len(recipe.tokenizer.add_tokens)
+        added = len(recipe.tokenizer.additional_special_tokens)
         return known_config(recipe.model.from_).vocab_size + added if added else None
     if recipe.model.from_ is None and recipe.model.vocab_size is None:
         refuse_absent(spec["from"])

@@ -24,7 +24,7 @@ _PAIRS = Repeats(3, 1, "preference pairs are trained on for one to three epochs 
 REPEATS = {
     "pretrain": Repeats(4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"),
     "sft": Repeats(5, 3, "3 epochs are usual (Alpaca); from then on the validation loss mostly rises"),
-    "distil": Repeats(10, 3, "a teacher's probabilities bear more epochs than labels do"),
+    "distill": Repeats(10, 3, "a teacher's probabilities bear more epochs than labels do"),
     "reward": Repeats(2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"),
 } | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
 
@@ -43,7 +43,7 @@ def too_many_epochs(plan: RunPlan) -> str | None:
     repeats, epochs, corpus = REPEATS.get(plan.objective.kind), plan.epochs, plan.corpus
     if repeats is None or epochs is None or corpus is None or epochs <= repeats.most * (1 + corpus.spread) + 0.05:
         return None
-    edit = f'set train.length="{repeats.usual} epochs"'
+    edit = f"set train.epochs={repeats.usual}"
     return f"the run makes {in_epochs(plan)} of its {corpus.sequences_per_epoch:,} sequences: {repeats.reason}; {edit}"
 
 
@@ -79,13 +79,6 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
     """
     if length.unit == "seconds":
         return None
-    if length.unit == "percent":
-        raise UserError(
-            f"train.length is {length}: a share of what?",
-            where="train.length",
-            fix="write steps, tokens, epochs or a time",
-            code=2,
-        )
     if length.unit == "epochs":
         if scale.sequences_per_epoch is None:
             return None
@@ -95,7 +88,7 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
             told = f"the text fills {format_count(rows)} rows in {length.amount:g} epochs"
             raise UserError(
                 f"{told}, less than the {scale.sequences_per_step} rows of one step",
-                where="train.length",
+                where="train.epochs",
                 fix="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
             )
         return max(1, steps)
@@ -149,10 +142,12 @@ def provisional_steps(length: Duration, step_seconds: float | None) -> int | Non
     return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
 
 
-def evaluation_rows(every_steps: int, scale: Scale, *, tokens: int | None) -> int:
+def evaluation_rows(every_steps: int | None, scale: Scale, *, tokens: int | None) -> int | None:
     """Rows that an evaluation reads at most: as many as hold the `tokens` that were asked for; else a tenth of those
     trained on since the last (3% of the time), or 64.
     """
+    if every_steps is None:
+        return None
     if tokens is not None:
         return -(-tokens * scale.sequences_per_step // scale.tokens_per_step)
     return max(64, every_steps * scale.sequences_per_step // 10)
@@ -175,9 +170,9 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
     warmup = steps_of(wanted.warmup, scale, key="optimizer.warmup")
     decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
     checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
-    evaluation = steps_of(wanted.evaluation, scale, key="eval.every")
+    evaluation = None if wanted.evaluation is None else steps_of(wanted.evaluation, scale, key="eval.every")
     rows = evaluation_rows(evaluation, scale, tokens=wanted.evaluation_tokens)
-    monitor = steps_of(wanted.monitor, scale, key="monitor.every")
+    logged = steps_of(wanted.logging, scale, key="logging.every")
     shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")
     update = {
         "lengths": wanted.model_copy(update={"decay": shared}),
@@ -185,7 +180,7 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
         "train": plan.train.model_copy(update={"steps": steps}),
         "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
         "eval": plan.eval.model_copy(update={"every_steps": evaluation, "rows": rows}),
-        "monitor": plan.monitor.model_copy(update={"every_steps": monitor}),
+        "logging": plan.logging.model_copy(update={"every_steps": logged}),
         "total_tokens": steps * plan.train.tokens_per_step,
     }
     return plan.model_copy(update=update)

@@ -20,7 +20,7 @@ from bloomery.recipe.schema import Recipe, Source
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
 _LENGTH = 1024
 _READ = 16 * MIB  # of a JSON file
-_LORA = "adapter: {kind: lora, rank: 16, alpha: 32, targets: [all-linear]}\n"
+_LORA = "adapter: {kind: lora, rank: 16, alpha: 32, target_modules: [all-linear]}\n"
 _SPEED = "optimizer: {{learning_rate: {rate}, weight_decay: {decay}, schedule: cosine, warmup: {warmup}}}\n"
 
 
@@ -70,7 +70,7 @@ def made_recipe(model: str, data: str) -> tuple[str, str]:
         *(template if way is not _TEXT else []),
         f"objective: {way.objective}   # {way.reason}",
     ]
-    train = f"train: {{length: {way.epochs} epochs}}\n"
+    train = f"train: {{epochs: {way.epochs}}}\n"
     text = "\n".join(lines) + "\n" + way.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
     return text, f"{Path(model.partition('@')[0]).name or 'model'}-{way.method}".lower()
 

@@ -177,7 +177,7 @@ class MeshWorkload:
     def memory(self, split: Split) -> Callable[[StepShape], MemoryEstimate]:
         rows = self.sequences_per_step // split.data_parallel
         return lambda step: mesh_memory(
-            step, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // step.micro_batch
+            step, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // step.micro_batch_size
         )
 
 
@@ -237,13 +237,13 @@ def _lay(job: MeshWorkload, asked: Train, name: str, split: Split) -> Layout | N
 
 def _micro_batches(train: Train, rows: int, split: Split) -> Iterator[Train]:
     """A pipeline wants many small micro-batches, everything else the largest that fits."""
-    if split.pipeline == 1 or train.micro_batch != "auto":
-        if train.micro_batch == "auto" or rows % train.micro_batch == 0:
+    if split.pipeline == 1 or train.micro_batch_size != "auto":
+        if train.micro_batch_size == "auto" or rows % train.micro_batch_size == 0:
             yield train
         return
     size = 1
     while size <= rows and rows % size == 0:
-        yield train.model_copy(update={"micro_batch": size})
+        yield train.model_copy(update={"micro_batch_size": size})
         size *= 2
 
 
@@ -285,7 +285,7 @@ def layout_parts(
         update=whole.update / (stages * split.shard),
     )
     parts = step_parts(share, job.rate)
-    passes = max(1, rows // step.micro_batch)
+    passes = max(1, rows // step.micro_batch_size)
     computing = total({name: part for name, part in parts.items() if name != "optimizer"})
     parts["exposed communication"] = _exposed(job, split, step, passes, computing.value)
     if split.pipeline > 1:
@@ -340,15 +340,15 @@ def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
         )
 
     def entry(laid: Layout) -> LayoutPlan:
-        split, parts, micro_batch = laid.split, laid.parts or {}, laid.cut.micro_batch.value
+        split, parts, micro_batch_size = laid.split, laid.parts or {}, laid.cut.micro_batch_size.value
         waits, bubble = parts.get("exposed communication"), parts.get("pipeline bubble")
         return LayoutPlan(
             name=laid.name,
             replicate=split.replicate,
             shard=split.shard,
             pipeline=split.pipeline,
-            micro_batch=micro_batch,
-            accumulation=sequences_per_step // split.data_parallel // micro_batch,
+            micro_batch_size=micro_batch_size,
+            accumulation=sequences_per_step // split.data_parallel // micro_batch_size,
             activation_checkpointing=laid.cut.checkpointing.value,
             memory=laid.cut.memory,
             step_seconds=laid.seconds,

@@ -38,15 +38,16 @@ from bloomery.plan.types import (
     Estimate,
     EvalPlan,
     Lengths,
+    LoggingPlan,
     ModelPlan,
-    MonitorPlan,
     OptimizerPlan,
     ParallelPlan,
     RunPlan,
+    SamplePlan,
     TrainPlan,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Command, Recipe, Wsd
+from bloomery.recipe.schema import IF_INSTALLED, Command, Recipe, Wsd
 
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
@@ -65,7 +66,8 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     scale, cut = step.scale, step.cut
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         adapters.refuse_settings(recipe, config, steps=scale.steps)
-    asked, every_eval = recipe.train, lengths.steps_of(recipe.eval.every, scale, key="eval.every")
+    asked, evaluates = recipe.train, recipe.eval.every
+    every_eval = None if evaluates == "none" else lengths.steps_of(evaluates, scale, key="eval.every")
     timed = asked.length.unit == "seconds"
     steps = None if timed else scale.steps
     return RunPlan(
@@ -90,16 +92,16 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             seconds=asked.length.amount if timed else None,
             min_steps=asked.min_steps,
             tokens_per_step=step.tokens.value,
-            micro_batch=cut.micro_batch.value,
+            micro_batch_size=cut.micro_batch_size.value,
             accumulation=(
                 step.parallel.layout.accumulation
                 if step.parallel
-                else scale.sequences_per_step // cut.micro_batch.value
+                else scale.sequences_per_step // cut.micro_batch_size.value
             ),
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
             activation_checkpointing=cut.checkpointing.value,
-            clip=asked.clip,
+            max_grad_norm=asked.max_grad_norm,
             seed=asked.seed,
             deterministic=choose_deterministic(recipe, profile).value,
             threads=threads(facts.machine),
@@ -109,19 +111,16 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
         checkpoint=CheckpointPlan(
             every_steps=lengths.steps_of(recipe.checkpoint.every, scale, key="checkpoint.every"),
             keep=recipe.checkpoint.keep,
-            asynchronous=True if recipe.checkpoint.asynchronous == "auto" else recipe.checkpoint.asynchronous,
+            async_save=True if recipe.checkpoint.async_save == "auto" else recipe.checkpoint.async_save,
         ),
         eval=EvalPlan(
             every_steps=every_eval,
             rows=lengths.evaluation_rows(every_eval, scale, tokens=_number(recipe.eval.tokens)),
-            prompts=tuple(recipe.eval.prompts),
-            max_tokens=recipe.eval.max_tokens,
-            temperature=recipe.eval.temperature,
-            top_p=recipe.eval.top_p,
-            stop_early=None if recipe.eval.stop_early == "none" else recipe.eval.stop_early,
-            micro_batch=cut.micro_batch.value,
+            early_stopping_patience=_number(recipe.eval.early_stopping_patience),
+            micro_batch_size=cut.micro_batch_size.value,
         ),
-        monitor=_monitor(recipe, scale),
+        sample=SamplePlan(**recipe.sample.model_dump()),
+        logging=_logging(recipe, scale),
         objective=recipe.objective,
         adapter=recipe.adapter,
         quantize=recipe.quantize,
@@ -168,7 +167,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     train, length = recipe.train, recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
     tokens = batch.choose_tokens_per_step(
-        train.tokens_per_step, config, length,
+        recipe.tokens_per_step, config, length,
         sequences_per_epoch=corpus.sequences_per_epoch if corpus else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
     )  # fmt: skip
@@ -195,9 +194,9 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         return cut, speed.total(parts) if parts else None, None
 
     cut, seconds, parallel = laid_out(scale.sequences_per_step)
-    freed = shape.mode.in_backward and train.tokens_per_step == "auto"
-    if freed and cut.micro_batch.value < scale.sequences_per_step:
-        reason = "optimizer.in_backward: a step is one micro-batch, the largest that fits"
+    freed = shape.mode.fused_backward and train.auto_batch
+    if freed and cut.micro_batch_size.value < scale.sequences_per_step:
+        reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
         tokens = Choice(cut.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, corpus, tokens.value)
         cut, seconds, parallel = laid_out(scale.sequences_per_step)
@@ -207,7 +206,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         precision=precision,
         attention=attention,
         compiled=compiled,
-        reader=backend(facts.machine, recipe.quantize.base, device=profile.device.value, compiled=compiled.value),
+        reader=backend(facts.machine, recipe.quantize.kind, device=profile.device.value, compiled=compiled.value),
         scale=replace(
             scale, steps=scale.steps or lengths.provisional_steps(train.length, typical), step_seconds=typical
         ),
@@ -232,7 +231,7 @@ def shape_of(
     return StepShape(
         config=config,
         sequence_length=asked.data.sequence_length,
-        micro_batch=1,
+        micro_batch_size=1,
         precision=precision,
         optimizer=asked.optimizer.kind,
         attention=attention,
@@ -289,16 +288,16 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
     rows = lengths.left_out(recipe.train.length, step.scale)
     if rows and step.scale.steps is not None:
         reason = f"the last {rows:,} rows of {recipe.train.length} fill no step and are left out"
-        yield told("train.length", Choice(f"{step.scale.steps:,} steps", reason))
-    yield told("train.micro_batch", cut.micro_batch)
+        yield told(f"train.{recipe.train.length_key}", Choice(f"{step.scale.steps:,} steps", reason))
+    yield told("train.micro_batch_size", cut.micro_batch_size)
     yield told("train.activation_checkpointing", cut.checkpointing)
     yield told("train.deterministic", choose_deterministic(recipe, profile))
     yield told("train.device", profile.device)
     yield told("model.score_chunk", cut.score_chunk)
-    workers, reads = recipe.data.workers, profile.workers.reason
+    workers, reads = recipe.data.num_proc, profile.workers.reason
     by_size = f"small texts are prepared in one process, large ones on every core; {reads}"
     prepares = Choice(str(workers), f"{ASKED}: processes that prepare the text; {reads}")
-    yield told("data.workers", Choice("by size", by_size) if workers == "auto" else prepares)
+    yield told("data.num_proc", Choice("by size", by_size) if workers == "auto" else prepares)
     yield told("data.pin_memory", _pin_memory(recipe, profile))
     yield told("data.prefetch", _prefetch(recipe, profile))
     yield told("optimizer.fused", _fused(recipe, profile))
@@ -321,33 +320,34 @@ def _optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> Optimi
     return OptimizerPlan(
         kind=asked.kind,
         learning_rate=asked.learning_rate,
-        matrix_learning_rate=asked.matrix_learning_rate or asked.learning_rate,
+        muon_learning_rate=asked.muon_learning_rate or asked.learning_rate,
         momentum=asked.momentum,
         betas=asked.betas,
-        epsilon=asked.epsilon,
+        eps=asked.eps,
         weight_decay=asked.weight_decay,
         fused=_fused(recipe, profile).value,
         schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
-        floor=asked.floor,
+        min_lr_ratio=asked.min_lr_ratio,
         warmup_steps=lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
         decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
-        states=asked.states,
+        state_dtype=asked.state_dtype,
         paged=asked.paged,
         offload=asked.offload,
-        in_backward=asked.in_backward,
+        fused_backward=asked.fused_backward,
         stochastic_rounding=asked.stochastic_rounding,
     )
 
 
-def _monitor(recipe: Recipe, scale: lengths.Scale) -> MonitorPlan:
-    asked = recipe.monitor
-    return MonitorPlan(
-        every_steps=lengths.steps_of(asked.every, scale, key="monitor.every"),
-        sinks=tuple(sink for sink in asked.to if not isinstance(sink, Command)),
-        commands=tuple(sink.command for sink in asked.to if isinstance(sink, Command)),
-        pause_above=None if asked.pause_above == "none" else asked.pause_above,
+def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
+    asked = recipe.logging
+    default = "trackers" not in asked.model_fields_set  # then TensorBoard where it is installed
+    return LoggingPlan(
+        every_steps=lengths.steps_of(asked.every, scale, key="logging.every"),
+        trackers=(IF_INSTALLED,) if default else tuple(one for one in asked.trackers if not isinstance(one, Command)),
+        commands=tuple(one.command for one in asked.trackers if isinstance(one, Command)),
+        max_gpu_temperature=None if asked.max_gpu_temperature == "none" else asked.max_gpu_temperature,
         memory=asked.memory,
-        trace_steps=(asked.trace_steps[0], asked.trace_steps[1]) if asked.trace_steps else None,
+        profile_steps=None if asked.profile_steps == "none" else (asked.profile_steps[0], asked.profile_steps[1]),
     )
 
 
@@ -357,9 +357,9 @@ def _lengths(recipe: Recipe, facts: Facts) -> Lengths:
         warmup=recipe.optimizer.warmup,
         decay=_decay(recipe.optimizer.schedule),
         checkpoint=recipe.checkpoint.every,
-        evaluation=recipe.eval.every,
+        evaluation=None if recipe.eval.every == "none" else recipe.eval.every,
         evaluation_tokens=_number(recipe.eval.tokens),
-        monitor=recipe.monitor.every,
+        logging=recipe.logging.every,
         sequences_per_epoch=facts.corpus.sequences_per_epoch if facts.corpus else None,
     )
 
@@ -368,7 +368,11 @@ def _fused(recipe: Recipe, profile: Profile) -> Choice[bool]:
     """Whether torch's fused AdamW does the update: what saves memory is of our own, in backward or after it."""
     asked = recipe.optimizer
     optimizer_memory = (
-        asked.in_backward or asked.paged or asked.offload or asked.stochastic_rounding or asked.states != "float32"
+        asked.fused_backward
+        or asked.paged
+        or asked.offload
+        or asked.stochastic_rounding
+        or asked.state_dtype != "float32"
     )
     if asked.kind == "adafactor" or (optimizer_memory and asked.kind == "adamw"):
         name = "Adafactor" if asked.kind == "adafactor" else "AdamW"

@@ -96,10 +96,10 @@ class Decision(Part):
 
 
 class Verdict(Part):
-    """A claim of `expect`, judged with arithmetic."""
+    """A claim of the recipe, judged with arithmetic."""
 
     claim: str
-    verdict: Literal["ok", "wrong", "unknown", "high", "low"]
+    verdict: Literal["fits", "wrong", "open", "high", "low"]
     reason: str
 
 
@@ -122,20 +122,20 @@ class DataPlan(Part):
 class OptimizerPlan(Part):
     kind: Literal["adamw", "muon", "adafactor"]
     learning_rate: NotNegative
-    matrix_learning_rate: NotNegative
+    muon_learning_rate: NotNegative
     momentum: float
     betas: tuple[float, float]
-    epsilon: NotNegative
+    eps: NotNegative
     weight_decay: NotNegative
     fused: bool
     schedule: Literal["cosine", "linear", "constant"] | Wsd
-    floor: float
+    min_lr_ratio: float
     warmup_steps: int
     decay_steps: int  # of wsd; 0 otherwise
-    states: Literal["float32", "bfloat16", "int8"] = "float32"
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     paged: bool = False
     offload: bool = False
-    in_backward: bool = False
+    fused_backward: bool = False
     stochastic_rounding: bool = False
 
 
@@ -164,12 +164,12 @@ class TrainPlan(Part):
     min_steps: int | None = None  # of a wall-time run, which then takes longer where it must
     blocks: tuple[ScheduleBlock, ...] = ()
     tokens_per_step: PositiveInt
-    micro_batch: PositiveInt  # rows
+    micro_batch_size: PositiveInt  # rows
     accumulation: PositiveInt  # micro-batches per step
     precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
     compile: bool
     activation_checkpointing: str
-    clip: float | None
+    max_grad_norm: float | None
     seed: int
     deterministic: bool
     threads: int
@@ -180,29 +180,32 @@ class TrainPlan(Part):
 class CheckpointPlan(Part):
     every_steps: PositiveInt
     keep: int
-    asynchronous: bool
+    async_save: bool
 
 
 class EvalPlan(Part):
-    """`rows`: how many rows of the validation split an evaluation reads at most; None: all of them."""
+    """`every_steps`: None turns evaluation off. `rows`: how many sequences of the validation set it reads at most."""
 
-    every_steps: PositiveInt
+    every_steps: PositiveInt | None
     rows: int | None = None
+    early_stopping_patience: int | None
+    micro_batch_size: PositiveInt
+
+
+class SamplePlan(Part):
     prompts: tuple[str, ...]
-    max_tokens: int
+    max_new_tokens: int
     temperature: float
     top_p: float
-    stop_early: int | None
-    micro_batch: PositiveInt
 
 
-class MonitorPlan(Part):
+class LoggingPlan(Part):
     every_steps: PositiveInt
-    sinks: tuple[str, ...]
+    trackers: tuple[str, ...]
     commands: tuple[str, ...]
-    pause_above: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: what each GPU says of itself
+    max_gpu_temperature: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: what each GPU says of itself
     memory: bool = False
-    trace_steps: tuple[int, int] | None = None  # the first and the last
+    profile_steps: tuple[int, int] | None = None  # the first and the last
 
 
 class Lengths(Part):
@@ -212,9 +215,9 @@ class Lengths(Part):
     warmup: Duration
     decay: Duration | None  # of wsd
     checkpoint: Duration
-    evaluation: Duration
+    evaluation: Duration | None  # None: off
     evaluation_tokens: int | None = None  # None: auto
-    monitor: Duration
+    logging: Duration
     sequences_per_epoch: int | None
 
 
@@ -225,7 +228,7 @@ class LayoutPlan(Part):
     replicate: int
     shard: int
     pipeline: int
-    micro_batch: int
+    micro_batch_size: int
     accumulation: int
     activation_checkpointing: str
     memory: MemoryEstimate
@@ -264,7 +267,8 @@ class RunPlan(Part):
     train: TrainPlan
     checkpoint: CheckpointPlan
     eval: EvalPlan
-    monitor: MonitorPlan
+    sample: SamplePlan
+    logging: LoggingPlan
     objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()

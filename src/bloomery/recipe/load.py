@@ -14,15 +14,22 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.text import closest, expanded
 from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
 
-# Ways to say one thing: a layer that sets one of them drops the others that it would inherit.
-_ALTERNATIVES: dict[str, tuple[str, ...]] = {
-    "model": ("from", "preset", "family"),
-    "tokenizer": ("from", "train"),
-    "data": ("path", "builtin", "sources"),
-}
+# Keys that exclude each other: a layer that sets one of them drops the others that it would inherit.
+_ALTERNATIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("model", ("from", "preset", "family")),
+    ("tokenizer", ("from", "train")),
+    ("data", ("path", "builtin", "sources")),
+    ("train", tuple(LENGTHS)),
+    ("train", ("tokens_per_step", "batch_size")),
+)
+_NEEDED = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}  # one of its alternatives
+# Sections that a scalar stands for: `adapter: lora` is `adapter: {kind: lora}`.
+_WITH_KIND: tuple[KeyPath, ...] = (
+    ("objective",), ("adapter",), ("quantize",), ("optimizer",), ("tokenizer", "train"), ("model", "rope_scaling"),
+)  # fmt: skip
 _KIND_REPLACES: tuple[KeyPath, ...] = (("adapter",), ("optimizer", "schedule"))  # another kind has other keys
 _COMMAND_LINE = "command line"
 _HEADER = "# The recipe of this run, complete: every key, and where its value came from.\n"
@@ -30,7 +37,7 @@ _HEADER = "# The recipe of this run, complete: every key, and where its value ca
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe whose paths are absolute. `provenance`: where each key (`train.length`) got its value."""
+    """A recipe whose paths are absolute. `provenance`: where each key (`train.seed`) got its value."""
 
     recipe: Recipe
     name: str
@@ -70,11 +77,12 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
 def load_text(text: str, *, name: str, source: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """As `load_recipe`, of YAML that no file holds; `source` is where its keys are said to come from."""
     _refuse_unwritable_names(Path.cwd())
-    return _loaded(_safe_name(name), source, read_yaml(text, source=source, folder=Path.cwd()), overrides)
+    own = _with_kinds(read_yaml(text, source=source, folder=Path.cwd()))
+    return _loaded(_safe_name(name), source, own, overrides)
 
 
 def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> LoadedRecipe:
-    document = reduce(_merged, [own, *(_override(word) for word in overrides)])
+    document = reduce(_merged, [own, *(_with_kinds(_override(word)) for word in overrides)])
     mistakes = [*document.mistakes, *secrets(document.data, document.origins)]
     recipe = None
     if isinstance(document.data, dict):
@@ -169,7 +177,7 @@ def _read(found: _Found) -> Document:
 
 def _extended(found: _Found, seen: tuple[Path, ...]) -> Document:
     """A file merged onto what it extends."""
-    own = _read(found)
+    own = _with_kinds(_read(found))
     if not isinstance(own.data, dict):
         if own.data is not None:
             problem = "a recipe is made of sections (model:, data:, train:)"
@@ -197,6 +205,18 @@ def _extended(found: _Found, seen: tuple[Path, ...]) -> Document:
     return _merged(below, own)
 
 
+def _with_kinds(document: Document) -> Document:
+    """The document with `{kind: value}` for each scalar that stands for a section."""
+    for path in _WITH_KIND:
+        holder = document.data
+        for part in path[:-1]:
+            holder = step(holder, part)
+        if isinstance(holder, dict) and isinstance(value := holder.get(path[-1]), str):
+            holder[path[-1]] = {"kind": value}
+            document.origins[*path, "kind"] = document.origins[path]
+    return document
+
+
 def _override(word: str) -> Document:
     """`section.key=value` as a document; the value is YAML, and text where it cannot be."""
     dotted, equals, text = word.partition("=")
@@ -204,7 +224,7 @@ def _override(word: str) -> Document:
     parts = tuple(dotted.strip().split("."))
     if not equals or not all(parts):
         problem = f"{dotted[:80]!r} is no override"
-        return Document({}, {}, [Mistake((), place, problem, 'write train.length="2 epochs"')])
+        return Document({}, {}, [Mistake((), place, problem, "write train.epochs=2")])
     if len(parts) > MAX_DEPTH:
         return Document({}, {}, [Mistake((), place, f"an override is nested more than {MAX_DEPTH} levels deep")])
     if parts[0] == "extends":
@@ -241,7 +261,7 @@ def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: di
         _forget(origins, (*path, key))
     for key, value in over.items():
         inner = (*path, key)
-        if value and isinstance(value, dict) and isinstance(result.get(key), dict):  # `expect: {}` empties it
+        if value and isinstance(value, dict) and isinstance(result.get(key), dict):  # `claims: {}` empties it
             result[key] = _laid(result[key], value, inner, origins)
         elif value is None and isinstance(result.get(key), dict):
             continue  # `train:` with nothing below it says nothing
@@ -255,13 +275,15 @@ def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> list[
     """The inherited keys that make no sense beside what the upper layer says."""
     if path in _KIND_REPLACES and "kind" in over and over["kind"] != base.get("kind"):
         return list(base)
-    choices = _ALTERNATIVES.get(str(path[0]), ()) if len(path) == 1 else ()
-    said = [key for key in choices if over.get(key) is not None]
-    if not said:
-        return []
-    if said == ["from"] and path == ("model",):
-        return [key for key in base if key != "implementation"]  # a finished model brings its own sizes
-    return [key for key in choices if key in base and key not in over]
+    if path == ("model",) and over.get("from") is not None:
+        return [key for key in base if key != "implementation"]  # a pretrained model has its own sizes
+    return [
+        key
+        for section, choices in _ALTERNATIVES
+        if path == (section,) and any(over.get(key) is not None for key in choices)
+        for key in choices
+        if key in base and key not in over
+    ]
 
 
 def _of_other_data(over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]) -> list[str]:
@@ -291,17 +313,17 @@ def _validated(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> tuple
 
 
 def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> Iterator[Mistake]:
-    for section, choices in _ALTERNATIVES.items():
+    for section, choices in _ALTERNATIVES:
         given = data.get(section, {})
         if not isinstance(given, dict):
             continue
         said = [key for key in choices if given.get(key) not in (None, [])]
         if len(said) > 1:
-            problem = f"says {' and '.join(said)}, but only one of them can be"
+            problem = f"sets {' and '.join(said)}, but only one of them can be set"
             yield Mistake((section,), place_of((section, said[-1]), origins), problem, f"keep one of {', '.join(said)}")
-        if not said and section != "tokenizer":
-            example = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}[section]
-            yield Mistake((section,), place_of((section,), origins), f"needs one of {', '.join(choices)}", example)
+        if not said and section in _NEEDED:
+            problem = f"needs one of {', '.join(choices)}"
+            yield Mistake((section,), place_of((section,), origins), problem, _NEEDED[section])
     held_out = data["data"].get("validation") if isinstance(data["data"], dict) else None
     if held_out is not None and not _is_path(held_out) and not _is_share(held_out):
         problem = "must be a share from 0% to 50%, the path of a corpus of its own, or a split of the data set"
@@ -324,16 +346,16 @@ def _is_path(value: object) -> bool:
 def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
     """The same recipe with absolute paths."""
     result: dict[str, Any] = json.loads(json.dumps(data))
-    paths: list[KeyPath] = [("data", "path"), ("data", "prepared")]
-    for path in paths:
-        _replace(result, path, lambda value, folder: _absolute(value, folder) if _is_path(value) else value, origins)
+    _replace(result, ("data", "path"), _path_or_hub_id, origins)
+    _replace(result, ("data", "prepared"), _absolute, origins)
     _replace(result, ("data", "validation"), _absolute_or_split, origins)
     sources = result.get("data", {}).get("sources") if isinstance(result.get("data"), dict) else None
     for index in range(len(sources) if isinstance(sources, list) else 0):
-        _replace(result, ("data", "sources", index, "path"), _absolute, origins)
-    sinks = result.get("monitor", {}).get("to") if isinstance(result.get("monitor"), dict) else None
-    for index in range(len(sinks) if isinstance(sinks, list) else 0):
-        _replace(result, ("monitor", "to", index, "command"), _found_from_anywhere, origins)
+        _replace(result, ("data", "sources", index, "path"), _path_or_hub_id, origins)
+    trackers = step(result.get("logging"), "trackers")
+    for index in range(len(trackers) if isinstance(trackers, list) else 0):
+        _replace(result, ("logging", "trackers", index, "command"), _found_from_anywhere, origins)
+    _replace(result, ("logging", "trackers", "command"), _found_from_anywhere, origins)
     names: list[KeyPath] = [
         ("model", "from"), ("tokenizer", "from"), ("data", "chat", "template"), ("objective", "teacher"),
     ]  # fmt: skip
@@ -354,6 +376,13 @@ def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Or
     if isinstance(data, dict) and isinstance(data.get(path[-1]), str):
         folder = next((origins[path[:n]].folder for n in range(len(path), 0, -1) if path[:n] in origins), Path.cwd())
         data[path[-1]] = change(data[path[-1]], folder)
+
+
+def _path_or_hub_id(value: str, folder: Path) -> str:
+    """ORG/NAME is a data set on the Hub, unless a file or a folder ORG is here or NAME ends as a file does."""
+    found = re.fullmatch(r"(?P<org>[A-Za-z0-9][\w.-]*)/[\w.-]*?(?P<suffix>\.[A-Za-z]\w*)?", value)
+    local = found is None or found["suffix"] or (folder / found["org"]).exists()
+    return _absolute(value, folder) if local else f"hub:{value}"
 
 
 def _absolute(value: str, folder: Path) -> str:

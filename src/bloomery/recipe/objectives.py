@@ -49,7 +49,7 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
             ObjectiveSpec("orpo", "pairs", "pair"),
             ObjectiveSpec("kto", "kto", "answer", reference=True),
             ObjectiveSpec("reward", "pairs", "pair", values=True),
-            ObjectiveSpec("distil", "sft", "label", extra_forwards=1, falls=True),
+            ObjectiveSpec("distill", "sft", "label", extra_forwards=1, falls=True),
             ObjectiveSpec("ppo", "sft", "answer", rollouts=True),
             ObjectiveSpec("grpo", "sft", "answer", rollouts=True),
         )

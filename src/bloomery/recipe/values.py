@@ -1,12 +1,13 @@
 """The values of a recipe: lengths, counts, ranges and paths."""
 
 import os
+import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from bloomery.core.units import Duration, parse_count, parse_duration, parse_range
+from bloomery.core.units import Duration, Unit, parse_count, parse_duration, parse_range, whole_steps
 
 _MOST = 1e18  # of any quantity: what is beyond is a slip of the keyboard, and overflows what is computed from it
 
@@ -50,6 +51,31 @@ LengthOrNothing = Annotated[
     PlainSerializer(_write_duration, return_type=str),
 ]
 Length = Annotated[LengthOrNothing, AfterValidator(_more_than_nothing)]
+
+
+def _of_unit(unit: Unit, example: str) -> Any:
+    """A validator of an amount of one unit, with the unit or without it: 3, "3 epochs", "10B", "10B tokens"."""
+
+    def read(value: object) -> float:
+        if isinstance(word := _word(value, example), str) and re.search(r"[a-z%]{2,}|%", word, re.IGNORECASE):
+            duration = parse_duration(word)
+            if duration.unit != unit:
+                raise ValueError(f"{word!r} is not a number of {unit}; write {example}")
+            amount = duration.amount
+        else:
+            amount = parse_count(word)
+        if not 0 < amount <= _MOST:
+            raise ValueError(f"{str(value)[:40]} is not a number of {unit}; it must be above 0, and finite")
+        if unit == "epochs":
+            return amount
+        return round(whole_steps(amount, str(value)).amount) if unit == "steps" else round(amount)
+
+    return BeforeValidator(read, json_schema_input_type=str | float)
+
+
+Epochs = Annotated[float, _of_unit("epochs", "3 or 0.5")]
+Steps = Annotated[int, _of_unit("steps", "2000")]
+Tokens = Annotated[int, _of_unit("tokens", "10B")]
 Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int), Field(gt=0)]
 Auto = Literal["auto"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -78,6 +104,22 @@ def wall_time(text: str | float) -> Duration:
     if duration.unit != "seconds":
         raise ValueError(f"{text!r} is not a time; write 8h or 5 to 7 days")
     return duration
+
+
+def _more_than_no_time(text: object) -> Duration:
+    return _more_than_nothing(wall_time(_word(text, "8h")))
+
+
+WallTime = Annotated[
+    Duration,
+    BeforeValidator(
+        lambda value: value if isinstance(value, Duration) else _more_than_no_time(value), json_schema_input_type=str
+    ),
+    PlainSerializer(_write_duration, return_type=str),
+]
+
+T = TypeVar("T")
+OneOrMore = Annotated[list[T], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value)]
 
 
 def _path(value: str) -> str:

@@ -33,7 +33,7 @@ from bloomery.plan.advice.claims import ROUNDING, Claim, Known, judged
 from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.schema import Expect
+from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
 from bloomery.train.run import contradicted, read_history
@@ -81,14 +81,14 @@ class Record:
     machine: Machine | None
     manifest: Manifest | None
     recipe: str
-    expect: Expect
+    expected: Claims
     found: tuple[Finding, ...]  # what a diagnosis of the events finds wrong
     lost: str | None = None  # of the events
 
     @property
     def state(self) -> str:
         """done, stopped, failed, or unfinished: still running, or killed."""
-        return self.summary.ended.status if self.summary.ended else "unfinished"
+        return self.summary.ended.why.partition(":")[0] if self.summary.ended else "unfinished"
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -139,7 +139,7 @@ def read_record(folder: Path) -> Record:
         machine=machine,
         manifest=_read(plan.data.prepared / "manifest.json", Manifest) if plan else None,
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
-        expect=_expect(recipe),
+        expected=_expected(recipe),
         found=tuple(findings(events, diagnosis_facts(plan, machine))) if plan else (),
     )
 
@@ -152,11 +152,11 @@ def _read(path: Path, kind: type[M]) -> M | None:
         return None
 
 
-def _expect(recipe: Path) -> Expect:
+def _expected(recipe: Path) -> Claims:
     try:
-        return load_recipe(recipe).recipe.expect
+        return load_recipe(recipe).recipe.claims
     except UserError:
-        return Expect()
+        return Claims()
 
 
 def _last_samples(events: Iterable[Event]) -> list[Sampled]:
@@ -198,10 +198,10 @@ def _told(event: Event) -> tuple[str, str] | None:
             return "skip", "loss or gradient was not finite: the weights were left as they were"
         case Warned():
             return "warning", event.reason
-        case RunEnded() if event.status == "stopped":
+        case RunEnded() if event.why == "stopped":
             return "stop", "stopped on request, saved"
-        case RunEnded() if event.status != "done":
-            return "failure", event.error
+        case RunEnded() if event.why != "done":
+            return "failure", event.why
     return None
 
 
@@ -227,7 +227,7 @@ def repeated_steps(events: Iterable[Event]) -> Repeated | None:
 
 
 def judge_run(record: Record) -> tuple[Verdict, ...]:
-    """One verdict for each claim of `expect`, by what the run did."""
+    """One verdict for each claim of the recipe, by what the run did."""
     summary, manifest, text = record.summary, record.manifest, record.manifest.train.tokens if record.manifest else 0
     each = summary.tokens / summary.step if summary.step else None
 
@@ -269,4 +269,4 @@ def judge_run(record: Record) -> tuple[Verdict, ...]:
             return f"the nearest evaluation is of step {step:,}"
         return Known(value, value, f"{value:.4g} at step {step:,}")
 
-    return judged(record.expect, known)
+    return judged(record.expected, known)

@@ -26,8 +26,8 @@ from bloomery.runs.folder import RunFolder
 
 
 def commands_of(recipe: Recipe) -> frozenset[str]:
-    """The hooks of `monitor.to`."""
-    return frozenset(sink.command for sink in recipe.monitor.to if isinstance(sink, Command))
+    """The hooks of `logging.trackers`."""
+    return frozenset(sink.command for sink in recipe.logging.trackers if isinstance(sink, Command))
 
 
 def remember(run_dir: Path, commands: Iterable[str]) -> None:
@@ -114,7 +114,7 @@ class EventHub:
 
     @contextmanager
     def shown(self, plan: RunPlan | None, name: str) -> Iterator[None]:
-        """Inside the block events go to the terminal and, once there is a plan, to the sinks of `monitor.to`."""
+        """Inside the block events go to the terminal and, once there is a plan, to the sinks of `logging.trackers`."""
         self.began = True
         with ExitStack() as stack:
             if not self._quiet:
@@ -142,16 +142,16 @@ class EventHub:
     def _opened(self, plan: RunPlan | None, stack: ExitStack) -> list[Sink]:
         if plan is None:
             return []
-        hooks = self.hooks | remembered(self._folder.path, plan.monitor.commands)
-        for command in plan.monitor.commands:
+        hooks = self.hooks | remembered(self._folder.path, plan.logging.commands)
+        for command in plan.logging.commands:
             if command not in hooks:
-                again = f"`bloomery resume {self._folder.name} 'monitor.to=[{{command: ...}}]'` runs it"
+                again = f"`bloomery resume {self._folder.name} 'logging.trackers=[{{command: ...}}]'` runs it"
                 self._warn(f"a hook that you did not ask for in this folder was not started: {command}; {again}")
         sinks = open_sinks(
             self._folder.path,
-            plan.monitor.sinks,
-            [command for command in plan.monitor.commands if command in hooks],
-            every_steps=plan.monitor.every_steps,
+            plan.logging.trackers,
+            [command for command in plan.logging.commands if command in hooks],
+            every_steps=plan.logging.every_steps,
             folder=self._folder.path,
             warn=self._warn,
         )

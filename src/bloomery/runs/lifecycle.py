@@ -184,10 +184,10 @@ class _Flow:
         if self.requests.asked:
             raise _Stopped
 
-    def end(self, status: str, error: str = "") -> None:
+    def end(self, why: str) -> None:
         """Write RunEnded, once, and metrics.json, which can be had from the events again and is not worth a failure."""
         if not self.hub.ended:
-            self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
+            self.hub.emit(RunEnded(step=last_step(self.folder), why=why))
             try:
                 write_metrics(self.folder.path, self._planned())
             except OSError as error:
@@ -225,7 +225,7 @@ def start(
     `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
     What `watch` raises ends the training child by SIGKILL and passes through.
     """
-    require(loaded.recipe.monitor.trackers)
+    require(loaded.recipe.logging.libraries)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     fetch(loaded.recipe, weights=True)
     # What `bloomery plan` would refuse, and text that is not here: for such a run none is prepared, and no folder made.
@@ -260,8 +260,8 @@ def resume(
 ) -> Run:
     """Go on with the run in `path` from its newest undamaged checkpoint, or from that of `step`.
 
-    `overrides` may name train.length, eval.*, checkpoint.* and monitor.*; `recover` is `start`'s, and begins one rung
-    safer when the run died of what that may prevent. Raises UserError.
+    `overrides` may name the length, eval.*, sample.*, checkpoint.* and logging.*; `recover` is `start`'s, and begins
+    one rung safer when the run died of what that may prevent. Raises UserError.
     """
     refuse_overrides(overrides)
     folder = existing(path)
@@ -270,14 +270,14 @@ def resume(
         read_sealed(folder.recipe)
         loaded = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
-        told_done = history.ended is not None and history.ended.status == "done"
+        told_done = history.ended is not None and history.ended.why == "done"
         done = told_done and is_done(folder.path)
         if step is None and not overrides and done:
             return Run(folder.path, DONE, again=True)
-        require(loaded.recipe.monitor.trackers)
+        require(loaded.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet) as hub:
             flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch)
-            if any(word.startswith("monitor.to") for word in overrides):
+            if any(word.startswith("logging.trackers") for word in overrides):
                 _allow_hooks(flow, loaded)
             if step is None and told_done and not done:
                 reason = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
@@ -307,10 +307,10 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
         code = INTERRUPTED
     except UserError as error:
         if flow.hub.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
-            flow.end("failed", error.problem)
+            flow.end(f"failed: {error.problem}")
         raise
     except BaseException as error:
-        flow.end("failed", type(error).__name__)
+        flow.end(f"failed: {type(error).__name__}")
         raise
     flow.requests.over = True
     flow.end("stopped")
@@ -385,8 +385,8 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
         steps = saved_steps(folder.checkpoints)
         if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
             raise UserError(
-                f"train.length means {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
-                where="train.length",
+                f"the new length is {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
+                where=f"train.{loaded.recipe.train.length_key}",
                 fix="give a longer one, or go back first with --from STEP",
             )
         _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})

@@ -11,18 +11,20 @@ from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visib
 from bloomery.hardware.probes.run import remembering
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.mistakes import all_keys
+from bloomery.recipe.schema import LENGTHS
 
-ALLOWED = ("train.length", "eval.", "checkpoint.", "monitor.")
+ALLOWED = (*(f"train.{key}" for key in LENGTHS), "eval.", "sample.", "checkpoint.", "logging.")
 MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "model": ("attention", "score_chunk"),
     "data": ("pin_memory", "prefetch"),
     "optimizer": ("fused",),
     "train": (
-        "micro_batch", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic", "threads",
+        "micro_batch_size", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic",
+        "threads",
         "device",
     ),
-    "checkpoint": ("asynchronous",),
-    "eval": ("micro_batch",),
+    "checkpoint": ("async_save",),
+    "eval": ("micro_batch_size",),
 }  # fmt: skip
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
 UP_TO_ROUNDING = "from here on the run equals the undisturbed one up to rounding, no longer to the last bit"
@@ -40,7 +42,8 @@ def refuse_overrides(words: Sequence[str]) -> None:
             raise UserError(
                 f"{key} cannot be changed in a run that has begun",
                 where="bloomery resume",
-                fix="train.length, eval.*, checkpoint.* and monitor.* can; `bloomery train` starts another run",
+                fix="the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.* and logging.* can; "
+                "`bloomery train` starts another run",
                 code=2,
             )
 
@@ -133,10 +136,10 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
 
 
 def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
-    """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, monitor."""
+    """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, logging."""
     named = {word.partition("=")[0].partition(".")[0] for word in words}
     update: dict[str, object] = {
-        section: getattr(fresh, section) for section in ("eval", "checkpoint", "monitor") if section in named
+        section: getattr(fresh, section) for section in ("eval", "sample", "checkpoint", "logging") if section in named
     }
     if "train" in named:
         fields = ("steps", "seconds", "min_steps", "blocks")

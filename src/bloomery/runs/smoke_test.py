@@ -77,7 +77,7 @@ class Rehearsal:
     @property
     def sample_seconds(self) -> float | None:
         """Of all prompts together, once; None without prompts."""
-        drawn = self.of(Sampled)[: len(self.plan.eval.prompts)]
+        drawn = self.of(Sampled)[: len(self.plan.sample.prompts)]
         if not drawn:
             return None
         before = [e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == drawn[0].step]
@@ -132,19 +132,23 @@ def rehearse(loaded: LoadedRecipe, folder: Path, *, devices: str | None, told: T
 def shortened(plan: RunPlan) -> RunPlan:
     """The real shapes, rates and text; looks soon and at little of the split, and tells no tracker."""
     train, looks = plan.train, plan.eval
-    limit = EVALUATED_BATCHES * looks.micro_batch
+    limit = EVALUATED_BATCHES * looks.micro_batch_size
     return plan.model_copy(
         update={
             "train": train.model_copy(update={"steps": None if train.steps is None else max(train.steps, LONG)}),
             "eval": looks.model_copy(
-                update={"every_steps": STEPS - 1, "rows": min(looks.rows or limit, limit), "stop_early": None}
+                update={
+                    "every_steps": STEPS - 1,
+                    "rows": min(looks.rows or limit, limit),
+                    "early_stopping_patience": None,
+                }
             ),
             "checkpoint": plan.checkpoint.model_copy(update={"every_steps": LONG}),
             "lengths": plan.lengths
             and plan.lengths.model_copy(
                 update={"evaluation": Duration(STEPS - 1, "steps"), "checkpoint": Duration(LONG, "steps")}
             ),
-            "monitor": plan.monitor.model_copy(update={"sinks": (), "commands": ()}),
+            "logging": plan.logging.model_copy(update={"trackers": (), "commands": ()}),
         }
     )
 
@@ -229,11 +233,11 @@ def outlook(seen: Rehearsal, folder: Path, *, free: int) -> Outlook:
     checkpoints = seen.saved.bytes * (plan.checkpoint.keep + 2)
     if steps is None:
         return Outlook(plan.train.seconds, checkpoints, None, free)
-    looks = steps // plan.eval.every_steps + 1
+    looks = steps // plan.eval.every_steps + 1 if plan.eval.every_steps else 0
     rows = validation_rows(plan, folder)
-    share = max(1.0, rows / max(1, EVALUATED_BATCHES * plan.eval.micro_batch))
+    share = max(1.0, rows / max(1, EVALUATED_BATCHES * plan.eval.micro_batch_size))
     evaluation = sum(look.seconds for look in seen.of(EvalDone)[:1]) * share
-    waits = 0.0 if plan.checkpoint.asynchronous else seen.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
+    waits = 0.0 if plan.checkpoint.async_save else seen.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
     seconds = steps * seen.step_seconds + looks * (evaluation + (seen.sample_seconds or 0.0)) + waits
     return Outlook(seconds, checkpoints, round(lines * steps), free)
 

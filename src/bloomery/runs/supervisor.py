@@ -126,7 +126,8 @@ def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
         return UserError(
             f"the process that was {name} was killed from outside{after} (SIGKILL)",
             where=str(folder.log),
-            fix=f"the system does this when memory runs out (see `dmesg`): train.micro_batch=1 needs least; {again}",
+            fix="the system does this when memory runs out (see `dmesg`): "
+            f"train.micro_batch_size=1 needs least; {again}",
         )
     if ending.code < 0:
         return UserError(
@@ -148,7 +149,7 @@ def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
     machine = read_machine(folder.machine) if folder.machine.is_file() else None
     texts = [last_words(ending.tail)] if ending.code > 0 else []
     for text in (*texts, "\n".join(ending.tail)):
-        known = [one for one in match(text, machine=machine) if one.level == "blocks"]
+        known = [one for one in match(text, machine=machine) if one.level == "stops"]
         if known:
             return known[0]
     return None

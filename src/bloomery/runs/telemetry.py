@@ -251,7 +251,7 @@ def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iter
             processor=machine.host.cpu_name,
             root=root,
         )
-        guard = Guard(plan.monitor.pause_above, processor=on_processor)
+        guard = Guard(plan.logging.max_gpu_temperature, processor=on_processor)
         watcher = Watcher(reader, guard, emit, folder.path / PAUSE)
         watcher.begin()
         try:

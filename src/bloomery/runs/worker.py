@@ -110,7 +110,7 @@ def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
         from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(folder.recipe)
-    if (told := fewer_workers(loaded.recipe.data.workers)) is not None:
+    if (told := fewer_workers(loaded.recipe.data.num_proc)) is not None:
         emit(Warned(reason=told))
     prepare(loaded, data, report=paced(emit))
     return DONE
@@ -158,7 +158,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
             raise
         raise UserError(  # memory ran out before there was a step: nothing can be cut smaller
             f"the device's memory is full: {str(error).partition('.')[0]}",
-            where=f"train.micro_batch={plan.train.micro_batch}",
+            where=f"train.micro_batch_size={plan.train.micro_batch_size}",
             fix="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
         ) from error
     return DONE if outcome == "done" else STOPPED

@@ -91,7 +91,7 @@ def simulated_stage(plan: RunPlan, place: Place, *, fused: bool, say: Say = lamb
     last = place.ahead == 0
 
     def sent() -> Tensor:
-        shape = plan.train.micro_batch, plan.data.sequence_length, config.hidden_size
+        shape = plan.train.micro_batch_size, plan.data.sequence_length, config.hidden_size
         return torch.empty(shape, dtype=next(model_and_optimizer.model.parameters()).dtype)
 
     with _fake_tensors(plan) as tracker:
@@ -115,7 +115,7 @@ def simulated_stage(plan: RunPlan, place: Place, *, fused: bool, say: Say = lamb
                     torch.autograd.backward(under_way.popleft(), None if last else sent())
             gradients = list(tracker.gradients())
             norm = float(global_norm(gradients) / factor)
-            scale_gradients(gradients, clip_factor(norm, plan.train.clip) / factor)
+            scale_gradients(gradients, clip_factor(norm, plan.train.max_grad_norm) / factor)
             model_and_optimizer.optimizer.step(1.0)
             model_and_optimizer.optimizer.zero_grad()
 
@@ -214,7 +214,7 @@ def _fake_mesh(cut: MeshShape) -> DeviceMesh:
 
 def _batch(plan: RunPlan) -> Batch:
     """A micro-batch."""
-    shape = plan.train.micro_batch, plan.data.sequence_length
+    shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
     return completed(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)
 

@@ -77,7 +77,7 @@ class _Staged:
 class Saver:
     """Writes the checkpoints of one run; the caller holds the run's lock.
 
-    `save` returns when the tensors are copied and a thread writes them (`asynchronous`), or when the checkpoint stands.
+    `save` returns when the tensors are copied and a thread writes them (`async_save`), or when the checkpoint stands.
     A write that fails never ends the run: what was saved before stays, and a `Warned` says what happened; `wait` raises
     UserError when the last save asked for does not stand. Events are emitted from the caller's thread, in `save`,
     `poll`, `drain` and `wait`.
@@ -87,7 +87,7 @@ class Saver:
         self,
         folder: Path,
         keep: int,
-        asynchronous: bool,
+        async_save: bool,
         *,
         writer: Callable[[], Write] | None = None,
         tokenizer: Path | None = None,
@@ -97,7 +97,7 @@ class Saver:
 
         `tokenizer`: a folder whose tokenizer checkpoints carry. Deletes what killed saves left in `folder`.
         """
-        self.folder, self.keep, self.asynchronous, self.tokenizer = folder, keep, asynchronous, tokenizer
+        self.folder, self.keep, self.async_save, self.tokenizer = folder, keep, async_save, tokenizer
         self._writer = writer
         self._emit = emit
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class Saver:
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
         writer = None if self._writer is None else self._writer()
         staged = _Staged(step, copied, writer, state, best, self._lineage())
-        if not self.asynchronous:
+        if not self.async_save:
             self._run(staged)
             self.poll()
             return
@@ -142,11 +142,11 @@ class Saver:
 
     def _staged(self, step: int, parts: Parts) -> Parts:
         try:
-            return {name: stage(tensors, copy=self.asynchronous) for name, tensors in parts.items()}
+            return {name: stage(tensors, copy=self.async_save) for name, tensors in parts.items()}
         except (RuntimeError, MemoryError) as error:
-            if not self.asynchronous or not out_of_memory(error):
+            if not self.async_save or not out_of_memory(error):
                 raise
-        self.asynchronous = False
+        self.async_save = False
         self._warn(
             step, "memory is too full for a copy of the run's state: training waits while checkpoints are written"
         )

@@ -20,12 +20,12 @@ from bloomery.model.adapters.base_model import digest
 from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.counting import parameter_count
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone
+from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted, StepDone
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.store import note_model, read_head
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distil, NoAdapter
+from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.attention_check import check_attention
 from bloomery.train.diagnostics.profiler import Recorder
@@ -92,13 +92,13 @@ class RunContext:
     @property
     def finished(self) -> bool:
         """Whether the length is reached, or so many evaluations brought nothing that the run ends early."""
-        patience = self.plan.eval.stop_early
+        patience = self.plan.eval.early_stopping_patience
         tired = patience is not None and self.state.progress.evaluations_since_best >= patience
         return tired or (self.plan.train.steps is not None and self.step >= self.plan.train.steps)
 
     def source(self) -> AbstractContextManager[BatchSource]:
         """Micro-batches from where the run stands."""
-        data, rows = self.plan.data, self.plan.train.micro_batch
+        data, rows = self.plan.data, self.plan.train.micro_batch_size
         return Prefetcher(self.loader, self.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)
 
     def tell_step(
@@ -114,7 +114,7 @@ class RunContext:
                 grad_norm=result.grad_norm if result.taken else None,
                 tokens=self.state.progress.tokens,
                 tokens_per_second=plan.tokens_per_step / seconds,
-                sequences_per_second=plan.accumulation * plan.micro_batch / seconds,
+                sequences_per_second=plan.accumulation * plan.micro_batch_size / seconds,
                 step_seconds=seconds,
                 data_wait_seconds=waited,
                 memory_gib=peak_memory_gib(plan.device),
@@ -138,7 +138,7 @@ def open_context(
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
     plan = with_base(plan, run_dir)
-    if isinstance(plan.objective, Distil):
+    if isinstance(plan.objective, Distill):
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     state = build_state(plan, resume_from=resume_from, run_dir=run_dir)
     check_attention(state.model_and_optimizer.model, plan)
@@ -165,7 +165,7 @@ def open_context(
         saver=Saver(
             run_dir / "checkpoints",
             plan.checkpoint.keep,
-            plan.checkpoint.asynchronous,
+            plan.checkpoint.async_save,
             writer=state.kept.writer,
             tokenizer=prepared,
             emit=emit,
@@ -196,16 +196,15 @@ def announce(context: RunContext) -> None:
     context.emit(
         RunStarted(
             step=context.step,
-            schema=SCHEMA,
             version=__version__,
             parameters=parameters,
-            trainable=None if trained == parameters else trained,
+            trained=None if trained == parameters else trained,
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
-            loss_unit=context.objective.per,
+            per=context.objective.per,
             epochs=in_epochs(plan),
-            reasons={decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices},
+            reason={decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices},
         )
     )
     if plan.train.compile:
@@ -227,7 +226,7 @@ def reference_files(
     done, total = 0, sum(loader.stored_rows for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
-            state.model_and_optimizer.model, loader, files[split], rows=plan.eval.micro_batch,
+            state.model_and_optimizer.model, loader, files[split], rows=plan.eval.micro_batch_size,
             score_chunk=plan.model.score_chunk, precision=plan.train.precision, watch=Watch(emit, stop, done, total),
             run=run,
         )  # fmt: skip

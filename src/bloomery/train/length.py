@@ -64,11 +64,14 @@ def _left(what: Repeated, plan: RunPlan, done: int, share: float) -> int:
 
 
 def _every(what: Repeated, plan: RunPlan) -> float | int:
-    """Steps between one and the next; a float is the share of a wall-time run."""
+    """Steps between one and the next; a float is the share of a wall-time run, infinite where it is turned off."""
     steps = plan.eval.every_steps if what == "evaluation" else plan.checkpoint.every_steps
+    if steps is None:
+        return math.inf
     if plan.train.seconds is None or plan.lengths is None:
         return steps
     asked = plan.lengths.evaluation if what == "evaluation" else plan.lengths.checkpoint
+    assert asked is not None
     share = share_of_run(asked, plan.train.seconds)
     return steps if share is None else share
 
@@ -78,6 +81,8 @@ def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
     every, blocks = _every(what, plan), plan.train.blocks
     if isinstance(every, int):
         return step % every == 0
+    if math.isinf(every):
+        return False
     before, after = (int(share_done(at, blocks) / every + _EPSILON) for at in (step - 1, step))
     return after > before
 

@@ -84,7 +84,7 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     share = planned_lr_scale(context.step, context.plan)
-    looks = context.health_check.due(context.step + 1, context.plan.monitor.every_steps)
+    looks = context.health_check.due(context.step + 1, context.plan.logging.every_steps)
     state.model_and_optimizer.health_check = context.health_check if looks else None
     objective = context.recorder.objective(context.objective)
     full = partial(context.recorder.memory_full, context.plan, context.step + 1, f"step {context.step + 1}")
@@ -93,7 +93,7 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     )
     if isinstance(result, Full):
         return shrink(context, result)
-    rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch)
+    rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch_size)
     state.cursor = Cursor(state.cursor.seed, rows.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step

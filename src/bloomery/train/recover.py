@@ -84,7 +84,7 @@ def shrink(context: RunContext, full: Full) -> Action:
     Raises MemoryFull when its micro-batches are single rows, or cannot be cut.
     """
     plan, begun = context.plan, context.step
-    rows, place = plan.train.micro_batch, f"{full} in step {begun + 1}"
+    rows, place = plan.train.micro_batch_size, f"{full} in step {begun + 1}"
     if rows == 1 and not context.state.model_and_optimizer.updating:  # this is the end, and nothing is lost
         save(context)
         context.saver.wait()
@@ -94,7 +94,7 @@ def shrink(context: RunContext, full: Full) -> Action:
         at_once = "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
         raise MemoryFull(
             f"{place}, with {at_once} of {plan.data.sequence_length:,} tokens at once{who_else(plan.train.device)}",
-            where=f"train.micro_batch={rows}{listed}",
+            where=f"train.micro_batch_size={rows}{listed}",
             fix=_fix(plan),
         )
     replan(context, fallback.plan)
@@ -115,10 +115,12 @@ def replan(context: RunContext, plan: RunPlan) -> None:
 
 def _fix(plan: RunPlan) -> str:
     """The plan's own remedies, cheapest first, and where it saw no need for any what always helps."""
-    if plan.train.micro_batch > 1:
-        rows = plan.train.micro_batch // 2
-        return f"start again with train.micro_batch={rows} train.tokens_per_step={rows * plan.data.sequence_length}"
-    edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch")]
+    if plan.train.micro_batch_size > 1:
+        rows = plan.train.micro_batch_size // 2
+        return (
+            f"start again with train.micro_batch_size={rows} train.tokens_per_step={rows * plan.data.sequence_length}"
+        )
+    edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch_size")]
     if not edits:
         train = plan.train
         edits += ["train.activation_checkpointing=full"] if train.activation_checkpointing != "full" else []

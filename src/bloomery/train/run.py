@@ -111,13 +111,13 @@ def _gaps(steps: Iterable[int], reached: int) -> tuple[range, ...]:
 def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
     """The plan's steps, and after how many evaluations without a lower loss it ends early; None where unknown."""
     plan = _json(run_dir / "plan.json")
-    return _integer(plan, "train", "steps"), _integer(plan, "eval", "stop_early")
+    return _integer(plan, "train", "steps"), _integer(plan, "eval", "early_stopping_patience")
 
 
 def contradicted(run_dir: Path, ended: RunEnded | None, step: int) -> bool:
     """Whether events say "done" of a run that took too few steps for its plan, which could not end it early."""
     planned, patience = planned_end(run_dir)
-    return ended is not None and ended.status == "done" and planned is not None and patience is None and step < planned
+    return ended is not None and ended.why == "done" and planned is not None and patience is None and step < planned
 
 
 def is_done(run_dir: Path) -> bool:

@@ -69,8 +69,8 @@ class NonFinite:
             f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled "
             f"data; {tried} did not help",
             where=f"step {step}",
-            fix="lower optimizer.learning_rate, set train.clip, or train in train.precision=float32 or bfloat16; "
-            "the last good checkpoint is untouched",
+            fix="lower optimizer.learning_rate, set train.max_grad_norm, or train in "
+            "train.precision=float32 or bfloat16; the last good checkpoint is untouched",
         )
 
     def state(self) -> dict[str, int]:
@@ -273,7 +273,7 @@ def empty_model(plan: RunPlan) -> Decoder:
             adapt(model, plan.adapter)
         if isinstance(plan.adapter, Peft):
             model.requires_grad_(False)  # PEFT adds to weights that are there, so its method comes when they are read
-    if plan.quantize.base != "none":
+    if plan.quantize.kind != "none":
         quantise(model, plan.quantize, reader=plan.quantised_by)
     prepare_weights(model, plan.train.precision)
     return model

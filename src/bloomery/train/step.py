@@ -29,7 +29,7 @@ class StepResult:
     overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
     loss_tokens: int = 0  # labels that counted
     metrics: dict[str, float] = field(default_factory=dict)  # means over the step, those that are finite
-    in_backward: bool = False  # the optimizer was
+    fused_backward: bool = False  # the optimizer was
 
     @property
     def taken(self) -> bool:
@@ -39,7 +39,7 @@ class StepResult:
     @property
     def left(self) -> str:
         """What became of a step that was not taken."""
-        halfway = self.in_backward and math.isfinite(self.loss)
+        halfway = self.fused_backward and math.isfinite(self.loss)
         return "cut short in backward: no weight below the bad gradient moved" if halfway else "skipped"
 
 
@@ -101,10 +101,10 @@ def train_step(
     for batch in batches:
         parts = compute_loss(model_and_optimizer.model, to_device(batch, device), objective, precision=plan.precision)
         scaled = parts.total * (factor / count)
-        if model_and_optimizer.optimizer.in_backward:
+        if model_and_optimizer.optimizer.fused_backward:
             assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
             inside = total.new_tensor(
-                update_in_backward(model_and_optimizer, scaled, factor=factor, clip=plan.clip, share=share)
+                update_in_backward(model_and_optimizer, scaled, factor=factor, clip=plan.max_grad_norm, share=share)
             )
         else:
             scaled.backward()
@@ -119,7 +119,7 @@ def train_step(
     metrics = {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
     result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, inside is not None)
     if result.taken and inside is None:
-        scale_gradients(gradients, clip_factor(norm, plan.clip) / factor)
+        scale_gradients(gradients, clip_factor(norm, plan.max_grad_norm) / factor)
         model_and_optimizer.updating = True
         with nullcontext() if model_and_optimizer.health_check is None else model_and_optimizer.health_check.watching():
             model_and_optimizer.optimizer.step(share)

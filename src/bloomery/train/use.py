@@ -77,9 +77,9 @@ def load_used(
     """
     trained = found.trained
     kept = trained.quantize if trained is not None else Quantize()
-    quantize = kept if use.quantize is None or use.quantize == kept.base else Quantize(base=use.quantize)
+    quantize = kept if use.quantize is None or use.quantize == kept.kind else Quantize(kind=use.quantize)
     method = is_adapter_folder(found.weights) and read_settings(found.weights)["peft_type"] != "LORA"
-    if method and quantize.base != "none":
+    if method and quantize.kind != "none":
         problem = "a method of PEFT's own needs the weights of its base as numbers, not quantized"
         raise UserError(problem, where="--quantize", fix="leave out --quantize", code=2)
     # The run's own precision; None where there was no run, or where the device lacks it: a processor that trained in
@@ -89,18 +89,18 @@ def load_used(
         able = use.device == "cuda" if precision == "float16" else use.bfloat16
         precision = precision if able else None
     reader: Reader = "torch"
-    if quantize.base != "none" and use.device != "cpu" and use.machine is not None:
-        reader = backend(use.machine, quantize.base, device=use.device, compiled=False).value
-    if trained is not None and quantize.base != trained.quantize.base:
+    if quantize.kind != "none" and use.device != "cpu" and use.machine is not None:
+        reader = backend(use.machine, quantize.kind, device=use.device, compiled=False).value
+    if trained is not None and quantize.kind != trained.quantize.kind:
         bases = {"none": "weights that are not quantized"}
-        then, now = (bases.get(base, f"{base} weights") for base in (trained.quantize.base, quantize.base))
+        then, now = (bases.get(base, f"{base} weights") for base in (trained.quantize.kind, quantize.kind))
         tell(f"the run trained over {then}, and here the base has {now}: figures differ from the run's own")
     if trained is not None and precision is None:
         tell(f"the run computed in {trained.precision}, which {use.name} lacks: figures differ in their last digits")
 
     def arrange(decoder: Decoder) -> None:
         _freeze(decoder, whole=found.base is None)
-        if quantize.base != "none":
+        if quantize.kind != "none":
             quantise(decoder, quantize, reader=reader)
         if precision is not None:
             prepare_weights(decoder, precision)
@@ -131,7 +131,7 @@ def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, tel
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * min(config.max_positions, CONTEXT)
     largest = max((each.outputs * each.inputs for _, each in quantised_weights(decoder)), default=0)
     needed, free = weights + cache + largest * (item + PIECE_BYTES) + WORKSPACE, use.free_bytes()
-    kind = f"{quantize.base} base" if quantize.base != "none" else "weights"
+    kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
     said = f"{kind}: {format_bytes(weights)}, {format_bytes(needed)} with room to work; {use.name} has"
     if needed <= free:
         tell(f"{said} {format_bytes(free)} free")
@@ -147,7 +147,7 @@ def _smaller(decoder: Decoder, quantize: Quantize, use: Use, needed: int, free: 
     inside = [
         module.weight for name, module in decoder.named_modules()
         if name.startswith("model.layers.") and isinstance(module, nn.Linear) and module.weight is not None
-    ] if quantize.base == "none" else []  # fmt: skip
+    ] if quantize.kind == "none" else []  # fmt: skip
     for base in ("int8", "nf4"):
         saved = sum(weight.nbytes - storage_bytes(tuple(weight.shape), base, True) for weight in inside)
         if inside and needed - saved <= free:

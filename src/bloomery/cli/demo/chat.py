@@ -46,7 +46,7 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     folders = free_folders(run_dir)
     lora = _train(story, "lora", folders["lora"], f"model.from={base}")
     told = lora.plan
-    same = (f"train.length={told.train.steps} steps", f"data.prepared={told.data.prepared}")
+    same = (f"train.max_steps={told.train.steps}", f"data.prepared={told.data.prepared}")
     full = _train(story, "full", folders["full"], f"model.from={base}", *same)
     return examine(story, base, [lora, full], began)
 
@@ -59,7 +59,7 @@ def find_base() -> Path | None:
         events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").is_file() else []
         ended = [event for event in events if isinstance(event, RunEnded)]
         name = folder.name == "demo" or (folder.name.startswith("demo-") and folder.name[5:].isdecimal())
-        if name and ended and ended[-1].status == "done":
+        if name and ended and ended[-1].why == "done":
             return exported(folder)
     return None
 

@@ -80,7 +80,7 @@ def examine(folder: Path, story: Story, kill: "Kill | None", began: float) -> di
     checkpoint = model_folder(folder, "last")
     decoder, tokenizer = load_decoder(checkpoint), load_tokenizer(checkpoint)
     bits = _exam(story, decoder, tokenizer, plan.data.prepared)
-    _sample(story, decoder, tokenizer, plan.eval.prompts[0])
+    _sample(story, decoder, tokenizer, plan.sample.prompts[0])
     _compare(story, folder, plan)
     with story.busy("writing the report"):
         if not (folder / "export" / "hf").exists():

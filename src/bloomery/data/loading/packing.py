@@ -193,7 +193,7 @@ def pairs_cut() -> UserError:
     return UserError(
         "the layout fixed cuts the text anywhere, and a pair must stay in one row",
         where="data.layout",
-        fix="set data.layout=packed",
+        fix="set data.packing=true",
     )
 
 

@@ -25,7 +25,16 @@ from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Recipe
 
 DEFAULT = Limits()
-_NOT_TOKENS = {"sequence_length", "layout", "chat", "prepared", "workers", "pin_memory", "prefetch"}  # change no token
+_NOT_TOKENS = {
+    "sequence_length",
+    "packing",
+    "document_masking",
+    "chat",
+    "prepared",
+    "num_proc",
+    "pin_memory",
+    "prefetch",
+}  # change no token
 
 
 def identity(loaded: LoadedRecipe) -> str:

@@ -256,7 +256,7 @@ def _chat_warnings(found: Health, manifest: Manifest, tokenizer: Tokenizer, miss
     if missing:
         yield (
             f"the chat template writes {', '.join(missing)}, which the tokenizer does not know as single tokens: "
-            "add them with tokenizer.add_tokens, or set data.chat.template to one that fits the tokenizer"
+            "add them with tokenizer.additional_special_tokens, or set data.chat.template to one that fits"
         )
     if manifest.eos_id is not None and manifest.eos_id == manifest.pad_id:
         yield (

@@ -112,7 +112,7 @@ class _ChildEncoder:
         answer = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
         if isinstance(answer, str):
             raise UserError(f"a process that made tokens died (code {self._child.code})", where="prepare",
-                            fix="if memory ran out, set data.workers to a smaller number")  # fmt: skip
+                            fix="if memory ran out, set data.num_proc to a smaller number")  # fmt: skip
         if "refused" in answer:
             problem, where, fix = answer["refused"]
             raise UserError(problem, where=where or "prepare", fix=fix or "use another tokenizer file")
@@ -181,7 +181,7 @@ def cores() -> int:
 def fewer_workers(asked: int | str) -> str | None:
     """What to say of a recipe that asks for more processes than the machine has cores."""
     if isinstance(asked, int) and asked > cores():
-        return f"data.workers={asked:,} starts {cores():,} processes, as many as this machine has cores"
+        return f"data.num_proc={asked:,} starts {cores():,} processes, as many as this machine has cores"
     return None
 
 

@@ -435,7 +435,7 @@ class Tokenizer:
             return self
         if not self._backend.description:
             raise UserError(
-                "a SentencePiece .model takes no further tokens", where="tokenizer.add_tokens",
+                "a SentencePiece .model takes no further tokens", where="tokenizer.additional_special_tokens",
                 fix="save it as tokenizer.json with transformers, and name that in tokenizer.from",
             )  # fmt: skip
         entries = [added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
@@ -446,7 +446,7 @@ class Tokenizer:
             more = {str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries}
             config["added_tokens_decoder"] = {**known, **more}
         control = {name for name in roles(description, config).values() if name}
-        return Tokenizer(JsonBackend(description, "tokenizer.add_tokens", control), config)
+        return Tokenizer(JsonBackend(description, "tokenizer.additional_special_tokens", control), config)
 
     def save(self, folder: Path) -> None:
         """Files that transformers' AutoTokenizer opens. The tokenizer itself appears last and by rename: where it is,
@@ -502,9 +502,16 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
             raise UserError(problem, where="tokenizer.from", fix="set model.from, or tokenizer.train")
         name = recipe.model.from_
     if name:
-        return {"from": name, "add_tokens": said.add_tokens} if said.add_tokens else {"from": name}
+        return (
+            {"from": name, "additional_special_tokens": said.additional_special_tokens}
+            if said.additional_special_tokens
+            else {"from": name}
+        )
     train = said.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
-    own = [*train.special_tokens, *(token for token in said.add_tokens if token not in train.special_tokens)]
+    own = [
+        *train.special_tokens,
+        *(token for token in said.additional_special_tokens if token not in train.special_tokens),
+    ]
     return {"train": train.model_copy(update={"special_tokens": own}).model_dump(mode="json")}
 
 
@@ -514,25 +521,25 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
     if "train" in spec:
         return TrainTokenizer.model_validate(spec["train"])
     name = spec["from"]
-    return load_tokenizer(fetch_tokenizer(name)).with_tokens(spec.get("add_tokens", []))
+    return load_tokenizer(fetch_tokenizer(name)).with_tokens(spec.get("additional_special_tokens", []))
 
 
 def new_tokens(recipe: Recipe) -> int:
-    """How many of `tokenizer.add_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
-    asked = set(recipe.tokenizer.add_tokens) if "from" in tokenizer_spec(recipe) else set()
+    """How many of `additional_special_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
+    asked = set(recipe.tokenizer.additional_special_tokens) if "from" in tokenizer_spec(recipe) else set()
     return len(asked) if asked and _grown(recipe) is None else len(new_ids(recipe))
 
 
 def new_ids(recipe: Recipe) -> tuple[int, ...]:
-    """The ids of `tokenizer.add_tokens` that the named tokenizer lacks; none where it is not on this disk."""
-    known, asked = _grown(recipe), recipe.tokenizer.add_tokens
+    """The ids of `additional_special_tokens` that the named tokenizer lacks; none where it is not on this disk."""
+    known, asked = _grown(recipe), recipe.tokenizer.additional_special_tokens
     return () if known is None else tuple(range(known.vocab_size, known.with_tokens(asked).vocab_size))
 
 
 def _grown(recipe: Recipe) -> Tokenizer | None:
     """The tokenizer that tokens are added to, where there are any and it is on this disk."""
     spec = tokenizer_spec(recipe)
-    folder = cached_model(spec["from"]) if spec.get("add_tokens") and "from" in spec else None
+    folder = cached_model(spec["from"]) if spec.get("additional_special_tokens") and "from" in spec else None
     if folder is None or (folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
         return None
     return load_tokenizer(folder)

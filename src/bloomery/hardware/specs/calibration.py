@@ -22,7 +22,7 @@ class Point(Frozen):
     """One measured setting of a training step on one device."""
 
     sequence_length: int
-    micro_batch: int  # rows
+    micro_batch_size: int  # rows
     accumulation: int
     precision: str
     attention: str

@@ -117,7 +117,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(model: Decoder, adapter: Lora) -> None:
-    """In place, on any device: pairs beside the targets, everything frozen but them and `train_also`.
+    """In place, on any device: pairs beside the targets, everything frozen but them and `modules_to_save`.
 
     Raises UserError when a name matches nothing.
     """

@@ -200,8 +200,8 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
             raise unknown_key(adapter.method, name, known)
     if "total_step" in known and not said["total_step"]:
         problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
-        fix = 'set it to steps: train.length="500 steps"'
-        raise UserError(problem, where="train.length", fix=fix, code=2)
+        fix = "set it to steps: train.max_steps=500"
+        raise UserError(problem, where="train.max_time", fix=fix, code=2)
     return constructed(kind, said, adapter.method)
 
 

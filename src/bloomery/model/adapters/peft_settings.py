@@ -31,7 +31,7 @@ METHODS = frozenset({
 })  # fmt: skip
 NATIVE = {
     "LORA": "set adapter.kind=lora, which is Bloomery's own",
-    "TRAINABLE_TOKENS": "set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]",
+    "TRAINABLE_TOKENS": "set adapter.kind=lora adapter.modules_to_save=[embed_tokens, lm_head]",
 }
 # These change the input or the past of transformers' own forward, not the matrices of a model.
 PROMPTS = frozenset({

@@ -51,38 +51,38 @@ class Adaptation:
 
 def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     """Raises UserError when a name matches nothing, or two settings contradict each other."""
-    targets = target_modules(config, adapter.targets)
+    targets = target_modules(config, adapter.target_modules)
     # Nothing is known yet of a reward model's values, as in PEFT's adapters of classifiers.
-    whole = whole_modules(config, adapter.train_also + ([VALUES] if config.head == "values" else []))
+    whole = whole_modules(config, adapter.modules_to_save + ([VALUES] if config.head == "values" else []))
     if both := [name for name in targets if name in whole]:
         problem = f"{both[0]} is both adapted and trained in full"
-        raise UserError(problem, where="adapter.train_also", fix="name it in one of the two", code=2)
+        raise UserError(problem, where="adapter.modules_to_save", fix="name it in one of the two", code=2)
     shapes = parameter_shapes(config)
     for name in targets if adapter.init == "pissa" else ():
         if adapter.rank > (most := min(shapes[f"{name}.weight"])):
             problem = f"{name} has only {most} singular values, and PiSSA starts from {adapter.rank} of them"
             raise UserError(problem, where="adapter.rank", fix=f"set adapter.rank={most} or lower", code=2)
     if adapter.kind == "dora":
-        _refuse_parts(config, targets, "adapter.targets")
+        _refuse_parts(config, targets, "adapter.target_modules")
     rank = adapter.rank
     # rsLoRA: arXiv:2312.03732, theorem 3.2
-    scale = adapter.alpha / (math.sqrt(rank) if adapter.scale == "rslora" else rank)
+    scale = adapter.alpha / (math.sqrt(rank) if adapter.use_rslora else rank)
     return Adaptation(
         pairs={name: Pair(rank, scale) for name in targets}, whole=whole, dora=adapter.kind == "dora",
-        pissa=adapter.init == "pissa", rslora=adapter.scale == "rslora", dropout=adapter.dropout, dtype=adapter.dtype,
+        pissa=adapter.init == "pissa", rslora=adapter.use_rslora, dropout=adapter.dropout, dtype=adapter.dtype,
     )  # fmt: skip
 
 
 def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> None:
     """Raises UserError when the rows of `new` tokens would never be learned."""
     needed = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
-    missing = [name for name in needed if name not in whole_modules(config, adapter.train_also)]
+    missing = [name for name in needed if name not in whole_modules(config, adapter.modules_to_save)]
     if new and missing:
-        leaves = ", ".join(dict.fromkeys([*adapter.train_also, *(name.rpartition(".")[2] for name in missing)]))
+        leaves = ", ".join(dict.fromkeys([*adapter.modules_to_save, *(name.rpartition(".")[2] for name in missing)]))
         raise UserError(
             f"{new} token{'s are' if new > 1 else ' is'} new to the model, and an adapter alone would never learn"
             f" {'them' if new > 1 else 'it'}",
-            where="adapter.train_also", fix=f"set adapter.train_also=[{leaves}]", code=2,
+            where="adapter.modules_to_save", fix=f"set adapter.modules_to_save=[{leaves}]", code=2,
         )  # fmt: skip
 
 
@@ -106,30 +106,30 @@ def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ..
             leaf = HEAD if _means(target, HEAD) else "embed_tokens"
             raise UserError(
                 f"{leaf} cannot be adapted: adapters stand on the linear maps inside the layers",
-                where="adapter.targets", code=2,
-                fix=f"take it out, and train it in full with adapter.train_also=[{leaf}]",
+                where="adapter.target_modules", code=2,
+                fix=f"take it out, and train it in full with adapter.modules_to_save=[{leaf}]",
             )  # fmt: skip
         if not means:
             inside = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
-            raise unknown_module(target, known, "adapter.targets", ALL_LINEAR + inside)
+            raise unknown_module(target, known, "adapter.target_modules", ALL_LINEAR + inside)
         found.update(means)
     if not found:
-        fix = "set adapter.targets=[q_proj, v_proj] or adapter.targets=[all-linear]"
-        raise UserError("the adapter has no targets", where="adapter.targets", fix=fix, code=2)
+        fix = "set adapter.target_modules=[q_proj, v_proj] or adapter.target_modules=[all-linear]"
+        raise UserError("the adapter has no targets", where="adapter.target_modules", fix=fix, code=2)
     return tuple(name for name in known if name in found)
 
 
 def whole_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """The modules that `train_also` means, in the model's order; "norms" are all of them."""
+    """The modules that `modules_to_save` means, in the model's order; "norms" are all of them."""
     known = list(dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config)))
     found: set[str] = set()
     for wanted in names:
         tied = shares_head(config) and _means(wanted, HEAD)
         means = [name for name in known if _means(wanted, name) or (wanted == NORMS and name.endswith("norm"))]
         if not means and not tied:
-            raise unknown_module(wanted, known, "adapter.train_also", f"{NORMS} (all of them)")
+            raise unknown_module(wanted, known, "adapter.modules_to_save", f"{NORMS} (all of them)")
         found.update([*means, EMBEDDING] if tied else means)
-    _refuse_parts(config, found, "adapter.train_also")
+    _refuse_parts(config, found, "adapter.modules_to_save")
     return tuple(name for name in known if name in found)
 
 

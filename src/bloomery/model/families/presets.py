@@ -61,7 +61,7 @@ def published_config(name: str) -> ModelConfig | None:
 
 
 LARGEST_CONFIG = 16 * 2**20
-SAFE = "model.safe_load asks for it"
+SAFE = "model.load_with=transformers asks for it"
 _AGAIN = "download or save the model again"
 
 
@@ -184,7 +184,7 @@ _COPIED = ("norm", "norm_eps", "activation", "qk_norm", "rope_theta", "tie_embed
 
 def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     assert model.from_ is not None
-    free = {"from_", "implementation", "safe_load", "dropout"}
+    free = {"from_", "implementation", "load_with", "dropout"}
     fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
     if fixed:
         raise UserError(
@@ -194,7 +194,7 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
             code=2,
         )
     config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
-    if config.transformers_backend is not None and model.safe_load:
+    if config.transformers_backend is not None and model.load_with == "transformers":
         config = replace(config, transformers_backend=replace(config.transformers_backend, safe_reason=SAFE))
     return replace(config, **_dropout(model))
 

@@ -274,8 +274,8 @@ class QuantisedWeight(nn.Module):
         """`reader`: "torch", on a GPU also "compiled" or, for nf4, "bitsandbytes". Undefined until `fill`."""
         super().__init__()
         self.outputs, self.inputs = shape
-        self.base, self.reader = quantize.base, ready(reader)
-        sizes = buffer_bytes(self.outputs * self.inputs, quantize.base, quantize.double)
+        self.base, self.reader = quantize.kind, ready(reader)
+        sizes = buffer_bytes(self.outputs * self.inputs, quantize.kind, quantize.double_quant)
         codes, scales, outer = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
         self.register_buffer("codes", codes.view(torch.int8) if self.base == "int8" else codes, persistent=False)
         self.register_buffer("scales", scales, persistent=False)

@@ -275,17 +275,17 @@ def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
     documents = numbers.ge(first.shape[1]).long()
     positions = numbers - documents * first.shape[1]
     rows = documents.to(device).expand(tokens_BT.shape), positions.to(device).expand(tokens_BT.shape)
-    apart = "set data.layout=padded: then each row is one document"
+    apart = "set data.packing=false: then each row is one document"
     try:
         together = model(tokens_BT, documents_BT=rows[0], positions_BT=rows[1])
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         problem = f"this architecture takes no mask of documents ({str(error).partition(chr(10))[0][:120]})"
-        raise UserError(problem, where="data.layout=packed", fix=apart) from error
+        raise UserError(problem, where="data.packing=true", fix=apart) from error
     errors = [_difference(a, model(b)) for a, b in ((together[:, : first.shape[1]], first),
                                                     (together[:, first.shape[1] :], second))]  # fmt: skip
     if not max(errors) <= limit:
         problem = f"documents of one row see each other in this architecture ({max(errors):.2g} of the largest logit)"
-        raise UserError(problem, where="data.layout=packed", fix=apart)
+        raise UserError(problem, where="data.packing=true", fix=apart)
 
 
 def _trial_tokens(model: "Decoder") -> Tensor:

@@ -82,7 +82,7 @@ def _masked(seen: Seen, facts: Facts) -> Iterator[Finding]:
             "masked",
             "hardly anything is learned" + (": most positions are padding" if padded else ""),
             f"of {positions} {learned:,.0f} counted in the loss ({share:.1%})",
-            "set data.layout=packed" if padded else "look at the masks with `bloomery prepare RECIPE --preview 3`",
+            "set data.packing=true" if padded else "look at the masks with `bloomery prepare RECIPE --preview 3`",
         )
 
 
@@ -123,16 +123,14 @@ def _shuffled(seen: Seen, facts: Facts) -> Iterator[Finding]:
 
 
 def _frozen(seen: Seen, facts: Facts) -> Iterator[Finding]:
-    looks = [v for v in seen.healthy_rate if v.unchanged_share is not None][-10:]
+    looks = [v for v in seen.healthy_rate if v.still_share is not None][-10:]
     if len(looks) < 3:
         return
-    still, without = (
-        median(getattr(v, name) or 0.0 for v in looks) for name in ("unchanged_share", "no_gradient_share")
-    )
+    still, without = (median(getattr(v, name) or 0.0 for v in looks) for name in ("still_share", "no_gradient_share"))
     share = max(still, without)
     if share < FROZEN:
         return
-    name = f", {looks[-1].unchanged} among them" if looks[-1].unchanged else ""
+    name = f", {looks[-1].still} among them" if looks[-1].still else ""
     if without >= 0.9 * share:
         why, fix = "no gradient reaches them", "look for requires_grad=False, detach() and no_grad() on their way"
     elif facts.precision == "bfloat16-pure":
@@ -192,8 +190,8 @@ def _curve(seen: Seen, facts: Facts) -> str:
 
 def _rate_key(facts: Facts) -> tuple[str, float]:
     """The key that moves most matrices, and its value."""
-    if facts.optimizer == "muon" and facts.matrix_learning_rate:
-        return "optimizer.matrix_learning_rate", facts.matrix_learning_rate
+    if facts.optimizer == "muon" and facts.muon_learning_rate:
+        return "optimizer.muon_learning_rate", facts.muon_learning_rate
     return "optimizer.learning_rate", facts.learning_rate
 
 
@@ -251,12 +249,16 @@ def _gradient(seen: Seen, facts: Facts) -> Iterator[Finding]:
         seen_norm = f"its norm was 0 in the last {FEW} steps; {_curve(seen, facts)}"
         yield Finding("gradient", "no gradient comes back from the loss", seen_norm, "look for detach() and no_grad()")
     elif now > 10 * then > 0:
-        fix = "set train.clip=1.0" if facts.clip is None else f"set {_rate_key(facts)[0]} to a tenth of what it is"
+        fix = (
+            "set train.max_grad_norm=1.0"
+            if facts.clip is None
+            else f"set {_rate_key(facts)[0]} to a tenth of what it is"
+        )
         grew = f"its norm was {then:.2g} in the first steps and is {now:.2g} now; {_curve(seen, facts)}"
         yield Finding("gradient", "the gradient explodes", grew, fix)
     elif facts.clip is not None and sum(norm > 10 * facts.clip for norm in norms) >= 0.95 * len(norms):
-        cut = f"its norm is {now:.2g}, and train.clip={facts.clip:g} leaves {facts.clip / now:.1%} of it"
-        fix = f"set train.clip={_rounded(now)} or look for what is that large in the text"
+        cut = f"its norm is {now:.2g}, and train.max_grad_norm={facts.clip:g} leaves {facts.clip / now:.1%} of it"
+        fix = f"set train.max_grad_norm={_rounded(now)} or look for what is that large in the text"
         yield Finding("clipped", "every step is cut to a small part of its gradient", cut, fix)
 
 
@@ -313,7 +315,7 @@ def _memorised(seen: Seen, facts: Facts) -> Iterator[Finding]:
         "the model learns the text by heart",
         f"the held-out loss was {best:.2f} at step {best_at:,} and is {after[-1]:.2f} now; in training it is "
         f"{seen.loss:.2f}{times}",
-        "use the best checkpoint (`--step best`), stop early with eval.stop_early=3, or bring more text",
+        "use the best checkpoint (`--step best`), stop early with eval.early_stopping_patience=3, or bring more text",
     )
     yield from _repeats(seen, facts)
 
@@ -419,7 +421,7 @@ def _crowded(seen: Seen, _: Facts) -> Iterator[Finding]:
             "memory is so full that PyTorch gives its cache back and asks the driver again and again",
             f"{retries:,} times in {steps:,} steps; {last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB"
             f" lies free in pieces",
-            "set a smaller train.micro_batch: it is accumulated to the same tokens a step",
+            "set a smaller train.micro_batch_size: it is accumulated to the same tokens a step",
         )
 
 

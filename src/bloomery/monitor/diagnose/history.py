@@ -36,7 +36,7 @@ class Facts:
     layout: str = "packed"
     optimizer: str = "adamw"
     learning_rate: float = 0.0  # the peak
-    matrix_learning_rate: float = 0.0  # Muon's own
+    muon_learning_rate: float = 0.0  # Muon's own
     warmup_steps: int = 0
     clip: float | None = None
     precision: str = "float32"

@@ -21,7 +21,7 @@ from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.rules.objective import reference_of, teacher_of
 from bloomery.plan.types import Estimate, Longest, PlanReport, Remedy, RunPlan, Verdict
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Expect, Recipe
+from bloomery.recipe.schema import Claims, Recipe
 
 STEP = 256  # tokens of the longest row: nobody asks for less
 MOST = 2**22
@@ -56,7 +56,7 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     suggestions = tuple((_faster if plan.fits else _to_fit)(recipe, plan, plan_of))
     if not plan.fits:
         plan = plan.model_copy(update={"suggestions": tuple(fix.edit for fix in suggestions)})
-    verdicts = _verdicts(recipe.expect, plan, step, measure)
+    verdicts = _verdicts(recipe.claims, plan, step, measure)
     return PlanReport(
         plan=plan,
         claims=verdicts,
@@ -69,17 +69,17 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     )
 
 
-def claims_of(plan: RunPlan, expect: Expect, machine: Machine) -> tuple[Verdict, ...]:
+def claims_of(plan: RunPlan, expected: Claims, machine: Machine) -> tuple[Verdict, ...]:
     """The claims of a run's recipe against its plan, as the page judged them before it."""
     step, measure, _ = _planned_step(plan, machine, build_profile(machine), teacher_of(plan))
-    return _verdicts(expect, plan, step, measure)
+    return _verdicts(expected, plan, step, measure)
 
 
-def _verdicts(expect: Expect, plan: RunPlan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
+def _verdicts(expected: Claims, plan: RunPlan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
     def need(rows: int) -> float:
-        return measure(replace(step, micro_batch=rows)).total
+        return measure(replace(step, micro_batch_size=rows)).total
 
-    return claims.judge(expect, plan, corpus=plan.corpus, need=need)
+    return claims.judge(expected, plan, corpus=plan.corpus, need=need)
 
 
 def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
@@ -100,10 +100,10 @@ def _planned_step(
     step = replace(
         plain,
         compiled=train.compile,
-        micro_batch=train.micro_batch,
+        micro_batch_size=train.micro_batch_size,
         checkpointing=train.activation_checkpointing,
         score_chunk=plan.model.score_chunk,
-        accumulating=train.accumulation > 1 and not plain.mode.in_backward,
+        accumulating=train.accumulation > 1 and not plain.mode.fused_backward,
     )
     estimator, rows = StepEstimator.of(plan, machine, profile), train.tokens_per_step // plan.data.sequence_length
     if parallel is None:
@@ -124,7 +124,7 @@ def _longest(step: StepShape, measure: Measure) -> Longest:
         config = step.config
         if config.positions == "learned" and length > config.max_positions:  # they grow with the row
             config = replace(config, max_positions=length)
-        row = replace(step, config=config, sequence_length=length, micro_batch=1, checkpointing=checkpointing)
+        row = replace(step, config=config, sequence_length=length, micro_batch_size=1, checkpointing=checkpointing)
         return measure(replace(row, score_chunk=min(SMALL_CHUNK, length))).fits
 
     def search(checkpointing: str) -> int:
@@ -137,7 +137,7 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     """Shards of the text, checkpoints of all that learns (those kept, the best one, the one being written), and what
     the model of the start says of each token where that is computed once.
     """
-    corpus, claimed, config = plan.corpus, recipe.expect.epochs, step.config
+    corpus, claimed, config = plan.corpus, recipe.claims.epochs, step.config
     tokens = None if corpus is None else corpus.tokens
     if corpus is None and plan.total_tokens and claimed and claimed[0]:  # what they make of the run's length
         tokens = round(plan.total_tokens / claimed[0])
@@ -152,7 +152,7 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
 
 
 def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
-    """The recipe with overrides ("train.micro_batch=8 optimizer.kind=muon"), as the command line lays them on it."""
+    """The recipe with overrides ("train.micro_batch_size=8 optimizer.kind=muon"), as on the command line."""
     data = loaded.recipe.model_dump(by_alias=True)
     for word in edit.split():
         key, _, value = word.partition("=")
@@ -198,10 +198,10 @@ def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Edits that this version accepts, by what they cost, with that cost in words."""
     train, asked, optimizer, adapter = plan.train, recipe.train, recipe.optimizer, recipe.adapter.kind
-    rows, gpu = train.micro_batch, train.device != "cpu"
-    while asked.micro_batch != "auto" and rows % 2 == 0:
+    rows, gpu = train.micro_batch_size, train.device != "cpu"
+    while asked.micro_batch_size != "auto" and rows % 2 == 0:
         rows //= 2
-        yield f"train.micro_batch={rows}", "the same training"
+        yield f"train.micro_batch_size={rows}", "the same training"
     if train.activation_checkpointing not in ("full", "selective"):
         yield "train.activation_checkpointing=selective", "a sixth more compute"
     if train.activation_checkpointing != "full":
@@ -211,19 +211,19 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     # What holds states, activations or frozen weights in less, or elsewhere.
     if gpu and not asked.offload_activations:
         yield "train.offload_activations=true", "activations wait in the processor's memory and travel twice"
-    if optimizer.kind == "adamw" and optimizer.states == "float32":
-        yield "optimizer.states=int8", "states round to 8 bits; nearly the same training"
-    if adapter in ("lora", "dora") and recipe.quantize.base == "none":
-        yield "quantize.base=nf4", "the frozen weights round to 4 bits, which costs time and some exactness"
+    if optimizer.kind == "adamw" and optimizer.state_dtype == "float32":
+        yield "optimizer.state_dtype=int8", "states round to 8 bits; nearly the same training"
+    if adapter in ("lora", "dora") and recipe.quantize.kind == "none":
+        yield "quantize.kind=nf4", "the frozen weights round to 4 bits, which costs time and some exactness"
     if adapter == "none" and recipe.model.from_ is not None:
         yield "adapter.kind=lora", "another training: adapters learn, the weights stand still"
     # In backward a step is one micro-batch: a smaller step, or one whose gradients are kept.
-    if optimizer.in_backward and asked.tokens_per_step != "auto":
+    if optimizer.fused_backward and not asked.auto_batch:
         tokens = train.tokens_per_step
         while tokens % (2 * plan.data.sequence_length) == 0:
             tokens //= 2
             yield f"train.tokens_per_step={tokens}", "another training: each step learns from fewer tokens"
-        yield "optimizer.in_backward=false", "gradients are kept and added up over micro-batches"
+        yield "optimizer.fused_backward=false", "gradients are kept and added up over micro-batches"
     if optimizer.kind == "adamw" and adapter == "none":
         yield "optimizer.kind=muon", "another optimizer: its rates are to be chosen anew"
     if optimizer.kind != "adafactor" and adapter == "none":
@@ -242,7 +242,7 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
     if before is None:
         return
     asked = recipe.train
-    keys = [k for k in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch")
+    keys = [k for k in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch_size")
             if getattr(asked, k) != "auto"]  # fmt: skip
     edits = [f"train.{key}=auto" for key in keys]
     # Fused attention has no dropout on packed rows: where that costs much it is said, with what dropping it means.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from bloomery.core.units import GIB, Duration, format_count, format_seconds, two_digits
 from bloomery.plan.types import CorpusFacts, RunPlan, Verdict
-from bloomery.recipe.schema import Expect
+from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 
 ROUNDING = 0.05  # "10B tokens" is a round figure
@@ -23,7 +23,7 @@ class Known:
     """What a claim is held against: a figure, or the range of an estimate, with the sentence that says it.
 
     A claim outside of it is wrong; one that `near` times the range would hold is low or high. `otherwise` has the
-    sentence for a verdict other than "ok".
+    sentence for a verdict other than "fits".
     """
 
     low: float
@@ -34,8 +34,8 @@ class Known:
     near: float = 1.0
 
 
-def judged(expect: Expect, known: Callable[[Claim, ClaimedRange], Known | str]) -> tuple[Verdict, ...]:
-    """Every claim of `expect` in the order of its keys. `known` gives a sentence where a claim cannot be judged yet."""
+def judged(expected: Claims, known: Callable[[Claim, ClaimedRange], Known | str]) -> tuple[Verdict, ...]:
+    """Every claim of a recipe in the order of its keys. `known` gives a sentence where a claim cannot be judged yet."""
 
     def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
         low, high = (write(end) for end in claimed)
@@ -45,37 +45,37 @@ def judged(expect: Expect, known: Callable[[Claim, ClaimedRange], Known | str]) 
         return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
 
     claims: list[tuple[Claim, ClaimedRange, str]] = []
-    if expect.tokens is not None:
-        claims.append(("tokens", expect.tokens, f"{written(expect.tokens, format_count)} tokens"))
-    if expect.epochs is not None:
-        claims.append(("epochs", expect.epochs, f"{written(expect.epochs, plain)} epochs"))
-    if (speed := expect.tokens_per_second) is not None:
+    if expected.tokens is not None:
+        claims.append(("tokens", expected.tokens, f"{written(expected.tokens, format_count)} tokens"))
+    if expected.epochs is not None:
+        claims.append(("epochs", expected.epochs, f"{written(expected.epochs, plain)} epochs"))
+    if (speed := expected.tokens_per_second) is not None:
         claims.append(("tokens_per_second", speed, f"{written(speed, plain)} tokens/s"))
-    if expect.duration is not None:
-        claims.append(("duration", expect.duration, span(expect.duration, trimmed=True)))
-    if expect.memory is not None:
-        gigabytes = written(expect.memory, lambda value: f"{value / 1e9:.3g}")
-        claims.append(("memory", expect.memory, f"{gigabytes} GB"))
-    for when, perplexity in expect.perplexity.items():
+    if expected.duration is not None:
+        claims.append(("duration", expected.duration, span(expected.duration, trimmed=True)))
+    if expected.memory is not None:
+        gigabytes = written(expected.memory, lambda value: f"{value / 1e9:.3g}")
+        claims.append(("memory", expected.memory, f"{gigabytes} GB"))
+    for when, perplexity in expected.perplexity.items():
         claims.append((when, perplexity, f"perplexity {written(perplexity, plain)} at {when}"))
 
     verdicts = []
     for claim, (low, high), text in claims:
         found = known(claim, (low, high))
         if isinstance(found, str):
-            verdicts.append(Verdict(claim=text, verdict="unknown", reason=found))
+            verdicts.append(Verdict(claim=text, verdict="open", reason=found))
             continue
-        verdict: Literal["ok", "low", "high", "wrong"] = "wrong"
+        verdict: Literal["fits", "low", "high", "wrong"] = "wrong"
         if high * (1 + found.slack) >= found.low and low * (1 - found.slack) <= found.high:
-            verdict = "ok"
+            verdict = "fits"
         elif high * found.near >= found.low and low <= found.high * found.near:
             verdict = "low" if high < found.low else "high"
-        reason = found.reason if verdict == "ok" or found.otherwise is None else found.otherwise(verdict)
+        reason = found.reason if verdict == "fits" or found.otherwise is None else found.otherwise(verdict)
         verdicts.append(Verdict(claim=text, verdict=verdict, reason=reason))
     return tuple(verdicts)
 
 
-def judge(expect: Expect, plan: RunPlan, *, corpus: CorpusFacts | None, need: Need) -> tuple[Verdict, ...]:
+def judge(expected: Claims, plan: RunPlan, *, corpus: CorpusFacts | None, need: Need) -> tuple[Verdict, ...]:
     """By the plan's arithmetic, before the run."""
     timed = "known once the first steps are timed"
     open_length = timed if plan.train.seconds is not None else "known once the text is counted"
@@ -97,7 +97,7 @@ def judge(expect: Expect, plan: RunPlan, *, corpus: CorpusFacts | None, need: Ne
                 planned = span((low, high))
                 return Known(low, high, f"{where} {planned}", lambda _: f"it takes {planned}", slack=0.0, near=1e30)
             case "memory":
-                total, rows = plan.memory.total, plan.train.micro_batch
+                total, rows = plan.memory.total, plan.train.micro_batch_size
                 reason = f"{total / GIB:.1f} GiB at micro-batch {rows}"
 
                 def otherwise(_: str) -> str:
@@ -111,7 +111,7 @@ def judge(expect: Expect, plan: RunPlan, *, corpus: CorpusFacts | None, need: Ne
             return Known(math.inf, math.inf, f"the run ends at step {steps:,}")
         return "only the run can tell; its report does"
 
-    return judged(expect, known)
+    return judged(expected, known)
 
 
 def _tokens(claimed: ClaimedRange, plan: RunPlan) -> Known:
@@ -131,7 +131,7 @@ def _epochs(claimed: ClaimedRange, plan: RunPlan, corpus: CorpusFacts | None, op
         wanted = plan.lengths.train if plan.lengths is not None else None
         if wanted is None or wanted.unit != "epochs":
             return open_length
-        return Known(wanted.amount, wanted.amount, f"train.length is {wanted}", slack=0.0)
+        return Known(wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0)
     if corpus is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
         return f"true for a corpus of {size} tokens; there is none here to count"

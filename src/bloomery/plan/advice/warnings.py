@@ -12,16 +12,16 @@ from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.rules.adapters import adapted
 from bloomery.plan.rules.choices import idle_lean_settings
 from bloomery.plan.types import RunPlan, Verdict
-from bloomery.recipe.schema import Expect, Lora, Recipe
+from bloomery.recipe.schema import Lora, Recipe
 
 
 def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """One sentence each."""
     profile = facts.profile
     yield from facts.unrun
-    yield from _claims(recipe.expect, plan, verdicts)
+    yield from _claims(recipe, plan, verdicts)
     if recipe.train.min_steps is not None and plan.train.seconds is None:
-        yield f"train.min_steps does nothing: train.length is {recipe.train.length}, not a wall time"
+        yield f"train.min_steps does nothing: train.{recipe.train.length_key} sets the length, not train.max_time"
     if (repeated := too_many_epochs(plan)) is not None:
         yield repeated
     yield from _lengths(plan)
@@ -34,18 +34,20 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     yield from idle_lean_settings(recipe, accelerator=device, precision=plan.train.precision)
 
 
-def _claims(expect: Expect, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    claims = recipe.claims
     wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
-    if expect.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
-        seen, claimed = format_count(plan.total_tokens), format_count(expect.tokens[0])
-        yield f"train.length makes {seen} tokens, expect.tokens says {claimed}"
-    if expect.tokens and expect.tokens_per_second and expect.duration:
-        fastest = expect.tokens[0] / max(expect.tokens_per_second[1], 1e-9)
-        slowest = expect.tokens[1] / max(expect.tokens_per_second[0], 1e-9)
-        if fastest > 2 * expect.duration[1] or 2 * slowest < expect.duration[0]:
-            tokens, rate = format_count(expect.tokens[0]), format_count(expect.tokens_per_second[1])
+    if claims.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
+        seen, claimed = format_count(plan.total_tokens), format_count(claims.tokens[0])
+        yield f"train.{recipe.train.length_key} makes {seen} tokens, claims.tokens says {claimed}"
+    if claims.tokens and claims.tokens_per_second and claims.duration:
+        fastest = claims.tokens[0] / max(claims.tokens_per_second[1], 1e-9)
+        slowest = claims.tokens[1] / max(claims.tokens_per_second[0], 1e-9)
+        if fastest > 2 * claims.duration[1] or 2 * slowest < claims.duration[0]:
+            tokens, rate = format_count(claims.tokens[0]), format_count(claims.tokens_per_second[1])
             took = roughly(fastest)
-            yield f"expect denies itself: {tokens} tokens at {rate} tokens/s take {took}, not {span(expect.duration)}"
+            said = f"{tokens} tokens at {rate} tokens/s take {took}, not {span(claims.duration)}"
+            yield f"the claims contradict each other: {said}"
 
 
 def _lengths(plan: RunPlan) -> Iterator[str]:
@@ -57,7 +59,7 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
         yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its peak"
     elif warmup + decay > steps:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
-    if plan.eval.every_steps > steps:
+    if plan.eval.every_steps is not None and plan.eval.every_steps > steps:
         yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: only the end is evaluated"
 
 

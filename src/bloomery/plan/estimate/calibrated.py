@@ -44,7 +44,7 @@ class Known:
     @property
     def reason(self) -> str:
         who = "measured on this machine" if self.own else f"measured by {self.card.contributor} on {self.card.device}"
-        return f"{who} on {self.card.day} with {self.point.micro_batch} x {self.point.sequence_length:,} tokens"
+        return f"{who} on {self.card.day} with {self.point.micro_batch_size} x {self.point.sequence_length:,} tokens"
 
 
 def corrected(
@@ -89,7 +89,7 @@ def _around(value: float, spread: float, *, by: str) -> Estimate:
 def missed_by(known: Known, step: StepShape, seconds: TableSeconds) -> float | None:
     """The measured seconds over the table's; None where the table has none or the card's model cannot be read."""
     there, point = occupancy(known, step), known.point
-    tokens = point.micro_batch * point.accumulation * point.sequence_length
+    tokens = point.micro_batch_size * point.accumulation * point.sequence_length
     expected = None if there is None else seconds(there, tokens)
     return None if not expected else tokens / point.tokens_per_second / expected
 
@@ -136,16 +136,16 @@ def occupancy(known: Known, step: StepShape) -> StepShape | None:
         step if point.setting else plain,
         config=config,
         sequence_length=point.sequence_length,
-        micro_batch=point.micro_batch,
+        micro_batch_size=point.micro_batch_size,
         optimizer=point.optimizer,
         attention=point.attention,
         checkpointing=point.activation_checkpointing,
-        score_chunk=point.micro_batch * point.sequence_length,
+        score_chunk=point.micro_batch_size * point.sequence_length,
     )
 
 
 def _distance(step: StepShape, card: Card, point: Point) -> float:
-    rows = abs(math.log2(point.micro_batch * point.sequence_length / step.tokens_per_micro_batch))
+    rows = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
     settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
     return _width_doublings(step, card) + rows + 0.5 * settings
 
@@ -194,7 +194,7 @@ class StepEstimator:
     def of(cls, asked: Recipe | RunPlan, machine: Machine, profile: Profile) -> "StepEstimator":
         device, share = profile.accelerator, profile.memory_share.value
         limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
-        clips = asked.train.clip is not None
+        clips = asked.train.max_grad_norm is not None
         return cls(machine=machine, profile=profile, cards=calibration(machine), limit=limit, clips=clips)
 
     def memory(self, step: StepShape) -> MemoryEstimate:

@@ -192,7 +192,7 @@ def backward_bytes(step: StepShape) -> float:
     behind = sum(size for name, size in sizes.items() if name.startswith("mlp."))
     if step.compiled and sizes:  # a graph hands all gradients of its layer out together
         behind = trained_in_layer(config, step.mode)
-    elif step.accumulating or step.mode.in_backward:
+    elif step.accumulating or step.mode.fused_backward:
         behind = 0
     ahead = tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.weight
     return max(mlp, ahead + attention_scratch(step) - tokens * _mlp_bytes(step))
@@ -214,7 +214,7 @@ def attention_scratch(step: StepShape) -> float:
 def _tile_bytes(step: StepShape) -> float:
     config = step.config
     tile = config.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
-    together = min(step.micro_batch, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))  # rows
+    together = min(step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))  # rows
     copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
     return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
 
@@ -337,7 +337,7 @@ def moments(step: StepShape) -> Iterator[Moment]:
     layer = layer_learning_bytes(config, mode, step.precision)
     head = step.outputs * config.hidden_size * step.weight if head_learns(config, mode) else 0
     update = update_bytes(config, mode, step.optimizer, step.precision, on_gpu=step.on_gpu)
-    if mode.in_backward:
+    if mode.fused_backward:
         whole, layer = largest(config, mode, step.precision), 0.0
     before = whole if step.accumulating else 0.0
     copy = 2.0 * copied_numbers(step)
@@ -352,13 +352,13 @@ def moments(step: StepShape) -> Iterator[Moment]:
     for done in range(len(by_layer)):
         left = len(by_layer) - done
         reached = before or head + done * layer
-        if mode.in_backward:  # the head's moves with the next one; each later one at once
+        if mode.fused_backward:  # the head's moves with the next one; each later one at once
             reached = head if done == 0 else 0.0
         yield Moment(
             gradients=reached,
             activations=before_it[left - 1] + inside + ends - last,
             copies=copy * max(1.0, kept * left / len(by_layer)),
-            temporaries=max(passing, update) if mode.in_backward else passing,  # a gradient is used when it stands
+            temporaries=max(passing, update) if mode.fused_backward else passing,  # a gradient is used when it stands
         )
     doubled = head if step.accumulating or config.tie_embeddings else 0
     stream = step.tokens_per_micro_batch * config.hidden_size * step.stream

@@ -24,7 +24,7 @@ class TrainingMode:
     states: str = "float32"
     away: bool = False  # states are kept in the processor's memory, paged or offloaded
     rounds: bool = False  # stochastic rounding
-    in_backward: bool = False  # a gradient is used and freed as soon as it is there
+    fused_backward: bool = False  # a gradient is used and freed as soon as it is there
     pairs: tuple[tuple[str, int], ...] = ()  # adapted modules and their ranks; none: every parameter is trained
     whole: tuple[str, ...] = ()  # modules that are trained in full beside them
     dora: bool = False
@@ -38,7 +38,7 @@ class TrainingMode:
     @property
     def optimizer_memory(self) -> bool:
         """Whether AdamW is our own."""
-        return self.states != "float32" or self.away or self.rounds or self.in_backward
+        return self.states != "float32" or self.away or self.rounds or self.fused_backward
 
     @property
     def frozen(self) -> bool:
@@ -53,12 +53,12 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
     """Raises UserError where an adapter's names match nothing."""
     optimizer, quantize = recipe.optimizer, recipe.quantize
     mode = TrainingMode(
-        states=optimizer.states,
+        states=optimizer.state_dtype,
         away=optimizer.paged or optimizer.offload,
         rounds=optimizer.stochastic_rounding,
-        in_backward=optimizer.in_backward,
-        base=quantize.base,
-        double=quantize.double,
+        fused_backward=optimizer.fused_backward,
+        base=quantize.kind,
+        double=quantize.double_quant,
     )
     adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
     if not isinstance(adapter, Lora):
@@ -253,14 +253,14 @@ def update_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: 
     """
     shapes = parameters(config, mode).learning
     sizes = [math.prod(shape) for shape in shapes.values()]
-    together = max(sizes, default=0) if mode.in_backward else sum(sizes)
+    together = max(sizes, default=0) if mode.fused_backward else sum(sizes)
     piece = 4.0 * min(together, GPU_PIECE if on_gpu else CPU_PIECE)
     if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
         inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
         kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
         return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
     if kind == "adafactor":  # without a gate, which backward alone has, the random bits fit into the three
-        return (3 + 0.5 * (mode.rounds and mode.in_backward and not on_gpu)) * piece
+        return (3 + 0.5 * (mode.rounds and mode.fused_backward and not on_gpu)) * piece
     drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
     return (5 + 0.5 * drawn + 4 * (mode.away and on_gpu)) * piece if mode.optimizer_memory else 0.0
 
@@ -287,7 +287,7 @@ class StepShape:
 
     config: ModelConfig
     sequence_length: int
-    micro_batch: int  # rows
+    micro_batch_size: int  # rows
     precision: str
     optimizer: str
     attention: str
@@ -307,7 +307,7 @@ class StepShape:
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens of a micro-batch."""
-        return self.micro_batch * self.sequence_length
+        return self.micro_batch_size * self.sequence_length
 
     @property
     def setting(self) -> str:

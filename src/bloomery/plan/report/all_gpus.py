@@ -60,7 +60,7 @@ class Card:
             "fits": self.fits,
             "needs_gib": plan.memory.total / GIB if plan else None,
             "precision": plan.train.precision if plan else None,
-            "micro_batch": plan.train.micro_batch if plan else None,
+            "micro_batch_size": plan.train.micro_batch_size if plan else None,
             "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
             "days": seconds.value / 86400 if seconds else None,
             "energy_kwh": self.energy_kwh,

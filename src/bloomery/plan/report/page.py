@@ -201,7 +201,7 @@ def _row(layout: LayoutPlan, plan: RunPlan) -> str:
         for count, word in ((layout.replicate, "copies"), (layout.shard, "shards"), (layout.pipeline, "stages"))
         if count > 1
     )
-    head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch} x {layout.accumulation}':>11}"
+    head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch_size} x {layout.accumulation}':>11}"
     head += f"{layout.memory.total / GIB:>9.1f}"
     step = layout.step_seconds
     if not layout.memory.fits:
@@ -219,11 +219,11 @@ LEAN = (
     "data.chat.train_on",
     "adapter.kind",
     "model.from",
-    "model.safe_load",
+    "model.load_with",
     "model.vocab_size",
-    "quantize.base",
-    "optimizer.states",
-    "optimizer.in_backward",
+    "quantize.kind",
+    "optimizer.state_dtype",
+    "optimizer.fused_backward",
     "optimizer.stochastic_rounding",
     "optimizer.offload",
     "train.offload_activations",
@@ -369,7 +369,7 @@ def step_lines(plan: RunPlan) -> list[str]:
     train, length = plan.train, plan.data.sequence_length
     rows = train.tokens_per_step // length
     parts = "no accumulation" if train.accumulation == 1 else f"{train.accumulation} of them added up"
-    step = f"{rows:,} x {length:,} = {train.tokens_per_step:,} tokens: micro-batch {train.micro_batch}, {parts}"
+    step = f"{rows:,} x {length:,} = {train.tokens_per_step:,} tokens: micro-batch {train.micro_batch_size}, {parts}"
     return joined([step, *filter(None, (_total(plan), in_epochs(plan)))])
 
 
@@ -382,7 +382,7 @@ def _total(plan: RunPlan) -> str:
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
     if in_epochs and plan.corpus is not None and plan.corpus.spread > 0:
         return f"about {two_digits(plan.train.steps)} steps"
-    length = next((choice for choice in plan.choices if choice.key == "train.length"), None)
+    length = next((choice for choice in plan.choices if choice.key == "train.epochs"), None)
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.reason}"
 
 
@@ -405,7 +405,7 @@ def _merged(claims: tuple[Verdict, ...]) -> list[Verdict]:
     counts: dict[tuple[str, str], int] = {}
     for claim in claims:
         key = (claim.verdict, claim.reason)
-        if claim.claim.startswith("perplexity") and claim.verdict == "unknown":
+        if claim.claim.startswith("perplexity") and claim.verdict == "open":
             counts[key] = counts.get(key, 0) + 1
             if counts[key] > 1:
                 continue
@@ -414,7 +414,7 @@ def _merged(claims: tuple[Verdict, ...]) -> list[Verdict]:
 
 
 def _counted(claim: Verdict, times: int) -> Verdict:
-    if not claim.claim.startswith("perplexity") or claim.verdict != "unknown":
+    if not claim.claim.startswith("perplexity") or claim.verdict != "open":
         return claim
     name = "perplexity" if times == 1 else f"{times} perplexities"
     return claim.model_copy(update={"claim": name})
@@ -510,7 +510,7 @@ def next_lines(report: PlanReport, source: str, verbs: list[str], devices: str) 
     wrong = [v for v in report.claims if v.verdict == "wrong" and v.claim.endswith(" tokens")]
     if wrong:
         amount = wrong[0].claim.removesuffix(" tokens").replace(" ", "")
-        yield f'bloomery plan {source} train.length="{amount} tokens"{devices}'
+        yield f"bloomery plan {source} train.max_tokens={amount}{devices}"
 
 
 def _remarked(command: str, remark: str) -> str:

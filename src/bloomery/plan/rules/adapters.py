@@ -25,11 +25,11 @@ def counted_as(adapter: Peft, config: ModelConfig) -> Lora:
     usual = USUAL_RANKS.get(named(adapter.method), 8)
     rank = next((said[key] for key in RANKS if isinstance(said.get(key), int) and said[key] > 0), usual)
     targets = targets_of(adapter, config)
-    lora = Lora(kind="lora", rank=rank, targets=[targets] if isinstance(targets, str) else list(targets))
+    lora = Lora(kind="lora", rank=rank, target_modules=[targets] if isinstance(targets, str) else list(targets))
     try:
         adaptation(config, lora)
     except UserError:  # a regular expression, which only PEFT reads: at most everything
-        return lora.model_copy(update={"targets": [ALL_LINEAR]})
+        return lora.model_copy(update={"target_modules": [ALL_LINEAR]})
     return lora
 
 
@@ -42,20 +42,20 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     if recipe.objective.spec.values:
         problem = "a reward model's values head must learn beside the adapter, and PEFT's methods leave it alone"
         raise UserError(problem, where=method, fix="set adapter.kind=lora, which trains it, too", code=2)
-    if recipe.quantize.base != "none":
+    if recipe.quantize.kind != "none":
         problem = "PEFT's methods need a base in floating point: they read its matrices themselves"
-        fix = "set quantize.base=none, or adapter.kind=lora, which trains beside a quantised base"
+        fix = "set quantize.kind=none, or adapter.kind=lora, which trains beside a quantised base"
         raise UserError(problem, where=method, fix=fix, code=2)
-    if recipe.optimizer.in_backward:
+    if recipe.optimizer.fused_backward:
         problem = "a method of PEFT looks at all gradients together after an update, and in backward they are gone"
-        raise UserError(problem, where=method, fix="set optimizer.in_backward=false", code=2)
+        raise UserError(problem, where=method, fix="set optimizer.fused_backward=false", code=2)
     if recipe.train.compile is True:
         problem = "PEFT's layers change while they train, and compiled blocks would be compiled again each time"
         raise UserError(problem, where=method, fix="set train.compile=false", code=2)
     total = (recipe.adapter.model_extra or {}).get("total_step")
     if name == "ADALORA" and recipe.train.length.unit == "seconds" and not total:
         problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
-        raise UserError(problem, where="train.length", fix='set it to steps: train.length="500 steps"', code=2)
+        raise UserError(problem, where="train.max_time", fix="set it to steps: train.max_steps=500", code=2)
 
 
 def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -> None:
@@ -66,22 +66,22 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
 
 def refuse_quantised_misfits(recipe: Recipe) -> None:
     """Raises UserError where the quantised weights themselves would have to learn."""
-    if recipe.quantize.base != "none" and recipe.adapter.kind == "none":
+    if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
         raise UserError(
-            f"{recipe.quantize.base} weights cannot learn: they stand still under an adapter",
-            where=f"quantize.base={recipe.quantize.base}",
-            fix="set adapter.kind=lora, or quantize.base=none to train every weight",
+            f"{recipe.quantize.kind} weights cannot learn: they stand still under an adapter",
+            where=f"quantize.kind={recipe.quantize.kind}",
+            fix="set adapter.kind=lora, or quantize.kind=none to train every weight",
             code=2,
         )
 
 
 def quantised_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
     """By key, in how many bits what is kept, and who reads it."""
-    base, double = recipe.quantize.base, recipe.quantize.double
+    base, double = recipe.quantize.kind, recipe.quantize.double_quant
     if base == "none":
         return
     bits = 8 * storage_bytes((MANY,), base, double) / MANY
-    yield "quantize.base", Choice(f"{base} base", f"{bits:.4g} bits a weight of the layers; {reader.reason}")
+    yield "quantize.kind", Choice(f"{base} base", f"{bits:.4g} bits a weight of the layers; {reader.reason}")
 
 
 def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, added: int) -> None:
@@ -96,7 +96,7 @@ def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, a
         raise UserError(
             f"{new} tokens are new to the model, and a method of PEFT would never learn them",
             where=f"adapter.method={recipe.adapter.method}",
-            fix="set adapter.kind=lora adapter.train_also=[embed_tokens, lm_head]", code=2,
+            fix="set adapter.kind=lora adapter.modules_to_save=[embed_tokens, lm_head]", code=2,
         )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def adapter_choices(
     adapter = recipe.adapter
     if isinstance(adapter, Lora):
         kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
-        kind += " (rsLoRA)" if adapter.scale == "rslora" else ""
+        kind += " (rsLoRA)" if adapter.use_rslora else ""
         kind += " from PiSSA" if adapter.init == "pissa" else ""
         found, total = adapted(config, adapter.model_dump_json()), parameter_count(config)
         trained = found.trained(config)

@@ -17,7 +17,7 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig, *, devices:
     window = min((window for window in config.sliding_window if window is not None), default=float("inf"))
     names = (theirs for ours, theirs, _ in config.transformers_backend.parameters if ours == "lm_head.weight")
     stored = next(names, "lm_head.weight")
-    head = isinstance(recipe.adapter, Lora) and any("lm_head" in name for name in recipe.adapter.train_also)
+    head = isinstance(recipe.adapter, Lora) and any("lm_head" in name for name in recipe.adapter.modules_to_save)
     if recipe.objective.spec.values:
         problem = f"a reward model's head stands on Bloomery's own decoder, which lacks {architecture_of(config)}"
         where, fix = f"objective.kind={recipe.objective.kind}", "choose a model of the families in docs/models.md"
@@ -29,16 +29,16 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig, *, devices:
         where, fix = "model.dropout", "take it out, or set the rates in the model's config.json"
     elif head and stored != "lm_head.weight":
         problem = "files and layers of this architecture name its head differently, and PEFT would not find it again"
-        where, fix = "adapter.train_also", "take lm_head out, or train the whole model: adapter.kind=none"
+        where, fix = "adapter.modules_to_save", "take lm_head out, or train the whole model: adapter.kind=none"
     elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get("modules_to_save"):
         problem = "a method of PEFT changes the layers of this architecture and nothing beside them"
-        where, fix = "adapter.modules_to_save", "take it out, or set adapter.kind=lora adapter.train_also=[...]"
+        where, fix = "adapter.modules_to_save", "take it out, or set adapter.kind=lora adapter.modules_to_save=[...]"
     elif recipe.train.compile is True:
         problem = "transformers' layers are not compiled here"
         where, fix = "train.compile", "set train.compile=auto"
     elif recipe.data.layout == "packed" and window < recipe.data.sequence_length:
         problem = f"transformers' layers look at {window:,} tokens, and a mask of documents would widen that"
-        where, fix = "data.layout=packed", "set data.layout=padded, or a shorter data.sequence_length"
+        where, fix = "data.packing=true", "set data.packing=false, or a shorter data.sequence_length"
     if problem is not None and fix is not None:
         raise UserError(problem, where=where, fix=fix, code=2)
 
@@ -60,9 +60,9 @@ def transformers_attention(asked: str, transformers_backend: TransformersBackend
 def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[str, Choice[str]]]:
     """By key, whose layers compute the model, and how they are loaded."""
     if config.transformers_backend is None:
-        if recipe.model.safe_load:
+        if recipe.model.load_with == "transformers":
             reason = "our decoder computes all that files do not hold, and refuses a file that lacks a tensor"
-            yield "model.safe_load", Choice("every load is safe", reason)
+            yield "model.load_with", Choice("every load is safe", reason)
         return
     asked = f"our decoder lacks {architecture_of(config)}"
     if recipe.model.implementation == "transformers":
@@ -70,4 +70,4 @@ def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[
     lacks = "no tensor, pipeline or context parallelism"
     yield "model.implementation", Choice("transformers' layers", f"{asked}; {lacks}, adapters and our head as ever")
     if reason := config.transformers_backend.safe_reason:
-        yield "model.safe_load", Choice("safe load", f"transformers reads the weights itself, as {reason}")
+        yield "model.load_with", Choice("safe load", f"transformers reads the weights itself, as {reason}")

@@ -21,7 +21,7 @@ from bloomery.plan.estimate.states import (
     optimizer_bytes,
 )
 from bloomery.plan.rules.backend import transformers_attention
-from bloomery.recipe.schema import Lora, Optimizer, Peft, Recipe
+from bloomery.recipe.schema import Lora, OptimizerSection, Peft, Recipe
 
 ASKED = "the recipe asks for it"
 COMPILE_SECONDS = 20.0  # for the blocks of a model on a CPU: 18 to 20
@@ -125,10 +125,10 @@ def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
 def lean_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[tuple[str, Choice[str]]]:
     """By key, what is asked for and what it means in this run."""
     optimizer = recipe.optimizer
-    if optimizer.states != "float32" and optimizer.kind == "adamw":
-        yield "optimizer.states", Choice(f"{optimizer.states} states", _states(optimizer))
-    if optimizer.in_backward:
-        yield "optimizer.in_backward", Choice("optimizer in backward", _in_backward(recipe))
+    if optimizer.state_dtype != "float32" and optimizer.kind == "adamw":
+        yield "optimizer.state_dtype", Choice(f"{optimizer.state_dtype} states", _states(optimizer))
+    if optimizer.fused_backward:
+        yield "optimizer.fused_backward", Choice("optimizer in backward", _fused_backward(recipe))
     if optimizer.stochastic_rounding and _has_bfloat16(recipe, precision):
         reason = "bfloat16 weights are rounded at random, on average to what was computed"
         yield "optimizer.stochastic_rounding", Choice("stochastic rounding", reason)
@@ -140,19 +140,20 @@ def lean_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterat
         yield "train.offload_activations", Choice("activations on the host", reason)
 
 
-def _states(optimizer: Optimizer) -> str:
-    if optimizer.states == "int8":
+def _states(optimizer: OptimizerSection) -> str:
+    if optimizer.state_dtype == "int8":
         return "a byte for each number, and a scale for each 256; tensors under 4,096 numbers keep float32"
     return "rounded at random, so that averages do not stand still"
 
 
-def _in_backward(recipe: Recipe) -> str:
+def _fused_backward(recipe: Recipe) -> str:
     freed = "each weight moves when its gradient stands, which is freed: nothing is accumulated"
     if recipe.optimizer.kind == "adafactor":
         return f"{freed}; gradients are not clipped, Adafactor clips its updates"
-    if recipe.train.clip is None:
+    if recipe.train.max_grad_norm is None:
         return freed
-    return f"{freed}; train.clip={recipe.train.clip:g} holds for each gradient alone, not for their common norm"
+    limit = f"train.max_grad_norm={recipe.train.max_grad_norm:g}"
+    return f"{freed}; {limit} holds for each gradient alone, not for their common norm"
 
 
 def idle_lean_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
@@ -163,8 +164,9 @@ def idle_lean_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> 
         yield f"{away[0]} does nothing with Adafactor: its states are rows and columns, and stay where the weights are"
     elif away and not accelerator:
         yield f"{away[0]} does nothing on a CPU: states are in its memory anyway"
-    if optimizer.states != "float32" and optimizer.kind == "adafactor":
-        yield f"optimizer.states={optimizer.states} does nothing with Adafactor: its rows and columns stay float32"
+    if optimizer.state_dtype != "float32" and optimizer.kind == "adafactor":
+        key = f"optimizer.state_dtype={optimizer.state_dtype}"
+        yield f"{key} does nothing with Adafactor: its rows and columns stay float32"
     if recipe.train.offload_activations and not accelerator:
         yield "train.offload_activations does nothing on a CPU: activations are in its memory anyway"
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
@@ -203,7 +205,7 @@ def arithmetic_choices(recipe: Recipe, config: ModelConfig, *, precision: str) -
 
 def state_parts(config: ModelConfig, mode: TrainingMode, kind: str, precision: str) -> dict[str, float]:
     """Bytes that lie there whatever the text is. A gradient that is used in backward is the largest one alone."""
-    learning = largest(config, mode, precision) if mode.in_backward else learning_bytes(config, mode, precision)
+    learning = largest(config, mode, precision) if mode.fused_backward else learning_bytes(config, mode, precision)
     return {
         "weights": held_bytes(config, mode, precision) + adapter_bytes(config, mode),
         "gradients": learning,

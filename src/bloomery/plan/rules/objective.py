@@ -11,7 +11,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.states import mode_of, setting_of
 from bloomery.plan.types import CorpusFacts, RunPlan
-from bloomery.recipe.schema import Adapter, Distil, Lora, Objective, Peft, Recipe
+from bloomery.recipe.schema import Adapter, Distill, Lora, Objective, Peft, Recipe
 
 Reference = Literal["none", "precomputed", "adapters"]
 
@@ -24,13 +24,13 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
         return Choice("precomputed", f"what the base is without {adapter.method} is not known here")
     if not isinstance(adapter, Lora):
         return Choice("precomputed", "training changes the weights that the reference is computed with")
-    if adapter.train_also:
-        return Choice("precomputed", f"{', '.join(adapter.train_also)} learn beside the adapters")
+    if adapter.modules_to_save:
+        return Choice("precomputed", f"{', '.join(adapter.modules_to_save)} learn beside the adapters")
     return Choice("adapters", "the base without its adapters is the model of the start, at no memory of its own")
 
 
 def teacher_of(recipe: RunPlan) -> ModelConfig | None:
-    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distil) else None
+    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
 
 
 def looks(recipe: Recipe | RunPlan) -> int:
@@ -53,7 +53,7 @@ def objective_choices(
         yield "objective.reference", Choice("reference each step", f"{reference.reason}; a forward more a step")
     elif reference.value == "precomputed":
         yield "objective.reference", Choice("reference first", f"{reference.reason}; one forward over all of the data")
-    if teacher is not None and isinstance(recipe.objective, Distil):
+    if teacher is not None and isinstance(recipe.objective, Distill):
         reason = f"{recipe.objective.teacher} stays in memory beside the model"
         yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", reason)
     if corpus is not None:

@@ -8,13 +8,13 @@ from bloomery.plan.rules.adapters import refuse_method_misfits, refuse_new_rows,
 from bloomery.plan.types import CorpusFacts
 from bloomery.recipe.schema import Recipe
 
-LEAN_KEYS = ("paged", "offload", "in_backward", "stochastic_rounding")
+LEAN_KEYS = ("paged", "offload", "fused_backward", "stochastic_rounding")
 
 
 def refuse_recipe(recipe: Recipe) -> None:
     """Raises UserError for what a recipe may say and this version has not, and for keys that contradict each other."""
     keys = [f"objective.kind={recipe.objective.kind}"] if recipe.objective.spec.rollouts else []
-    _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "microbatches")])
+    _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "pipeline_microbatches")])
     refuse_lean_misfits(recipe)
     refuse_method_misfits(recipe)
     refuse_quantised_misfits(recipe)
@@ -46,7 +46,7 @@ def refuse_lean_misfits(recipe: Recipe) -> None:
     """Raises UserError where an optimizer cannot do what is asked of it, or where a step would be cut in backward."""
     optimizer, train = recipe.optimizer, recipe.train
     asked = [f"optimizer.{key}" for key in LEAN_KEYS if getattr(optimizer, key)]
-    asked += [f"optimizer.states={optimizer.states}"] if optimizer.states != "float32" else []
+    asked += [f"optimizer.state_dtype={optimizer.state_dtype}"] if optimizer.state_dtype != "float32" else []
     if optimizer.kind == "muon" and asked:
         raise UserError(
             f"{asked[0]} does not go with Muon, whose momentum stays in float32 on the device",
@@ -54,17 +54,17 @@ def refuse_lean_misfits(recipe: Recipe) -> None:
             fix=f"set optimizer.kind=adamw, or take {' and '.join(asked)} out of the recipe",
             code=2,
         )
-    rows = train.micro_batch
-    if not optimizer.in_backward or train.tokens_per_step == "auto" or rows == "auto":
+    rows = train.micro_batch_size
+    asked_tokens = recipe.tokens_per_step
+    if not optimizer.fused_backward or asked_tokens == "auto" or rows == "auto":
         return
-    assert isinstance(train.tokens_per_step, int)
     tokens = rows * recipe.data.sequence_length
-    if train.tokens_per_step != tokens:
+    if asked_tokens != tokens:
         raise UserError(
-            f"optimizer.in_backward frees each gradient at once, so a step is one micro-batch: {tokens:,} tokens here,"
-            f" not {train.tokens_per_step:,}",
+            "optimizer.fused_backward frees each gradient at once, so a step is one micro-batch:"
+            f" {tokens:,} tokens here, not {asked_tokens:,}",
             where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={tokens}, or optimizer.in_backward=false to accumulate",
+            fix=f"set train.tokens_per_step={tokens}, or optimizer.fused_backward=false to accumulate",
             code=2,
         )
 
@@ -98,9 +98,9 @@ def refuse_misfits(
             fix="set objective.kind=reward, or name the language model that it was made from",
             code=2,
         )
-    if recipe.objective.spec.values and recipe.eval.prompts:
-        problem = "a reward model writes no text that eval.prompts could show"
-        raise UserError(problem, where="eval.prompts", fix="set eval.prompts=[]", code=2)
+    if recipe.objective.spec.values and recipe.sample.prompts:
+        problem = "a reward model writes no text that sample.prompts could show"
+        raise UserError(problem, where="sample.prompts", fix="set sample.prompts=[]", code=2)
     if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",

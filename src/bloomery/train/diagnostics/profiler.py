@@ -175,7 +175,7 @@ class Recorder:
     @contextmanager
     def around(self, plan: RunPlan, step: int) -> Iterator[None]:
         """Around the work of this step: recorded when the plan or somebody's request names it."""
-        planned = plan.monitor.trace_steps
+        planned = plan.logging.profile_steps
         if self._open is None:
             steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
             if steps > 0:

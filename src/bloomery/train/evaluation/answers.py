@@ -88,7 +88,7 @@ def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Prompts:
-    """`eval.prompts` with their ids, what ends the text after each, and whether that text answers them."""
+    """`sample.prompts` with their ids, what ends the text after each, and whether that text answers them."""
 
     asked: tuple[tuple[str, list[int]], ...]
     ends: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
     """Of a run that learns answers to turns they are questions, put as its own chat template puts them; of others the
     beginning of a text. Raises UserError for one that the template refuses.
     """
-    prompts = plan.eval.prompts
+    prompts = plan.sample.prompts
     if not prompts or plan.objective.spec.reads_text or not read_manifest(plan.data.prepared).turns:
         put = continuation(tokenizer)
         return Prompts(tuple((prompt, put([Message("user", prompt)])) for prompt in prompts))
@@ -109,16 +109,16 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
             asked = tuple((prompt, form.put([Message("user", prompt)])) for prompt in prompts)
             return Prompts(asked, form.ends, form.stops, answers=True)
     except UserError as error:
-        fix = "set eval.prompts to questions that the template takes, or to []"
-        raise UserError(error.problem, where=f"eval.prompts, {error.where}", fix=fix) from error
+        fix = "set sample.prompts to questions that the template takes, or to []"
+        raise UserError(error.problem, where=f"sample.prompts, {error.where}", fix=fix) from error
 
 
 def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """(prompt, text) for each prompt, drawn from a generator of its own, the same at every step."""
     sampling = Sampling(
-        max_tokens=plan.eval.max_tokens,
-        temperature=plan.eval.temperature,
-        top_p=plan.eval.top_p,
+        max_tokens=plan.sample.max_new_tokens,
+        temperature=plan.sample.temperature,
+        top_p=plan.sample.top_p,
         seed=plan.train.seed,
         stop_ids=known_ids(tokenizer.eos_id, model.config.eos_token_id, *prompts.ends),
     )

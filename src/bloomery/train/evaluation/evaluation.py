@@ -90,7 +90,7 @@ def evaluate(
     device = next(model.parameters()).device
     total, count, tokens, size = 0.0, 0, 0, 0
     sums: dict[str, Tensor] = {}
-    batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch, limit=limit)
+    batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch_size, limit=limit)
     with eval_mode(model):
         for batch in completed(model, batches, objective):
             parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
@@ -123,7 +123,7 @@ def evaluate_and_sample(context: RunContext) -> None:
 
     Raises Stopped when the run is asked to stop meanwhile: then nothing of it counts, and a resumed run does it again.
     """
-    if context.last_eval_step == context.step:
+    if context.last_eval_step == context.step or context.plan.eval.every_steps is None:
         return
     before = replace(context.state.progress, eval_due=True)
 
@@ -131,7 +131,7 @@ def evaluate_and_sample(context: RunContext) -> None:
         for prompt, text in samples(
             context.state.model_and_optimizer.model, context.tokenizer, context.prompts, plan=context.plan
         ):
-            context.emit(Sampled(step=context.step, prompt=prompt, completion=text, chat=context.prompts.answers))
+            context.emit(Sampled(step=context.step, prompt=prompt, text=text, answers=context.prompts.answers))
 
     try:
         with interruptible(context), context.timer.aside() as seconds:
@@ -188,7 +188,7 @@ def evaluate_rows(context: RunContext, limit: int | None) -> EvalResult | None:
         found = attempt(evaluate_now, context.state, partial(context.recorder.memory_full, plan, context.step, where))
         if not isinstance(found, Full):
             return found
-        fallback = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch}")
+        fallback = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch_size}")
         if fallback is None:
             reason = f"{where} was left out: {found} for a single row"
             context.emit(Warned(step=context.step, reason=reason))
@@ -218,9 +218,9 @@ def keep_time(context: RunContext) -> None:
 def measure_costs(context: RunContext) -> Costs:
     """What the run repeats, timed on small parts of it that leave no trace."""
     plan, clock = context.plan, context.timer.clock
-    evaluate_rows(context, plan.eval.micro_batch)  # the first one compiles
+    evaluate_rows(context, plan.eval.micro_batch_size)  # the first one compiles
     begun = clock()
-    evaluate_rows(context, plan.eval.micro_batch)
+    evaluate_rows(context, plan.eval.micro_batch_size)
     looked = clock()
     try:
         sampled = attempt(partial(sampling_seconds, context, tokens=16), context.state)
@@ -231,17 +231,17 @@ def measure_costs(context: RunContext) -> Costs:
     save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
-        row=(looked - begun) / plan.eval.micro_batch,
+        row=(looked - begun) / plan.eval.micro_batch_size,
         rows=0 if context.validation is None else context.validation.rows,
-        samples=len(plan.eval.prompts) * plan.eval.max_tokens * token_seconds,
-        save=copy if plan.checkpoint.asynchronous else save,
-        end=save if plan.checkpoint.asynchronous else 0.0,
+        samples=len(plan.sample.prompts) * plan.sample.max_new_tokens * token_seconds,
+        save=copy if plan.checkpoint.async_save else save,
+        end=save if plan.checkpoint.async_save else 0.0,
     )
 
 
 def sampling_seconds(context: RunContext, *, tokens: int) -> float:
     """Of so many tokens after the first prompt; the first call warms caches and is not counted."""
-    plan = context.plan.model_copy(update={"eval": context.plan.eval.model_copy(update={"max_tokens": tokens})})
+    plan = context.plan.model_copy(update={"sample": context.plan.sample.model_copy(update={"max_new_tokens": tokens})})
     draw = partial(
         samples,
         context.state.model_and_optimizer.model,

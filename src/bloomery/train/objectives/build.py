@@ -21,7 +21,7 @@ from bloomery.model.io.weights import load_decoder
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Distil, Kto, OrPo, Preference, SimPo
+from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
 from bloomery.train.objectives.losses import (
     LossParts,
@@ -47,7 +47,7 @@ def load_teacher(plan: RunPlan) -> Decoder:
 
     Raises UserError when it cannot be read, and when its vocabulary is another than that of the data.
     """
-    assert isinstance(plan.objective, Distil)
+    assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
     refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
     attention = teachers_attention(read_config(folder), plan, where=str(folder))
@@ -74,7 +74,7 @@ def _loaded(folder: Path, dtype: torch.dtype, device: str, attention: str) -> De
     return load_decoder(folder, dtype=dtype, device=device, attention=attention).requires_grad_(False)
 
 
-def divergence_of(batch: Batch, teacher: Decoder, asked: Distil, *, chunk: int) -> Divergence:
+def divergence_of(batch: Batch, teacher: Decoder, asked: Distill, *, chunk: int) -> Divergence:
     """The head of one micro-batch; the teacher runs when the head does."""
 
     def hidden() -> Tensor:
@@ -86,14 +86,14 @@ def divergence_of(batch: Batch, teacher: Decoder, asked: Distil, *, chunk: int) 
     return Divergence(batch.labels, batch.weights, chunk, asked.temperature, taught)
 
 
-def distil_loss(found_2BT: Tensor, weights_BT: Tensor, asked: Distil) -> LossParts:
+def distil_loss(found_2BT: Tensor, weights_BT: Tensor, asked: Distill) -> LossParts:
     """share * temperature^2 * KL(teacher || model) + (1 - share) * the label's nats, a learned label.
 
     Hinton et al., arXiv:1503.02531, section 2: the square keeps the gradient's size whatever the temperature.
     """
     scores_BT, divergence_BT = found_2BT
     learned_BT = weights_BT != 0
-    each_BT = asked.share * asked.temperature**2 * divergence_BT - (1 - asked.share) * scores_BT
+    each_BT = asked.kd_ratio * asked.temperature**2 * divergence_BT - (1 - asked.kd_ratio) * scores_BT
     metrics = {"kl": mean_of(divergence_BT, learned_BT), "nats": mean_of(-scores_BT, learned_BT)}
     return LossParts((each_BT * weights_BT).sum(), weights_BT.sum(), metrics)
 
@@ -114,7 +114,7 @@ def completed(batch: Batch, plan: RunPlan) -> Batch:
 
 def meta_teacher(plan: RunPlan) -> Decoder:
     """The plan's teacher without its numbers, in the dtype that it is kept in."""
-    assert isinstance(plan.objective, Distil)
+    assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
     config = read_config(folder)
     attention = teachers_attention(config, plan, where=str(folder))
@@ -179,7 +179,7 @@ def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_
         return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None)
     if asked.kind == "reward":
         return rewarding()
-    if isinstance(asked, Distil):
+    if isinstance(asked, Distill):
         return distillation(asked, teacher(plan), chunk=plan.model.score_chunk)
     raise AssertionError(f"a plan of objective.kind={asked.kind} is refused")
 
@@ -211,7 +211,7 @@ def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Be
     return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, per="pair")
 
 
-def distillation(asked: Distil, teacher: Decoder, *, chunk: int) -> Objective:
+def distillation(asked: Distill, teacher: Decoder, *, chunk: int) -> Objective:
     """A larger model's probabilities, beside the labels."""
     return Objective(
         head=lambda batch: divergence_of(batch, teacher, asked, chunk=chunk),

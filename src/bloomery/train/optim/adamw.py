@@ -278,7 +278,7 @@ class LeanAdamW(torch.optim.Optimizer):
         unlike = [slot for slot, value in wanted.items() if kinds.get(slot) != (value.dtype, value.shape)]
         if unlike:
             raise UserError(
-                f"the state {name}.{unlike[0]} was not saved as optimizer.states={self._states} keeps it",
+                f"the state {name}.{unlike[0]} was not saved as optimizer.state_dtype={self._states} keeps it",
                 where="the optimizer's part of the checkpoint",
                 fix="resume with the recipe that the run was started with",
             )

@@ -188,7 +188,7 @@ class Optimizer:
         return list(self._members)
 
     @property
-    def in_backward(self) -> bool:
+    def fused_backward(self) -> bool:
         """Whether a step is `begin_step`, backward, `finish_step`, and not backward, `step`."""
         return self._backward is not None
 
@@ -297,23 +297,23 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     """The plan's optimizer over every parameter that takes a gradient. `seed`: of stochastic rounding.
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
-    Muon at `matrix_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.
+    Muon at `muon_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {p: name for name, p in named.items()}
     rounding = Rounding(names, seed, plan.stochastic_rounding)
     placement = StatePlacement(away=plan.paged or plan.offload)
     lean = partial(_lean, plan=plan, rounding=rounding, placement=placement)
-    if plan.in_backward:
+    if plan.fused_backward:
         rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
         return Optimizer(list(rules.values()), names, InBackward(rules, head_weights(model)))
     if plan.kind == "muon":
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
-        muon = Muon(inside, lr=plan.matrix_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
+        muon = Muon(inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
         return Optimizer([muon, _torchs(rest, plan)], names)
-    plain = plan.kind == "adamw" and plan.states == "float32"
+    plain = plan.kind == "adamw" and plan.state_dtype == "float32"
     if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
         return Optimizer([_torchs(named, plan)], names)
     return Optimizer([lean(_decay_groups(named, plan.weight_decay))], names)
@@ -321,7 +321,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
     groups = _decay_groups(named, plan.weight_decay)
-    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, fused=plan.fused)
+    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, fused=plan.fused)
 
 
 def _lean(
@@ -331,6 +331,6 @@ def _lean(
         return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
     assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
     return LeanAdamW(
-        groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.epsilon, states=plan.states, rounding=rounding,
+        groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, states=plan.state_dtype, rounding=rounding,
         placement=placement,
     )  # fmt: skip

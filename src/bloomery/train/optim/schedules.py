@@ -16,11 +16,12 @@ STEEPEST = 0.1  # of the peak rate: how far a warmup whose end came nearer may r
 
 
 def rate_share(
-    step: int, *, steps: int | None, warmup_steps: int, shape: Shape, floor: float = 0.0, decay_steps: int = 0
+    step: int, *, steps: int | None, warmup_steps: int, shape: Shape, min_lr_ratio: float = 0.0, decay_steps: int = 0
 ) -> float:
     """The share of the peak rate with which the step after `step` finished ones is taken.
 
-    Warmup is linear and reaches 1 at its last step. Afterwards cosine and linear fall to `floor` at the end of training
+    Warmup is linear and reaches 1 at its last step. Afterwards cosine and linear fall to `min_lr_ratio` at the end of
+    training
     as in transformers' `get_cosine_schedule_with_warmup` and `get_linear_schedule_with_warmup`; wsd stays at 1 and
     falls linearly over the last `decay_steps` (warmup-stable-decay, arXiv:2404.06395). `steps` None (a length that is
     unknown) holds the peak.
@@ -30,25 +31,25 @@ def rate_share(
     if steps is None:
         return 1.0
     start = max(warmup_steps, steps - decay_steps) if shape == "wsd" else warmup_steps
-    return _fallen((step - start) / max(1, steps - start), shape, floor)
+    return _fallen((step - start) / max(1, steps - start), shape, min_lr_ratio)
 
 
-def _fallen(progress: float, shape: Shape, floor: float) -> float:
+def _fallen(progress: float, shape: Shape, min_lr_ratio: float) -> float:
     """The share of the peak after that share of the part of a run in which the rate falls."""
     if shape == "constant":
         return 1.0
     progress = min(1.0, max(0.0, progress))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if shape == "cosine" else 1.0 - progress
-    return floor + (1.0 - floor) * left
+    return min_lr_ratio + (1.0 - min_lr_ratio) * left
 
 
 def planned_lr_scale(step: int, plan: RunPlan) -> float:
     """The share of the peak rate for the step after `step` finished ones, as the plan says."""
     optimizer, blocks = plan.optimizer, plan.train.blocks
-    shape, floor = _shape(optimizer)
+    shape, min_lr_ratio = _shape(optimizer)
     if not blocks:
         return rate_share(
-            step, steps=plan.train.steps, warmup_steps=optimizer.warmup_steps, shape=shape, floor=floor,
+            step, steps=plan.train.steps, warmup_steps=optimizer.warmup_steps, shape=shape, min_lr_ratio=min_lr_ratio,
             decay_steps=optimizer.decay_steps,
         )  # fmt: skip
     assert plan.lengths is not None and plan.train.seconds is not None, "blocks are of a wall-time run"
@@ -61,13 +62,13 @@ def planned_lr_scale(step: int, plan: RunPlan) -> float:
     decay = None if plan.lengths.decay is None else share_of_run(plan.lengths.decay, plan.train.seconds)
     start = max(warm, 1.0 - (decay or 0.0)) if shape == "wsd" else warm
     progress = (share_done(step, blocks) - start) / (1.0 - start) if start < 1.0 else 0.0
-    return min(rising, _fallen(progress, shape, floor))
+    return min(rising, _fallen(progress, shape, min_lr_ratio))
 
 
 def _shape(optimizer: OptimizerPlan) -> tuple[Shape, float]:
     if isinstance(optimizer.schedule, str):
-        return optimizer.schedule, optimizer.floor
-    return "wsd", optimizer.schedule.floor
+        return optimizer.schedule, optimizer.min_lr_ratio
+    return "wsd", optimizer.schedule.min_lr_ratio
 
 
 def share_of_run(length: Duration, seconds: float) -> float | None:
