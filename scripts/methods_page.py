@@ -1,8 +1,8 @@
 """Rewrites tables and pictures of docs/methods.md and how-lora-works.md: `python scripts/methods_page.py [--draw]`.
 
-What was measured comes from benchmarks/results/methods.json, which benchmarks/methods.py writes; what is planned comes
-of the planner today. Between `<!-- methods: NAME -->` and `<!-- end -->` stands the block NAME. `--draw` makes the
-pictures anew and needs matplotlib; each carries the number of what it was drawn from.
+Measured figures come from benchmarks/results/methods.json, which benchmarks/methods.py writes; planned figures come
+from the planner of this version. Block NAME is between `<!-- methods: NAME -->` and `<!-- end -->`. `--draw` draws the
+figures again and needs matplotlib; each contains the hash of its input.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def report() -> dict[str, Any]:
 def measured() -> str:
     found = report()
     lines = [
-        "| method | held-out loss | learning rate | trained | memory, MiB | of it tensors, planned | learned tokens/s "
+        "| method | validation loss | learning rate | trainable | memory, MiB | tensors, planned MiB | loss tokens/s "
         "| full = 1 |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
         f"| before training | {found['before']['loss']:.3f} | | | | | | |",
@@ -81,7 +81,7 @@ def measured() -> str:
 
 
 def searched() -> str:
-    """Held-out loss by learning rate."""
+    """Validation loss by learning rate."""
     tried = {row["name"]: dict(row["tried"]) for row in report()["rows"]}
     rates = sorted({rate for losses in tried.values() for rate in losses})
     lines = ["| | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "--:|" * len(rates)]
@@ -92,22 +92,22 @@ def searched() -> str:
 
 
 def setting() -> str:
-    """What was run, in one paragraph."""
+    """The machine, the base and the data of the measurement, in one paragraph."""
     found = report()
     first, machine, before = found["rows"][0], found["machine"], found["before"]
     return (
         f"{machine['cpu']}, {machine['cores']} cores, PyTorch {machine['torch']}, {machine['day']}. "
         f"The base: {before['parameters'] / 1e6:.1f} million parameters, "
         f"trained by the demo's recipe for {found['base_steps']} steps. Each method: {found['steps']} steps, "
-        f"{first['tokens']:,} tokens, of which {first['loss_tokens']:,} are learned; {before['tokens']:,} held-out "
-        f"ones. One seed."
+        f"{first['tokens']:,} tokens, of which {first['loss_tokens']:,} are loss tokens; validation on "
+        f"{before['tokens']:,} tokens. One seed."
     )
 
 
-def planned_for(card: str, name: str, *words: str) -> RunPlan:
+def planned_for(gpu: str, name: str, *words: str) -> RunPlan:
     recipe, own = SEVEN[name]
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
-        machine = with_gpu(computer(), find_gpu(card))
+        machine = with_gpu(computer(), find_gpu(gpu))
         loaded = load_recipe(recipe, (*own, *words))
         return resolve(loaded, facts_of(loaded, machine))
 
@@ -209,13 +209,13 @@ def draw() -> None:
 
 
 def loss_curves(found: dict[str, Any]) -> Any:
-    """Held-out loss over steps, each method's, from the base's."""
+    """Validation loss of each method over steps, beginning with that of the base."""
     axes = _axes(7.2, 3.6)
     for row in found["rows"]:
         steps, losses = zip(*[[0, found["before"]["loss"]], *row["curve"]], strict=True)
         style = "-" if row["name"] == "full" else "--" if "A" in row["name"][:2] or "D" in row["name"][:1] else "-."
         axes.plot(steps, losses, style, marker="o", markersize=3, label=f"{row['name']}: {row['held_out']:.3f}")
-    axes.set(xlabel="step", ylabel="held-out loss, nats a learned token")
+    axes.set(xlabel="step", ylabel="validation loss, nats per token")
     axes.legend(frameon=False)
     return axes.figure
 

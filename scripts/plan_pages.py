@@ -1,9 +1,9 @@
-"""Rewrites what `bloomery plan` says in the docs: `python scripts/plan_pages.py`.
+"""Rewrites the output of `bloomery plan` in the docs: `python scripts/plan_pages.py`.
 
 A fenced block that begins with `$ bloomery plan ... --gpu ...` holds what the command prints on a computer with
-PyTorch 2.13 and no text prepared. A recipe that the page shows, "`NAME.yaml` is ..." above a block of YAML, lies there.
-Where a block's last line is `...`, the output ends after memory, time and layouts. Between `<!-- holds: CARD, ... -->`
-and `<!-- end -->` stands a table: what each fine-tuning recipe needs on these cards, and how fast it is there.
+PyTorch 2.13 and no prepared dataset. A recipe of the page ("`NAME.yaml` is ..." above a block of YAML) exists there.
+Where a block's last line is `...`, the output ends after memory, time and layouts. Between `<!-- holds: GPU, ... -->`
+and `<!-- end -->` is a table: memory and speed of each fine-tuning recipe on these GPUs.
 """
 
 import os
@@ -46,11 +46,11 @@ def refreshed(text: str) -> str:
     return HOLDS.sub(lambda match: _table(match[1]), text)
 
 
-def _table(cards: str) -> str:
-    names = cards.split(", ")
+def _table(gpus: str) -> str:
+    names = gpus.split(", ")
     head = ["| recipe | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
-    rows = [f"| `{recipe}` | " + " | ".join(_cell(recipe, card) for card in names) + " |" for recipe in tuning()]
-    return "\n".join([f"<!-- holds: {cards} -->", *head, *rows, "<!-- end -->"])
+    rows = [f"| `{recipe}` | " + " | ".join(_cell(recipe, gpu) for gpu in names) + " |" for recipe in tuning()]
+    return "\n".join([f"<!-- holds: {gpus} -->", *head, *rows, "<!-- end -->"])
 
 
 def tuning() -> list[str]:
@@ -58,10 +58,10 @@ def tuning() -> list[str]:
     return [name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1]
 
 
-def _cell(recipe: str, card: str) -> str:
+def _cell(recipe: str, gpu: str) -> str:
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
         loaded = load_recipe(recipe)
-        plan = resolve(loaded, facts_of(loaded, with_gpu(computer(), find_gpu(card))))
+        plan = resolve(loaded, facts_of(loaded, with_gpu(computer(), find_gpu(gpu))))
     needs = plan.memory.total / GIB
     if not plan.fits:
         return f"no: {needs:.1f}"
@@ -78,7 +78,7 @@ def _block(words: str, recipes: Mapping[str, str], *, cut: bool) -> str:
 
 
 def printed(words: str, recipes: Mapping[str, str]) -> list[str]:
-    """What the command says on a computer that is the same everywhere, in a folder with these recipes."""
+    """The output of the command on a computer that is the same everywhere, in a folder with these recipes."""
     with (
         tempfile.TemporaryDirectory() as folder,
         _away(folder),

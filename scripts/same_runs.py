@@ -3,9 +3,9 @@
     python scripts/same_runs.py v0.3 HEAD               two git revisions
     python scripts/same_runs.py HEAD . --only lora dpo  a revision and this working tree
 
-A refactoring that claims to change no number is judged by this script. Each run is killed (SIGKILL) after its fifth
+This script checks a refactoring that claims to change no number. Each run is killed (SIGKILL) after its fifth
 step and resumed. Both versions start from one model folder and read the same files, and prepare them on their own.
-What a revision gave is kept under ~/.cache/bloomery-same-runs, so that a second comparison with it takes half the time.
+The results of a revision are kept under ~/.cache/bloomery-same-runs, so that a second comparison takes half the time.
 Exit code 1 when a run differs or fails.
 """
 
@@ -118,7 +118,7 @@ def as_version_1(recipe: dict) -> dict:
 
 
 def write_data(folder: Path) -> None:
-    """Code of this Python's library; conversations, pairs and marked answers of random words (seeded)."""
+    """Code of this Python's library; conversations, pairs and labeled completions of random words (seeded)."""
     library = Path(os.__file__).parent
     (folder / "code").mkdir(parents=True)
     for path in sorted(library.glob("*.py"))[:40]:

@@ -6,7 +6,7 @@ Standard library only. TORCH=2.9.1 or TORCH="any words for pip install" chooses 
 chosen is pinned in .venv/pip.conf, so that no later `pip install` in that environment replaces it.
 """
 
-from __future__ import annotations  # an older Python must get as far as the sentence that says what is needed
+from __future__ import annotations  # an older Python must reach the error that names the version needed
 
 import hashlib
 import importlib.util
@@ -37,7 +37,7 @@ WIDTH = 100
 
 
 class SetUpError(Exception):
-    """What went wrong, and what to do about it."""
+    """An error of the set-up, with its fix."""
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("\ninterrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     return 0
 
@@ -70,7 +70,7 @@ def _suitable_python() -> None:
             os.execv(other, [other, *sys.argv])
     version = ".".join(map(str, sys.version_info[:3]))
     needed = f"Bloomery needs Python 3.{low[1]} to 3.{high[1]}, and this is {version}"
-    raise SetUpError(f"{needed}\nmend:  install one of them, or make setup PYTHON=/path/to/python3.12")
+    raise SetUpError(f"{needed}\nfix:   install one of them, or make setup PYTHON=/path/to/python3.12")
 
 
 def _set_up(wanted: list[str]) -> None:
@@ -108,7 +108,7 @@ def _stamp() -> dict[str, object]:
 
 @cache
 def _asked_torch() -> str:
-    """What TORCH says now; when it says nothing, what it said when .venv was made."""
+    """The variable TORCH; where it is empty, its value when .venv was made."""
     return os.environ.get("TORCH", "").strip() or str(_made().get("torch", ""))
 
 
@@ -143,7 +143,7 @@ def _amd_chips() -> list[str]:
 
 @cache
 def _gpu() -> tuple[str | None, int | None]:
-    """(gfx1031 or sm_86 or None, NVIDIA's driver). A discrete AMD card comes before an NVIDIA one."""
+    """(gfx1031 or sm_86 or None, NVIDIA's driver). A discrete AMD GPU comes before an NVIDIA one."""
     chips = _amd_chips()
     if chips:
         return chips[0], None
@@ -164,9 +164,9 @@ def _gpu() -> tuple[str | None, int | None]:
 
 @dataclass(frozen=True)
 class Torch:
-    """Which PyTorch: `words` for pip, none of them when the interpreter's own stays; what to say about it."""
+    """Which PyTorch: `words` for pip, none when the interpreter's own is kept; `name` for the progress line."""
 
-    says: str
+    name: str
     words: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -210,7 +210,7 @@ def _named(requirement: str) -> str:
 def _announcement() -> str:
     arch, _ = _gpu()
     gpu = f"{arch} found" if arch else "no GPU found"
-    return f"Python {platform.python_version()}, {gpu}: {_torch().says} goes into .venv, once"
+    return f"Python {platform.python_version()}, {gpu}: {_torch().name} goes into .venv, once"
 
 
 def _own_torch(arch: str | None) -> str:
@@ -273,7 +273,7 @@ def _make_environment() -> None:
     if made.returncode:
         said = made.stdout + made.stderr
         hint = f"sudo apt install python3.{sys.version_info[1]}-venv" if "ensurepip" in said else "see the lines above"
-        raise SetUpError(f".venv cannot be made\n{said.strip()}\nmend:  {hint}")
+        raise SetUpError(f".venv cannot be made\n{said.strip()}\nfix:   {hint}")
     STAMP.unlink(missing_ok=True)
     LOG.write_text("")
     if shared and sys.prefix != sys.base_prefix:  # this Python is itself an environment (rocm/pytorch's /opt/venv)
@@ -303,7 +303,7 @@ def _write_pin() -> None:
     )
     found = subprocess.run([str(PYTHON), "-c", script], capture_output=True, text=True, check=True).stdout
     if "torch==" not in found:
-        raise SetUpError(f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nmend:  make clean-venv setup")
+        raise SetUpError(f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nfix:   make clean-venv setup")
     PIN.write_text("# Chosen by scripts/setup.py for the GPU of this machine; pip refuses to replace it.\n" + found)
 
 
@@ -337,8 +337,8 @@ def _pip(words: list[str]) -> None:
         log.write("$ " + shlex.join(command) + "\n" + done.stdout + done.stderr)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-        fix = "read the lines above; the same command goes on where it stopped"
-        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nmend:  {fix}")
+        fix = "read the lines above; the same command continues where it stopped"
+        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nfix:   {fix}")
 
 
 if __name__ == "__main__":

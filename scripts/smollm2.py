@@ -50,7 +50,7 @@ def make(folder: Path, *, rows: int = 2000) -> None:
         if not (folder / "model").exists():
             (packages / "model").replace(folder / "model")
         talks = [json.dumps(row, ensure_ascii=False) for row in conversations(packages)]
-        # The last file says that all of it is there.
+        # The last file marks the folder as complete.
         for name, part in (("train", talks[TEST_ROWS : TEST_ROWS + rows]), ("test", talks[:TEST_ROWS])):
             (packages / name).write_text("\n".join(part) + "\n", encoding="utf-8")
             (packages / name).replace(folder / f"{name}.jsonl")
@@ -129,7 +129,7 @@ def write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
 
 
 def conversations(folder: Path) -> Iterator[dict[str, Any]]:
-    """Whoever speaks first is the user; an exchange without an answer is left out."""
+    """The first speaker becomes the user; an exchange without a response is left out."""
     dataset = json.loads((folder / "chitchat_dataset" / "dataset.json").read_text(encoding="utf-8"))
     for talk in dataset.values():
         turns = [" ".join(utterance["text"].strip() for utterance in turn) for turn in talk["messages"]]

@@ -16,18 +16,23 @@ LEVELS = {"stops": "stops training", "slows": "slows it down", "note": "worth kn
 HEAD = """\
 # What messages mean
 
-Every message that `bloomery doctor --explain` knows, with its cause and what mends it. A run that dies is compared
-with the same table, and its last lines are then cause and remedy. `bloomery doctor --explain train.log` reads a file,
-`bloomery doctor --explain -` what is piped in. On the machine in question it names the fitting PyTorch, where this page
-can only say `bloomery doctor`.
+Look up an error message of PyTorch, ROCm, CUDA or the operating system: its cause and its fix. As a command:
 
-Each message was read in the thread that is named behind it, and is shortened. This page is written by
-`python scripts/symptoms.py` from `src/bloomery/hardware/doctor/symptoms.toml`: to add a symptom, add a table there.
+```bash
+bloomery doctor --explain train.log     # a file
+bloomery doctor --explain -             # stdin
+```
+
+On your machine the command names the PyTorch build that fits; this page shows `bloomery doctor` there. `bloomery train`
+compares the output of a run that crashed with the same table, and prints cause and fix as its last lines.
+
+Each message is from the thread named after it, and is shortened. `python scripts/symptoms.py` writes this page
+from `src/bloomery/hardware/doctor/symptoms.toml`: to add a symptom, add a table there.
 """
 
 
 def sections() -> dict[str, list[Symptom]]:
-    """Heading -> its symptoms, as they stand in the table."""
+    """Heading -> its symptoms, in the order of the table."""
     known = {one.id: one for one in symptoms()}
     found: dict[str, list[Symptom]] = {}
     heading = ""

@@ -45,9 +45,9 @@ def sentence(path: Path) -> str:
 
 
 def page() -> str:
-    """Fails for a package that `PACKAGES` does not know."""
+    """Fails for a package that `PACKAGES` lacks."""
     known = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert known <= set(PACKAGES), f"say in PACKAGES what is in {sorted(known - set(PACKAGES))}"
+    assert known <= set(PACKAGES), f"describe in PACKAGES: {sorted(known - set(PACKAGES))}"
     lines = [HEAD]
     for package, what in PACKAGES.items():
         lines += [f"## {package or 'bloomery'}\n\n{what[0].upper()}{what[1:]}.\n", "| file | what it is |\n|---|---|"]

@@ -149,12 +149,12 @@ def spaced(pattern: str) -> str:
 
 
 def words_in(name: str) -> str:
-    """`rows_per_step` and `RowsPerStep` are "rows per step"."""
+    """`tokens_per_step` and `TokensPerStep` are "tokens per step"."""
     return WORDS.sub(" ", name).strip().lower()
 
 
 def blanked(pattern: re.Pattern[str], text: str) -> str:
-    """What matches becomes NUL, line by line, so that offsets stay."""
+    """Matches become NUL, line by line, so that offsets stay."""
     return pattern.sub(lambda m: re.sub(r"[^\n]", "\0", m[0]), text)
 
 

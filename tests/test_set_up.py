@@ -56,7 +56,7 @@ def test_torch_may_be_any_words_for_pip(set_up, monkeypatch):
 def test_the_interpreters_own_torch_stays(set_up, monkeypatch):
     monkeypatch.setattr(set_up, "_own_torch", lambda arch: "2.10.0+rocm7.1")
     assert set_up._torch().words == ()
-    assert "2.10.0+rocm7.1 stays" in set_up._torch().says
+    assert "2.10.0+rocm7.1 stays" in set_up._torch().name
 
 
 def test_another_gpu_python_or_pin_sets_up_again(set_up, monkeypatch):
