@@ -7,8 +7,8 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration
+from bloomery.recipe.aliases import all_keys
 from bloomery.recipe.load import dump_recipe, json_schema, load_recipe, packaged
-from bloomery.recipe.mistakes import all_keys
 from bloomery.recipe.schema import Recipe
 
 SMALL = "model: {preset: go-coder-tiny}\ndata: {path: corpus}\n"
@@ -86,13 +86,13 @@ def test_all_mistakes_at_once_each_with_its_line(write):
     assert "4 mistakes" in said
     assert "line 1: model.preset: must be go-coder-tiny, go-coder-small or go-coder-medium" in said
     assert "did you mean go-coder-tiny?" in said
-    assert "line 4: train.max_step: there is no such key; did you mean train.max_steps?" in said
+    assert "line 4: `train.max_step`: use `train.max_steps=3`" in said
     assert "line 5: train.max_grad_norm: must be above 0, not -1" in said
-    assert "line 6: optimizr: there is no such key; did you mean optimizer?" in said
+    assert "line 6: optimizr: no such key; did you mean optimizer?" in said
 
 
 def test_a_key_of_another_section_is_found(write):
-    assert "did you mean optimizer.learning_rate?" in refused(write(SMALL + "train: {learning_rate: 1}\n"))
+    assert "use `optimizer.learning_rate=1`" in refused(write(SMALL + "train: {learning_rate: 1}\n"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from bloomery.runs.names import find_run
 @click.group(invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """List, show and copy the packaged recipes; print their JSON schema. Without a verb they are listed.
+    """List, show and copy the packaged recipes; import those of other programs; print the JSON schema.
 
     Example: bloomery recipes copy demo mine.yaml
     """
@@ -48,16 +48,41 @@ def copy(name: str, path: Path | None) -> None:
     name = source.parent.name if source.name == "recipe.yaml" else name
     target = path if path is not None else Path(f"{name}.yaml")
     target = target / f"{name}.yaml" if target.is_dir() else target
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError as error:
-        fix = f"name another file: bloomery recipes copy {name} my-{name}.yaml"
-        raise UserError("that file exists; nothing is overwritten", where=str(target), fix=fix) from error
-    except OSError as error:
-        fix = "choose another PATH"
-        raise UserError(f"the recipe cannot be written: {error.strerror}", where=str(target), fix=fix) from error
+    command = f"bloomery recipes copy {name} my-{name}.yaml"
+    _write_new(target, source.read_text(encoding="utf-8"), f"name another file: {command}")
     say(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
+
+
+@command.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH instead of printing it.")
+def import_(file: Path, out: Path | None) -> None:
+    """Convert a training file of Axolotl or LLaMA-Factory to a recipe.
+
+    Every key of FILE is mapped to a recipe key, or listed in a comment with the reason and what to do instead.
+
+    Example: bloomery recipes import axolotl.yml --out mine.yaml
+    """
+    from bloomery.recipe.importing import import_recipe
+
+    text, program = import_recipe(file)
+    if out is None:
+        say(text, nl=False)
+        return
+    _write_new(out, text, "give another --out")
+    say(f"{out}: a recipe, from {file} ({program}). Next: bloomery plan {out}", err=True)
+
+
+def _write_new(path: Path, text: str, fix: str) -> None:
+    """A file that did not exist. Raises UserError."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError("that file exists; nothing is overwritten", where=str(path), fix=fix) from error
+    except OSError as error:
+        problem = f"the recipe cannot be written: {error.strerror}"
+        raise UserError(problem, where=str(path), fix="choose another PATH") from error
 
 
 @command.command()

@@ -1,26 +1,27 @@
-"""Turns what pydantic found into sentences: where it stands, what is wrong, which word was probably meant."""
+"""Errors of pydantic as messages for users: place, key, problem and fix."""
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import closest, did_you_mean, redact_secrets
+from bloomery.core.text import did_you_mean, redact_secrets
+from bloomery.recipe.aliases import fields, look_up, look_up_value, sections
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, Mistake, Origin
 
 _SECRET_KEY = re.compile(
     r"(?i)^((hf|hub|auth|access|api|bearer|wandb)_?token|token|.*api_?key|passw(or)?d|.*secret.*)$"
 )
-_SECRET_VALUE = re.compile(  # Hugging Face, OpenAI and its like, GitHub, GitLab, Amazon; no harmless name is one
+_SECRET_VALUE = re.compile(  # Hugging Face, OpenAI and similar, GitHub, GitLab, Amazon
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{30,}|sk-([a-z]+\d*-)?[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|glpat-[\w-]{20}|AKIA[0-9A-Z]{16})"
 )
 _URL_LOGIN = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
-_EXPECTED = {  # pydantic's error type -> what would have been right
+_EXPECTED = {  # pydantic's error type -> the values allowed
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -42,8 +43,11 @@ _EXPECTED = {  # pydantic's error type -> what would have been right
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
 }
-_MOST_TOLD = 25  # mistakes
+_MOST_SHOWN = 25  # mistakes
 _ABSENT = object()
+_SWITCHES = {"on": "true", "yes": "true", "off": "false", "no": "false"}  # text in YAML 1.2
+_NO_SUCH_KEY = "no such key"
+_LINE = "\n       "
 _EVERY_KEY = "`bloomery recipes show everything` shows every key"
 _PATTERNS = {"every-": "none, selective, full or every-N (every-2)", "A-Za-z0-9": "letters, digits, dots and dashes"}
 
@@ -53,19 +57,25 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
     unique = list(dict.fromkeys(mistakes))
     if not unique:
         return
+    shown = sorted(unique, key=_reading_order)[:_MOST_SHOWN]
+    lines = [_EVERY_KEY]
+    for section in dict.fromkeys(one.path[:-1] for one in shown[::-1] if one.problem == _NO_SUCH_KEY and not one.fix):
+        if keys := dict.fromkeys(name for model in models_at(section) for name in fields(model)):
+            lines.insert(0, f"keys of {'.'.join(map(str, section)) or 'a recipe'}: {', '.join(keys)}")
+    fix = _LINE.join(lines)
     if len(unique) == 1:
-        only = unique[0]
-        key = f"{only.key}: " if only.path else ""
-        raise UserError(f"{key}{only.problem}", where=only.place, fix=only.fix or _EVERY_KEY, code=2)
-    rows = [_row(mistake) for mistake in sorted(unique, key=_reading_order)[:_MOST_TOLD]]
-    told = f"{len(unique)} mistakes" if len(rows) == len(unique) else f"many mistakes, the first {len(rows)} are"
-    problem = f"the recipe {name} has {told}\n" + "\n".join(rows)
-    raise UserError(problem, fix=_EVERY_KEY, code=2)
+        only = shown[0]
+        parts = [only.problem, only.key] if only.problem == _NO_SUCH_KEY else [only.key, only.problem]
+        raise UserError(": ".join(filter(None, parts)), where=only.place, fix=only.fix or fix, code=2)
+    more = f"{len(unique)} mistakes" if len(shown) == len(unique) else f"many mistakes, the first {len(shown)}"
+    raise UserError(_LINE.join([f"the recipe {name} has {more}:", *map(_row, shown)]), fix=fix, code=2)
 
 
 def _row(mistake: Mistake) -> str:
-    parts = [mistake.place, mistake.key, mistake.problem]
-    return "  " + ": ".join(filter(None, parts)) + (f"; {mistake.fix}" if mistake.fix else "")
+    if mistake.problem == _NO_SUCH_KEY and mistake.fix.startswith("`"):  # the fix repeats the key
+        return f"{mistake.place}: {mistake.fix}"
+    row = ": ".join(filter(None, [mistake.place, mistake.key, mistake.problem]))
+    return f"{row}; {mistake.fix}" if mistake.fix else row
 
 
 def _reading_order(mistake: Mistake) -> tuple[str, int]:
@@ -74,16 +84,16 @@ def _reading_order(mistake: Mistake) -> tuple[str, int]:
 
 
 def from_pydantic(error: ValidationError, data: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
-    """One mistake for each key that pydantic complains about. Members of a union are merged into one sentence."""
+    """The mistakes at each key that pydantic reports; the members of a union are merged into one."""
     groups: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in error.errors()[: 2 * _MOST_TOLD]:
+    for detail in error.errors()[: 2 * _MOST_SHOWN]:
         groups.setdefault(_written_path(detail, data), []).append(detail)
-    kept = {path: found for path, found in groups.items() if not _explained_deeper(path, found, groups)}
-    return [_mistake(path, found, data, origins) for path, found in kept.items()]
+    kept = {path: details for path, details in groups.items() if not _explained_deeper(path, details, groups)}
+    return [mistake for path, details in kept.items() for mistake in _mistakes(path, details, data, origins)]
 
 
 def _written_path(detail: ErrorDetails, data: Any) -> KeyPath:
-    """pydantic's location without the names of union members, which nobody wrote."""
+    """pydantic's location without the names of union members, which are no keys."""
     path: list[str | int] = []
     for part in detail["loc"]:
         if (inner := step(data, part, _ABSENT)) is not _ABSENT:
@@ -95,46 +105,74 @@ def _written_path(detail: ErrorDetails, data: Any) -> KeyPath:
 
 
 def step(data: Any, part: str | int, absent: object = None) -> Any:
-    """What stands below a key or an index of nested data, else `absent`."""
+    """The value below a key or an index of nested data, else `absent`."""
     if isinstance(data, dict):
         return data.get(part, absent)
     return data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else absent
 
 
-def _explained_deeper(path: KeyPath, found: list[ErrorDetails], groups: Mapping[KeyPath, object]) -> bool:
-    """A section was given where a union also allows a word: only what is wrong inside the section counts."""
+def _explained_deeper(path: KeyPath, details: list[ErrorDetails], groups: Mapping[KeyPath, object]) -> bool:
+    """Whether a section was given where a union also allows a word: then only the errors inside it count."""
     deeper = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
-    return deeper and all(detail["type"] not in ("extra_forbidden", "missing") for detail in found)
+    return deeper and all(detail["type"] not in ("extra_forbidden", "missing") for detail in details)
 
 
-def _mistake(path: KeyPath, found: list[ErrorDetails], data: Any, origins: Mapping[KeyPath, Origin]) -> Mistake:
-    kind, value = found[0]["type"], found[0]["input"]
+def _mistakes(
+    path: KeyPath, details: list[ErrorDetails], data: Any, origins: Mapping[KeyPath, Origin]
+) -> list[Mistake]:
+    kind, value = details[0]["type"], details[0]["input"]
     place = place_of(path, origins)
     if kind == "missing":
-        if isinstance(_at(data, path), list):
-            return Mistake(path, place, "a value is missing in this list")
-        return Mistake(path, place, "is missing")
+        in_list = isinstance(reduce(step, path, data), list)
+        return [Mistake(path, place, "a value is missing in this list" if in_list else "is missing")]
     if kind == "extra_forbidden":
-        return Mistake(path, place, "there is no such key", _nearest_key(path))
+        return _unknown(path, value, reduce(step, path[:-1], data), origins)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tags = found[0]["ctx"].get("expected_tags", "'none', 'lora', 'dora', 'peft'")
-        return Mistake(
-            (*path, "kind"), place, f"must be {_listed(_quoted(tags))}", _nearest(_at(value, ("kind",)), _quoted(tags))
-        )
-    if kind == "value_error" and len(found) == 1:
-        return Mistake(path, place, str(found[0]["ctx"]["error"]))
-    words = [word for detail in found for word in _quoted(str(detail.get("ctx", {}).get("expected", "")))]
-    told = [str(detail["ctx"]["error"]) for detail in found if detail["type"] == "value_error"]
-    if told and words:  # a sentence of its own, and the words that would do as well
-        return Mistake(path, place, f"{told[0]}, or {_listed(words)}", _nearest(value, words))
-    others = dict.fromkeys(_expectation(detail) for detail in found if detail["type"] != "literal_error")
+        return _kind(path, value, origins)
+    alias = None if isinstance(value, dict) else look_up_value(path, value) or look_up_value((*path, "kind"), value)
+    if alias is None and len(path) == 1 and not isinstance(value, dict):
+        alias = look_up(path, value, {})
+    fix = str(alias or "")
+    if kind == "value_error" and len(details) == 1:
+        return [Mistake(path, place, str(details[0]["ctx"]["error"]), fix)]
+    allowed = [str(detail.get("ctx", {}).get("expected", "")) for detail in details]
+    words = [word for text in allowed for word in re.findall(r"'([^']*)'", text)]
+    errors = [str(detail["ctx"]["error"]) for detail in details if detail["type"] == "value_error"]
+    if errors and words:  # a sentence of its own, and the words that are allowed as well
+        return [Mistake(path, place, f"{errors[0]}, or {_listed(words)}", fix or _nearest(value, words))]
+    others = dict.fromkeys(_expectation(detail) for detail in details if detail["type"] != "literal_error")
     expected = [*words, *(part for other in others for part in other.split(" or "))]
-    return Mistake(
-        path,
-        place,
-        f"must be {_listed(expected)}, not {_shown(value)}",
-        _nearest(value, words) or _unquoted(value, found),
-    )
+    problem = f"must be {_listed(expected)}, not {_shown(value)}"
+    if "false" in expected and isinstance(value, str) and value in _SWITCHES:
+        fix = f"write {_SWITCHES[value]}"
+    return [Mistake(path, place, problem, fix or _nearest(value, words) or _unquoted(value, details))]
+
+
+def _unknown(path: KeyPath, value: Any, siblings: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
+    """A key that the schema does not have; of a section that it does not have, the keys with an answer."""
+    alias = look_up(path, value, siblings if isinstance(siblings, dict) else {})
+    if alias is None and isinstance(value, dict):
+        inner = [mistake for key in value for mistake in _unknown((*path, key), value[key], value, origins)]
+        if any(mistake.fix for mistake in inner):
+            return inner
+    return [Mistake(path, place_of(path, origins), _NO_SUCH_KEY, str(alias or ""))]
+
+
+def _kind(path: KeyPath, value: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
+    """A section without a `kind`, or with one that does not exist: its other keys may have an answer."""
+    models = models_at(path)
+    kinds = [kind for model in models for kind in get_args(fields(model)["kind"])]
+    given = value if isinstance(value, dict) else {"kind": value}
+    known = {name for model in models for name in fields(model)}
+    found = [m for key in given if key not in known for m in _unknown((*path, key), given[key], given, origins)]
+    kind_key = (*path, "kind")
+    if "kind" not in given and any(f"`{'.'.join(map(str, kind_key))}=" in mistake.fix for mistake in found):
+        return found
+    alias = look_up_value(kind_key, given.get("kind"))
+    fitting = [model for model in models if given.keys() & known <= fields(model).keys()]
+    only = f"add `kind: {get_args(fields(fitting[0])['kind'])[0]}`" if len(fitting) == 1 else ""
+    fix = str(alias) if alias else only if "kind" not in given else _nearest(given["kind"], kinds)
+    return [Mistake(kind_key, place_of(path, origins), f"must be {_listed(kinds)}", fix), *found]
 
 
 def _expectation(detail: ErrorDetails) -> str:
@@ -150,34 +188,19 @@ def _expectation(detail: ErrorDetails) -> str:
     return _EXPECTED.get(detail["type"], detail["msg"]).format(**bounds)
 
 
-def _unquoted(value: object, found: list[ErrorDetails]) -> str:
-    wants_number = any(detail["type"] in ("int_type", "float_type") for detail in found)
-    return "remove the quotes" if wants_number and isinstance(value, str) and _is_number(value) else ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+def _unquoted(value: object, details: list[ErrorDetails]) -> str:
+    """The fix for a number in quotes."""
+    if not isinstance(value, str) or all(detail["type"] not in ("int_type", "float_type") for detail in details):
+        return ""
+    return "remove the quotes" if re.fullmatch(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?\s*", value, re.I) else ""
 
 
 def place_of(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
-    """Where the value was written, or the nearest section around it."""
+    """The file and line of a value, or of the nearest section around it."""
     for length in range(len(path), -1, -1):
         if path[:length] in origins:
             return origins[path[:length]].place
     return "the recipe"
-
-
-def _at(data: Any, path: KeyPath) -> Any:
-    for part in path:
-        data = step(data, part)
-    return data
-
-
-def _quoted(text: str) -> list[str]:
-    return re.findall(r"'([^']*)'", text)
 
 
 def _listed(words: list[str]) -> str:
@@ -187,12 +210,9 @@ def _listed(words: list[str]) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, dict | list):
         return "a section" if isinstance(value, dict) else "a list"
-    shown = (
-        {None: "empty", True: "true", False: "false"}.get(value)
-        if value is None or isinstance(value, bool)
-        else repr(value)
-    )
-    return str(shown)[:60]
+    if value is None:
+        return "empty"
+    return str(value).lower() if isinstance(value, bool) else repr(value)[:60]
 
 
 def _nearest(value: object, words: list[str]) -> str:
@@ -200,66 +220,30 @@ def _nearest(value: object, words: list[str]) -> str:
 
 
 def models_at(path: KeyPath) -> list[type[BaseModel]]:
-    """The section classes that may stand at a key path (several where a union allows several)."""
-    found: list[type[BaseModel]] = [Recipe]
+    """The section classes of a key path (several where a union allows several)."""
+    models: list[type[BaseModel]] = [Recipe]
     for part in path:
         if isinstance(part, str):
-            found = [inner for outer in found for inner in _models(_fields(outer).get(part))]
-    return found
-
-
-def _fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Annotation by the name that people write."""
-    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models(inner)]
-
-
-def all_keys(model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key of the schema as a path, sections before what they hold."""
-    for name, annotation in _fields(model).items():
-        yield (*path, name)
-        for inner in _models(annotation):
-            yield from all_keys(inner, (*path, name))
-
-
-def _nearest_key(path: KeyPath) -> str:
-    key = str(path[-1])
-    siblings = [name for model in models_at(path[:-1]) for name in _fields(model)]
-    near = closest(key, siblings)
-    elsewhere = dict.fromkeys(".".join(known) for known in all_keys() if known[-1] == key)
-    meant = near or list(elsewhere)
-    prefix = ".".join(map(str, path[:-1])) + "." if near and len(path) > 1 else ""
-    return f"did you mean {prefix}{meant[0]}?" if meant else "known here: " + ", ".join(dict.fromkeys(siblings))
-
-
-def _holds_token(value: str, *, command: bool) -> bool:
-    """Of a command whatever `redact_secrets` would hide: nobody writes a password there that is none."""
-    return bool(_SECRET_VALUE.search(value)) or (command and redact_secrets(value, {}) != value)
+            models = [inner for outer in models for inner in sections(fields(outer).get(part))]
+    return models
 
 
 def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Iterator[Mistake]:
-    """Passwords and tokens never belong in a recipe: it is copied into every run and report."""
-    fix = "keep it in the environment (HF_TOKEN, WANDB_API_KEY) and revoke it if this file was shared"
-    items: Iterable[tuple[str | int, Any]] = (
-        data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    )
+    """Passwords and tokens: a recipe is copied into every run folder and report."""
+    fix = "set it in the environment (HF_TOKEN, WANDB_API_KEY); revoke it if you shared this file"
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        inner = (*path, key)
-        if (
-            isinstance(key, str)
-            and _SECRET_KEY.match(key)
-            and path[-1:] != ("columns",)
-            and isinstance(value, str | int)
-        ):
-            yield Mistake(inner, place_of(inner, origins), "secrets do not belong in a recipe", fix)
+        inner, problem = (*path, key), ""
+        named = isinstance(key, str) and _SECRET_KEY.match(key) and path[-1:] != ("columns",)
+        if named and isinstance(value, str | int):
+            problem = "secrets do not belong in a recipe"
         elif isinstance(value, str) and _URL_LOGIN.search(value):
-            yield Mistake(inner, place_of(inner, origins), "holds a password in a URL", fix)
-        elif isinstance(value, str) and _holds_token(value, command=key == "command"):
-            yield Mistake(inner, place_of(inner, origins), "this looks like an access token", fix)
+            problem = "holds a password in a URL"
+        elif isinstance(value, str) and (
+            _SECRET_VALUE.search(value) or (key == "command" and redact_secrets(value, {}) != value)
+        ):
+            problem = "looks like an access token"
+        if problem:
+            yield Mistake(inner, place_of(inner, origins), problem, fix)
         else:
             yield from secrets(value, origins, inner)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import did_you_mean
 from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
 from bloomery.hardware.probes.run import remembering
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.mistakes import all_keys
+from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS
 
 ALLOWED = (*(f"train.{key}" for key in LENGTHS), "eval.", "sample.", "checkpoint.", "logging.")
@@ -33,12 +32,13 @@ UP_TO_ROUNDING = "from here on the run equals the undisturbed one up to rounding
 def refuse_overrides(words: Sequence[str]) -> None:
     """Raises UserError (code 2) for the first override that would make the resumed run another run."""
     for word in words:
-        key = word.partition("=")[0]
+        key, _, value = word.partition("=")
         if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
-            known = [".".join(path) for path in all_keys()]
-            if key not in known:
-                fix = did_you_mean(key, known, "`bloomery recipes show everything` shows every key")
-                raise UserError(f"{key}: there is no such key", where="bloomery resume", fix=fix, code=2)
+            path = tuple(key.split("."))
+            if path not in known_keys():
+                alias = look_up(path, value, {})
+                fix = str(alias) if alias else "`bloomery recipes show everything` shows every key"
+                raise UserError(f"no such key: {key}", where="bloomery resume", fix=fix, code=2)
             raise UserError(
                 f"{key} cannot be changed in a run that has begun",
                 where="bloomery resume",

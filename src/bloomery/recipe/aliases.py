@@ -1,0 +1,392 @@
+"""Keys and values of other programs and of version 1 of the recipe, and what to write instead (table: aliases.toml)."""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from bloomery.core.errors import one_line
+from bloomery.core.text import closest
+from bloomery.recipe.schema import Recipe
+from bloomery.recipe.yaml import KeyPath, read_yaml
+
+_MICRO_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "batch_size")
+_SIMILAR = 0.88  # of a misspelled name in the table; 0.65 of a key in its own section, 0.75 of a section
+_SAFE = re.compile(r"[\w./<>|@+-][\w ./:<>|@+%-]*")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """An answer. `edits`: overrides (section.key=value, or section.key alone); none: `reason` says what to do."""
+
+    name: str
+    program: str = ""
+    edits: tuple[str, ...] = ()
+    reason: str = ""
+    guess: bool = False
+
+    def __str__(self) -> str:
+        if self.guess:
+            return f"did you mean {' or '.join(self.edits)}?"
+        shown = [f"`{_quoted(edit)}`" for edit in self.edits]
+        use = "use " + " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]])) if shown else ""
+        use = f"{use} ({self.reason})" if use and self.reason else use or self.reason
+        return one_line(f"`{self.name}`{f' ({self.program})' if self.program else ''}: {use}")
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    program: str
+    answers: str | Mapping[str, str]
+
+
+def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: str = "") -> Alias | None:
+    """What to write for a key that the schema does not have, or None. `siblings`: the keys next to it.
+
+    In order: the table (rows of `program` first), the same key in another section, the nearest key of its section.
+    """
+    names = tuple(part for part in path if isinstance(part, str))
+    shown, last = ".".join(names), names[-1]
+    sections = _table()["sections"]
+    moved = (sections[names[0]], *names[1:]) if names[0] in sections else names
+    if row := (_row(f".{last}", program) if len(names) == 1 else None) or _row(shown, program):
+        return _answer(row, shown, value, siblings)
+    if names in known_keys() or (moved in known_keys() and len(names) > 1):
+        return None if moved == names else Alias(shown, edits=_with_value(moved, value))
+    here = {_normal(key[-1]).rstrip("s"): key for key in known_keys() if key[:-1] == names[:-1]}
+    if len(names) > 1 and (key := here.get(_normal(last).rstrip("s"))):
+        return Alias(shown, edits=_with_value(key, value))
+    if row := _row(last, program):
+        return _answer(row, shown, value, siblings)
+    if moved != names:
+        section = Alias(shown, edits=moved) if not isinstance(value, dict) or not value else None
+        return section if len(names) == 1 else look_up(moved, value, siblings)
+    same = [] if isinstance(value, dict) or last in ("kind", "name") else _elsewhere(last)
+    if len(same) == 1:
+        return Alias(shown, edits=_with_value(same[0], value))
+    if same:
+        return Alias(shown, reason=f"write {' or '.join('.'.join(key) for key in same)}")
+    if row := _version_1().get(_normal(last)):
+        return _answer(row, shown, value, siblings)
+    for family, reason in _table()["families"].items():
+        if shown.startswith(family) or last.startswith(family):
+            return Alias(shown, reason=reason)
+    return _similar(names, value, siblings)
+
+
+def look_up_value(path: KeyPath, value: Any) -> Alias | None:
+    """What to write for a value that the key at `path` does not take, or None."""
+    key = ".".join(part for part in path if isinstance(part, str))
+    if isinstance(value, str | int | float) and (edits := _translated(f"{key}={_plain(value)}")):
+        return Alias(str(value).lower() if isinstance(value, bool) else str(value), "", *edits)
+    return None
+
+
+def accepted(edit: str, *others: str) -> bool:
+    """Whether the schema takes the value of an edit; `others`, such as the `kind`s, stand in the same recipe."""
+    data: dict[str, Any] = {"model": {}, "data": {}}
+    for one in (*others, edit):
+        key, _, text = one.partition("=")
+        *parents, last = key.split(".")
+        section = data
+        for part in parents:
+            section = section.setdefault(part, {})
+        section[last] = read_yaml(text, source="", folder=Path()).data
+    try:
+        Recipe.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        path = edit.partition("=")[0].split(".")
+        for found in error.errors():
+            wrong = [part for part in found["loc"] if part in path]  # a location has the names of union members, too
+            wrong += ["kind"] if found["type"] == "union_tag_invalid" else []
+            if wrong[: len(path)] == path:
+                return False
+    return True
+
+
+def _elsewhere(name: str) -> list[tuple[str, ...]]:
+    """The keys of other sections with this name, without claims."""
+    same = [key for key in known_keys() if key[-1] == name and len(key) > 1]
+    return [key for key in same if key[0] != "claims" and "sources" not in key]
+
+
+def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> Alias | None:
+    shown, name = ".".join(names), _normal(names[-1])
+    here = {_normal(key[-1]): key for key in known_keys() if key[:-1] == tuple(names[:-1])}
+    if near := closest(name, here, cutoff=_SIMILAR):
+        return Alias(shown, edits=(".".join(here[near[0]]),), guess=True)
+    table = _rows("")
+    alike = [known for known in table if abs(len(known) - len(name)) <= 2 and _digits(known) == _digits(name)]
+    if len(name) > 4 and (near := closest(name, alike, cutoff=_SIMILAR)):
+        return _answer(table[near[0]], table[near[0]].name, value, siblings)
+    if near := closest(name, here, cutoff=0.65 if len(names) > 1 else 0.75):
+        return Alias(shown, edits=(".".join(here[near[0]]),), guess=True)
+    return None
+
+
+def _digits(name: str) -> str:
+    return re.sub(r"\D", "", name)
+
+
+# The table
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _rows(program: str) -> dict[str, _Row]:
+    """Every row by its name in lower case without signs; those of `program` win."""
+    tables = {name: rows for name, rows in _table().items() if name not in ("sections", "families", "values")}
+    ordered = [name for name in tables if name != program][::-1] + [program] * (program in tables)
+    return {_normal(name): _Row(name, owner, row) for owner in ordered for name, row in tables[owner].items()}
+
+
+@cache
+def _version_1() -> dict[str, _Row]:
+    """Its rows by the key alone."""
+    rows = _table()["recipe version 1"]
+    return {_normal(name.rpartition(".")[2]): _Row(name, "recipe version 1", row) for name, row in rows.items()}
+
+
+def _row(name: str, program: str) -> _Row | None:
+    """The row of a name in any spelling: learning_rate, learningRate, --learning-rate, with or without a last s."""
+    rows, plain = _rows(program), _normal(name)
+    return rows.get(plain) or rows.get(plain + "s") or rows.get(plain.removesuffix("s"))
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+def _answer(row: _Row, shown: str, value: Any, siblings: Mapping[str, Any]) -> Alias | None:
+    text = row.answers if isinstance(row.answers, str) else _chosen(row.answers, value)
+    if isinstance(value, dict) and re.search(r"@|(?<!columns)=\{\w*\}", text):
+        return None  # a section: its keys have answers of their own
+    if text.startswith("@"):
+        edits, reason = CALLS[text[1:]](value, siblings)
+    else:
+        edits, reason = _split(text)
+        edits, reason = [_filled(edit, value, siblings) for edit in edits], _filled(reason, value, siblings)
+    found, reasons = list[str](), [reason] if reason else []
+    for edit in edits:
+        more, why = _translated(edit) or ((edit,), "")
+        found += [one if "=" not in one or accepted(one) else one.partition("=")[0] for one in more]
+        reasons += [why] if why else []
+    return Alias(shown, row.program, tuple(found), "; ".join(reasons))
+
+
+def _chosen(answers: Mapping[str, str], value: Any) -> str:
+    given = str(_plain(value)).lower()
+    return next((row for name, row in answers.items() if name.lower() == given), answers["else"])
+
+
+def _split(text: str) -> tuple[list[str], str]:
+    edits, _, reason = text.partition("#")
+    return [edit.strip() for edit in edits.split("; ") if edit.strip()], reason.strip()
+
+
+def _translated(edit: str) -> tuple[tuple[str, ...], str] | None:
+    """The edits and the reason for a value that the table has under the key of an edit."""
+    key, _, value = edit.partition("=")
+    rows = {_value_name(name): row for name, row in _table()["values"].get(key, {}).items()}
+    if (text := rows.get(_value_name(value))) is None:
+        return None
+    edits, reason = _split(text)
+    return tuple(one if re.match(r"[a-z_.]+=", one) else f"{key}={one}" for one in edits), reason
+
+
+def _value_name(value: str) -> str:
+    return re.sub(r"[\s_-]+", "_", value.strip("\"'").lower())
+
+
+# Values
+
+
+def _filled(edit: str, value: Any, siblings: Mapping[str, Any]) -> str:
+    """A template with the user's value; the key alone where the value cannot be written there."""
+
+    def one(found: re.Match[str]) -> str:
+        name, default = found.groups()
+        if default is not None:
+            return str(_plain(siblings.get(name, default)))
+        text = FORMATS[name](value)
+        return "\0" if text is None else text
+
+    text = re.sub(r"\{([a-z_0-9]*)(?::([^{}]*))?\}", one, edit)
+    return text.partition("=")[0] if "\0" in text else text
+
+
+def _plain(value: Any) -> str | None:
+    """A value as YAML on one line; None for none."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(str(_plain(item)) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
+    plain = isinstance(value, int) or (_SAFE.fullmatch(value) and ": " not in value)
+    return str(value) if plain else json.dumps(value)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _percent(value: Any) -> str | None:
+    """0.05 -> "5%"."""
+    number = _number(value)
+    return f"{number * 100:.6g}%" if number is not None and 0 <= number < 1 else None
+
+
+def _steps(value: Any) -> str | None:
+    """500 -> "500 steps"; a share of the run as a percentage; words such as "2 epochs" as they are."""
+    number = _number(value)
+    if number is None:
+        return _plain(value) if isinstance(value, str) and value[:1].isdigit() else None
+    if 0 < number < 1:
+        return _percent(number)
+    return f"{number:.0f} steps" if number >= 0 else None
+
+
+def _per_epoch(value: Any) -> str | None:
+    """4 (times per epoch) -> "0.25 epochs"."""
+    number = _number(value)
+    return f"{1 / number:.4g} epochs" if number and number > 0 else None
+
+
+def _listed(value: Any) -> str | None:
+    """ "a,b" -> "[a, b]"."""
+    items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return _plain(items if isinstance(items, list) else [items])
+
+
+FORMATS: dict[str, Callable[[Any], str | None]] = {
+    "": _plain, "steps": _steps, "percent": _percent, "per_epoch": _per_epoch, "list": _listed,
+}  # fmt: skip
+
+
+def _accumulation(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    micro = next((siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int)), None)
+    if micro is None or not isinstance(value, int):
+        reason = "sequences per step: micro-batch size x gradient accumulation x devices"
+        return ["train.batch_size"], reason
+    reason = f"sequences per step: {micro} x {value}, times the number of devices"
+    return [f"train.batch_size={micro * value}"], reason
+
+
+def _length(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Version 1: "3 epochs", "2000 steps", "10B tokens", "8h" -> the key of that unit."""
+    del siblings
+    text = str(_plain(value))
+    amount, unit = re.sub(r"\s*(steps?|epochs?|tokens?)$", "", text), re.findall(r"(step|epoch|token)s?$", text)
+    if not unit and not amount.isdigit():
+        return [f"train.max_time={text}"], ""
+    key = {"epoch": "epochs", "token": "max_tokens"}.get("".join(unit), "max_steps")
+    return [f"train.{key}={amount.replace(' ', '')}"], ""
+
+
+_AXOLOTL_COLUMNS = {"field_messages": "messages", "field_instruction": "instruction", "field_input": "input",
+                    "field_output": "output", "field_system": "system", "field_chosen": "chosen",
+                    "field_rejected": "rejected", "field_prompt": "prompt", "field": "text", "text_column": "text",
+                    "message_field_role": "role", "message_field_content": "content"}  # fmt: skip
+_AXOLOTL_TYPES = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text",
+                  "pretrain": "text"}  # fmt: skip
+
+
+def _datasets(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Axolotl's list of datasets as data.path, data.format and data.columns, or data.sources."""
+    del siblings
+    found = value if isinstance(value, list) else [value]
+    sources = [{"path": one} if isinstance(one, str) else _source(one) for one in found if isinstance(one, str | dict)]
+    if len(sources) > 1:
+        return [f"data.sources={_plain(sources)}"], "the chat template formats the prompts"
+    edits = [f"data.{key}={_plain(item)}" for key, item in (sources or [{}])[0].items()]
+    return edits or ["data.path"], "the chat template formats the prompts"
+
+
+def _source(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    own = dataset.get("type")
+    named = {**dataset, **own} if isinstance(own, dict) else dataset
+    mapping = dataset.get("message_property_mappings")
+    columns = {role: named[name] for name, role in _AXOLOTL_COLUMNS.items() if isinstance(named.get(name), str)}
+    columns |= {role: mapping[role] for role in ("role", "content") if isinstance(mapping, dict) and role in mapping}
+    format = _AXOLOTL_TYPES.get(str(own).partition(".")[0].partition(":")[0])
+    if "chosen" in columns or "rejected" in columns:
+        format = "preference"
+        columns |= {"prompt": columns.pop("messages")} if "messages" in columns else {}
+    kept = {role: name for role, name in columns.items() if role != name}
+    parts = {"path": dataset.get("path"), "format": format, "columns": kept}
+    return {key: part for key, part in parts.items() if part}
+
+
+def _dataset_names(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """LLaMA-Factory's names of dataset_info.json as files of its folder."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or "/" in str(value):
+        return [f"data.path={_plain(value)}"], ""
+    paths = [f"{siblings.get('dataset_dir') or 'data'}/{name}.json" for name in names]
+    edit = f"data.path={paths[0]}" if len(paths) == 1 else f"data.sources={_plain([{'path': path} for path in paths])}"
+    return [edit], "name the file, folder or Hub id: dataset_info.json is not read"
+
+
+CALLS = {"accumulation": _accumulation, "length": _length, "datasets": _datasets, "dataset_names": _dataset_names}
+
+
+def _with_value(key: Sequence[str], value: Any) -> tuple[str, ...]:
+    text = _plain(value)
+    edit = ".".join(key) if text is None or isinstance(value, dict) else f"{'.'.join(key)}={text}"
+    found = (_translated(edit) or ((edit,), ""))[0]
+    return tuple(one if "=" not in one or accepted(one) else one.partition("=")[0] for one in found)
+
+
+def _quoted(edit: str) -> str:
+    """An edit as the command line takes it: a value with blanks in quotes; the key alone where the value is long."""
+    key, equals, value = edit.partition("=")
+    if len(edit) > 120:
+        return key
+    return f'{key}="{value}"' if " " in value and '"' not in value and value[:1] not in "[{" else key + equals + value
+
+
+# Keys of the schema
+
+
+@cache
+def known_keys() -> tuple[tuple[str, ...], ...]:
+    return tuple(dict.fromkeys(all_keys()))
+
+
+def all_keys(model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of the schema as a path, sections before their keys."""
+    for name, annotation in fields(model).items():
+        yield (*path, name)
+        for inner in sections(annotation):
+            yield from all_keys(inner, (*path, name))
+
+
+def fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Annotations by the name that users write."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes of an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in sections(inner)]

@@ -1,0 +1,214 @@
+"""What users of other programs type: the answer has the right key and value, and never a wrong one."""
+
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ruamel import yaml
+
+from bloomery.cli import cli
+from bloomery.core.errors import UserError
+from bloomery.recipe import aliases
+from bloomery.recipe.importing import import_recipe
+from bloomery.recipe.load import load_recipe, load_text
+from bloomery.recipe.schema import Recipe
+
+BASE = "model: {preset: go-coder-tiny}\ndata: {path: corpus}\n"
+GUESSES = [
+    line.rpartition(" -> ")[::2]
+    for line in Path(__file__).with_name("guesses.txt").read_text().splitlines()
+    if " -> " in line and not line.startswith("#")
+]
+
+
+def message(*overrides, text=BASE):
+    with pytest.raises(UserError) as caught:
+        load_text(text, name="mine", source="mine.yaml", overrides=overrides)
+    return caught.value
+
+
+def answered(error):
+    """The edits that an error proposes, and whether it answers at all."""
+    text = f"{error.problem}\n{error.fix}"
+    edits = re.findall(r"`([a-z_.]+(?:=[^`]*)?)`", " ".join(re.findall(r": use (.*)", text)))
+    near = re.findall(r"did you mean ([^?\s]+)\?", text)
+    reason = re.search(r"`[^`]+`(?: \([^)]*\))?: (?!use )", text)
+    return [edit.replace('"', "") for edit in edits], near, bool(reason)
+
+
+def verdict(typed, expected):
+    edits, near, reason = answered(message(typed))
+    if expected == "none":
+        return "wrong" if edits or near else "right" if reason else "silent"
+    wanted = expected.split("; ")
+    keys = {edit.partition("=")[0] for edit in wanted}
+    word = typed.partition("=")[0]
+    edits += [one if "." in one or one in Recipe.model_fields else f"{word}={one}" for one in near]
+    if {edit.partition("=")[0] for edit in edits} - keys - {key.partition(".")[0] for key in keys}:
+        return "wrong"
+    missing = [one for one in wanted if not any(edit == one or edit.partition("=")[0] == one for edit in edits)]
+    return "silent" if missing else "right"
+
+
+def test_guesses_are_answered():
+    judged = [(typed, expected, verdict(typed, expected)) for typed, expected in GUESSES]
+    assert len(judged) >= 150
+    assert [row for row in judged if row[2] == "wrong"] == []
+    silent = [row for row in judged if row[2] == "silent"]
+    assert len(silent) <= 0.05 * len(judged), silent
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("learning_rate: 1e-4\n", ["mine.yaml line 3"]),
+        ("train:\n  num_train_epochs: 2\n", ["mine.yaml line 4"]),
+        ("training_args:\n  max_steps: 10\n  bf16: true\n", ["mine.yaml line 4", "mine.yaml line 5"]),
+        ("adapter: {kind: lora, r: 8}\n", ["mine.yaml line 3"]),
+        ("objective: {type: dpo, loss_type: ipo}\n", ["mine.yaml line 3"]),
+    ],
+)
+def test_answers_name_the_line(text, places):
+    """At the top, in a section, nested, and in a section that only another program has."""
+    error = message(text=BASE + text)
+    assert answered(error)[0]
+    assert all(place in f"{error.problem} {error.where}" for place in places)
+
+
+def test_the_answer_of_the_command_line():
+    error = message("num_train_epochs=3")
+    assert (error.problem, error.where) == ("no such key: num_train_epochs", "command line")
+    assert error.fix == "`num_train_epochs` (Transformers): use `train.epochs=3`"
+
+
+def test_a_kind_is_found_under_another_name():
+    assert answered(message(text=BASE + "objective: {type: dpo}\n"))[0] == ["objective.kind=dpo"]
+    assert "ipo, simpo, orpo" in str(message(text=BASE + "objective: {kind: dpp}\n"))
+
+
+def test_the_keys_of_a_section_are_listed_once():
+    error = message(text=BASE + "train: {qqqq: 1, zzzz: 2}\n")
+    assert str(error).count("max_grad_norm") == 1
+    assert "\\n" not in str(error), "each mistake has a line of its own"
+
+
+def test_claims_are_never_suggested():
+    for word in ("tokens", "epochs", "duration", "memory", "perplexity", "tokens_per_second", "claim_tokens"):
+        edits, near, _ = answered(message(f"{word}=3"))
+        assert not any(edit.startswith("claims") for edit in edits + near)
+
+
+def every_row():
+    for program, rows in aliases._table().items():
+        if program in ("sections", "families"):
+            continue
+        for name, row in rows.items():
+            for text in row.values() if isinstance(row, dict) else [row]:
+                yield program, name, text
+
+
+def test_the_table_names_real_keys():
+    keys = {".".join(key) for key in aliases.known_keys()}
+    entries = list(every_row())
+    assert len([1 for program, *_ in entries if program != "values"]) >= 200
+    written = re.compile(rf"\b((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]*[a-z])\b")
+    for program, name, text in entries:
+        assert any(aliases._split(text)), name
+        for key in [*re.findall(r"([a-z_.]+)=", text.partition("#")[0]), *written.findall(text)]:
+            assert key in keys | {"adapter.method"} or key.endswith((".yaml", ".jsonl")), (program, name, key)
+    assert set(aliases._table()["sections"].values()) <= set(Recipe.model_fields)
+    assert set(aliases._table()["values"]) <= keys
+
+
+def test_values_of_the_table_are_accepted():
+    for key, rows in aliases._table()["values"].items():
+        for name in rows:
+            for edit in (aliases._translated(f"{key}={name}") or ((), ""))[0]:
+                assert aliases.accepted(edit), edit
+
+
+def test_no_name_stands_twice_in_the_table():
+    table = {program: rows for program, rows in aliases._table().items() if program not in ("values", "families")}
+    names = [aliases._normal(name) for program, rows in table.items() if program != "sections" for name in rows]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+FOREIGN = Path(__file__).parent / "foreign"
+IMPORTED = {
+    "axolotl_qlora.yml": (
+        "Axolotl",
+        {
+            "model.from_": "Qwen/Qwen2.5-1.5B-Instruct", "data.format": "messages",
+            "data.columns": {"messages": "dialog"},
+            "data.validation": "2%", "data.sequence_length": 2048, "data.packing": True, "objective.kind": "sft",
+            "adapter.kind": "lora", "adapter.rank": 32, "adapter.alpha": 64.0, "adapter.target_modules": ["all-linear"],
+            "quantize.kind": "nf4", "optimizer.state_dtype": "int8", "optimizer.paged": True,
+            "optimizer.learning_rate": 2e-4, "optimizer.weight_decay": 0.0, "optimizer.betas": (0.9, 0.999),
+            "train.epochs": 3.0, "train.batch_size": 16, "train.micro_batch_size": 2, "train.precision": "auto",
+            "train.activation_checkpointing": "full", "checkpoint.keep": 2, "logging.trackers": ["wandb"],
+        },
+        {"strict", "output_dir", "tf32", "eval_sample_packing", "gradient_checkpointing_kwargs", "special_tokens"},
+    ),
+    "axolotl_dpo.yml": (
+        "Axolotl",
+        {
+            "objective.kind": "dpo", "objective.beta": 0.2, "adapter.use_rslora": True, "train.max_steps": 600,
+            "train.epochs": None, "train.batch_size": 4, "train.offload_activations": True, "train.seed": 7,
+            "train.max_grad_norm": 0.5, "optimizer.schedule": "constant", "data.chat.template": "llama3",
+        },
+        {"num_epochs", "plugins", "liger_rope", "some_key_of_a_later_version", "model_type"},
+    ),
+    "llama_factory_lora_sft.yaml": (
+        "LLaMA-Factory",
+        {
+            "objective.kind": "sft", "adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 32.0,
+            "data.packing": False, "data.validation": "10%", "data.chat.template": "qwen", "train.batch_size": 16,
+            "train.precision": "bfloat16", "train.epochs": 3.0, "logging.trackers": ["tensorboard"],
+        },
+        {"max_samples", "plot_loss", "output_dir", "overwrite_cache", "do_train", "per_device_eval_batch_size"},
+    ),
+    "llama_factory_full_pt.yaml": (
+        "LLaMA-Factory",
+        {
+            "objective.kind": "pretrain", "adapter.kind": "none", "train.precision": "bfloat16-pure",
+            "train.max_steps": 2000, "train.micro_batch_size": 8, "train.batch_size": 8, "data.path": "/data/notes",
+            "optimizer.state_dtype": "int8", "optimizer.schedule": "linear", "train.activation_checkpointing": "none",
+        },
+        {"use_badam", "badam_mode", "swanlab_project", "lora_rank", "template"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_files_of_other_programs_become_recipes(name, tmp_path):
+    program, expected, left = IMPORTED[name]
+    text, found = import_recipe(FOREIGN / name)
+    assert found == program
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(text)
+    loaded = load_recipe(recipe).recipe
+    assert {key: reduce(getattr, key.split("."), loaded) for key in expected} == expected
+    source = yaml.YAML(typ="safe").load((FOREIGN / name).read_text())
+    for key, value in source.items():
+        assert re.search(rf"# {key}\b|^#   {key}(\.\w+)? |[ ,]{key}\b", text, re.MULTILINE), f"{key}: {value} is lost"
+    assert left <= {line.split()[1] for line in text.splitlines() if line.startswith("#   ")}
+
+
+def test_what_is_no_training_file_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(BASE)
+    with pytest.raises(UserError, match="not a file of Axolotl or LLaMA-Factory") as caught:
+        import_recipe(path)
+    assert caught.value.code == 2
+
+
+def test_import_prints_or_writes(tmp_path, monkeypatch):
+    out = tmp_path / "mine.yaml"
+    printed = CliRunner().invoke(cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml")], catch_exceptions=False)
+    written = CliRunner().invoke(cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)])
+    assert (printed.exit_code, written.exit_code) == (0, 0)
+    assert out.read_text() == printed.stdout
+    with pytest.raises(UserError, match="nothing is overwritten"):
+        cli.main(["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)], standalone_mode=False)
