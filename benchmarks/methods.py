@@ -94,7 +94,7 @@ def whole(folder: Path) -> bool:
     from bloomery.monitor.events import RunEnded, read_events
 
     ended = [event for event in read_events(folder / "events.jsonl") if isinstance(event, RunEnded)]
-    return bool(ended) and ended[-1].why == "done"
+    return bool(ended) and ended[-1].status == "done"
 
 
 def figures(name: str, folder: Path) -> dict[str, Any]:

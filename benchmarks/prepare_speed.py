@@ -22,7 +22,7 @@ import numpy as np
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.shards.format import open_split
 from bloomery.data.sources.builtin import stdlib_files
-from bloomery.data.tokenizer.tokenizer import train_tokenizer
+from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.hardware.detect.detect import detect
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe, TrainTokenizer

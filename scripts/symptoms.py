@@ -12,7 +12,7 @@ from bloomery.hardware.doctor.symptoms import Symptom, filled, symptoms  # noqa:
 
 TABLE = ROOT / "src/bloomery/hardware/doctor/symptoms.toml"
 PAGE = ROOT / "docs/symptoms.md"
-LEVELS = {"stops": "stops training", "slows": "slows it down", "note": "worth knowing"}
+LEVELS = {"blocks": "stops training", "slows": "slows it down", "note": "worth knowing"}
 HEAD = """\
 # What messages mean
 

@@ -11,7 +11,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
 from bloomery.train.checkpoint import Saver
-from bloomery.train.state import Kept, Start
+from bloomery.train.state import CheckpointedModel, Start
 
 TEXT = ["def f(x):\n    return x + 1\n", "für Größe, naïve café, 東京 🙂🙃 and so on\n"] * 20
 RECIPE = """
@@ -44,7 +44,11 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
     tokenizer = make_tokenizer(folder / "tokenizer")
     config = make_config(tokenizer)
     with EventLog(folder / "events.jsonl") as log:
-        log(RunStarted(version="0", parameters=1, steps=max(steps, default=0), attention="sdpa", device="a small CPU"))
+        log(
+            RunStarted(
+                schema=2, version="0", parameters=1, steps=max(steps, default=0), attention="sdpa", device="a small CPU"
+            )
+        )
         for step in steps:
             log(StepDone(
                 step=step, loss=5.0 - step / 100, learning_rate=1e-3, grad_norm=1.0, tokens=step * 64,
@@ -59,5 +63,5 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
 
 def save_model(checkpoints: Path, step: int, model: Decoder, tokenizer: Path, best: bool = True) -> None:
     """A checkpoint that holds the model alone."""
-    kept = Kept(model, Start(None, 0), None)
+    kept = CheckpointedModel(model, Start(None, 0), None)
     Saver(checkpoints, 5, False, writer=kept.writer, tokenizer=tokenizer).save(step, kept.parts(), {}, best=best)

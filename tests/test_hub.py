@@ -36,7 +36,7 @@ from bloomery.core.errors import UserError
 try:
     print(getattr(hub, sys.argv[1])(*sys.argv[2:]))
 except UserError as error:
-    print(error.problem, error.remedy, sep="\\n", file=sys.stderr)
+    print(error.problem, error.fix, sep="\\n", file=sys.stderr)
     sys.exit(1)
 """
 
@@ -175,7 +175,7 @@ for name, word in json.loads(sys.argv[1]):
     try:
         print(json.dumps(["nothing is refused", getattr(hub, name)(word)], default=str))
     except UserError as error:
-        print(json.dumps([error.problem, error.remedy]))
+        print(json.dumps([error.problem, error.fix]))
 """
 
 

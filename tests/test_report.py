@@ -48,7 +48,9 @@ def exam(step, perplexity):
     return EvalDone(step=step, loss=loss, perplexity=perplexity, bits_per_byte=loss, tokens=10, seconds=1.0, time=step)
 
 
-STARTED = RunStarted(version="0.1.0", parameters=124_000_000, steps=100, attention="sdpa", device="cpu", time=0.0)
+STARTED = RunStarted(
+    schema=2, version="0.1.0", parameters=124_000_000, steps=100, attention="sdpa", device="cpu", time=0.0
+)
 RECIPE = """\
 model: {preset: go-coder-tiny}
 data: {path: corpus}
@@ -78,7 +80,7 @@ def whole_run():
         yield step_done(step, 2 + 5 / step)
         if step in (50, 80):
             yield exam(step, 60.0 if step == 50 else 40.0)
-    yield RunEnded(step=100, why="done", time=100.0)
+    yield RunEnded(step=100, status="done", time=100.0)
 
 
 class Reader(HTMLParser):
@@ -131,7 +133,7 @@ UNFINISHED = {
     "started": [STARTED],
     "one step": [STARTED, step_done(1)],
     "no finite loss": [STARTED, step_done(1, None), step_done(2, None)],
-    "failed": [STARTED, step_done(1), RunEnded(step=1, why="failed: the disk is full")],
+    "failed": [STARTED, step_done(1), RunEnded(step=1, status="failed", error="the disk is full")],
     "diverged exam": [STARTED, step_done(1), DIVERGED],
 }
 
@@ -164,10 +166,10 @@ def test_texts_of_a_run_are_never_markup_and_nothing_is_fetched(tmp_path):
         [
             STARTED,
             step_done(1),
-            Sampled(step=1, prompt=evil, text=evil),
+            Sampled(step=1, prompt=evil, completion=evil),
             Warned(reason=evil),
             Recovered(step=1, reason=evil, action=evil),
-            RunEnded(why=f"failed: {evil}"),
+            RunEnded(status="failed", error=f"{evil}"),
         ],
         recipe=RECIPE + f"# {evil}\n",
     )
@@ -184,7 +186,7 @@ def test_texts_of_a_run_are_never_markup_and_nothing_is_fetched(tmp_path):
 def test_no_secret_and_no_home_folder_reaches_the_page(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("MY_API_KEY", "swordfish-of-mine")
-    events = [STARTED, step_done(1), Sampled(step=1, prompt=CANARY, text="swordfish-of-mine")]
+    events = [STARTED, step_done(1), Sampled(step=1, prompt=CANARY, completion="swordfish-of-mine")]
     recipe = RECIPE.replace("corpus", "/home/somebody/corpus") + f"# https://me:{CANARY}@example.org\n"
     text = write_report(run_folder(tmp_path, events, recipe)).read_text()
     assert CANARY not in text and "swordfish" not in text and "somebody" not in text and "~/corpus" in text
@@ -192,7 +194,7 @@ def test_no_secret_and_no_home_folder_reaches_the_page(tmp_path, monkeypatch):
 
 def test_taking_out_a_secret_leaves_the_markup_whole(tmp_path):
     """A scrubber that ran over the finished page would eat the tag behind `password=`."""
-    events = [STARTED, step_done(1), Sampled(step=1, prompt="password=", text="x"), Warned(reason="secret: ")]
+    events = [STARTED, step_done(1), Sampled(step=1, prompt="password=", completion="x"), Warned(reason="secret: ")]
     assert "password=" in read(write_report(run_folder(tmp_path, events))).text
 
 
@@ -200,13 +202,13 @@ def test_claims_are_judged_by_what_happened(tmp_path):
     record = read_record(run_folder(tmp_path, whole_run()))
     verdicts = {verdict.claim: verdict for verdict in judge_run(record)}
     assert {claim: verdict.verdict for claim, verdict in verdicts.items()} == {
-        "100,000 tokens": "fits",
-        "3 epochs": "open",
+        "100,000 tokens": "ok",
+        "3 epochs": "unknown",
         "5 tokens/s": "wrong",
-        "90 s to 2 min": "fits",
-        "3.22 to 4.29 GB": "fits",
-        "perplexity 50 to 100 at 50 steps": "fits",
-        "perplexity 1 to 2 at 90%": "open",
+        "90 s to 2 min": "ok",
+        "3.22 to 4.29 GB": "ok",
+        "perplexity 50 to 100 at 50 steps": "ok",
+        "perplexity 1 to 2 at 90%": "unknown",
         "perplexity 30 at 80,000 tokens": "wrong",
     }
     assert verdicts["5 tokens/s"].reason == "500 tokens/s"
@@ -215,7 +217,7 @@ def test_claims_are_judged_by_what_happened(tmp_path):
 def test_claims_about_the_end_stay_open_before_it(tmp_path):
     record = read_record(run_folder(tmp_path, [STARTED, step_done(10)]))
     verdicts = {verdict.claim: verdict.verdict for verdict in judge_run(record)}
-    assert verdicts["100,000 tokens"] == verdicts["90 s to 2 min"] == "open"
+    assert verdicts["100,000 tokens"] == verdicts["90 s to 2 min"] == "unknown"
 
 
 def killed_run(again=2.0):
@@ -224,7 +226,7 @@ def killed_run(again=2.0):
         RunStarted(**{**vars(STARTED), "time": 9.0}), Resumed(step=1, path="c/step-1", seconds=1.5, time=10.0),
         step_done(2, again, time=11.0), step_done(3, time=12.0), step_done(4, None, time=13.0),
         Recovered(step=4, reason="not finite", action="back to step 1, and on with row 9", time=14.0),
-        step_done(2, 7.0, time=15.0), RunEnded(step=2, why="stopped", time=16.0),
+        step_done(2, 7.0, time=15.0), RunEnded(step=2, status="stopped", time=16.0),
     ]  # fmt: skip
 
 
@@ -240,7 +242,7 @@ def test_incidents_lie_after_the_beginning_though_the_clock_was_set_back():
 
 
 def test_a_stop_is_not_a_kill():
-    events = [STARTED, step_done(1), RunEnded(step=1, why="stopped", time=2.0), STARTED, Resumed(step=1, path="x")]
+    events = [STARTED, step_done(1), RunEnded(step=1, status="stopped", time=2.0), STARTED, Resumed(step=1, path="x")]
     assert [incident.kind for incident in incidents_of(events)] == ["stop", "resume"]
 
 
@@ -257,7 +259,12 @@ def test_backticks_become_code_and_a_single_one_stays():
 
 
 def test_a_worker_that_died_is_marked_on_the_curve_like_a_kill(tmp_path):
-    events = [STARTED, step_done(1), step_done(2), RunEnded(step=2, why="failed: killed by `SIGKILL`", time=3.0)]
+    events = [
+        STARTED,
+        step_done(1),
+        step_done(2),
+        RunEnded(step=2, status="failed", error="killed by `SIGKILL`", time=3.0),
+    ]
     folder = run_folder(tmp_path, events)
     assert [(mark.step, mark.kind) for mark in read_record(folder).marks] == [(2, "kill")]
     told = write_report(folder).read_text()

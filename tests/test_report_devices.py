@@ -21,7 +21,7 @@ def page(folder: Path, samples: list[DeviceStats]) -> str:
     told: list[Event] = [
         *(step(number) for number in range(1, 11)),
         *samples,
-        RunEnded(why="done", step=10, time=100.0),
+        RunEnded(status="done", step=10, time=100.0),
     ]
     with EventLog(folder / "events.jsonl") as emit:
         for event in sorted(told, key=lambda event: event.time):

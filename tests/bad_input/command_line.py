@@ -72,7 +72,7 @@ def assert_clear(result: Result, *, code: int = 1, mentions: Sequence[str] = (),
     error = result.err[result.err.find("error: ") :]
     assert error.startswith("error: "), shown
     assert len(error.splitlines()) <= lines, shown
-    assert re.search(r"^mend:  \S", error, re.MULTILINE), shown
+    assert re.search(r"^fix:   \S", error, re.MULTILINE), shown
     assert max(map(len, error.splitlines())) < 600, shown
     for word in mentions:
         assert word in error, f"{word!r} is not in\n{shown}"

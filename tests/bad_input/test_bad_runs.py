@@ -298,7 +298,7 @@ def test_a_working_folder_that_was_deleted(tmp_path):
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
     assert done.returncode == 1
-    assert "the working folder was deleted" in done.stderr and "mend:" in done.stderr
+    assert "the working folder was deleted" in done.stderr and "fix:" in done.stderr
 
 
 def test_the_fixture_is_a_run_with_its_tokenizer(trained):

@@ -144,7 +144,7 @@ def test_a_line_of_200_mb_is_refused_in_constant_memory(workshop):
     words = ["prepare", "tiny.yaml", "data.path=text/long.jsonl"]
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=workshop, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "long.jsonl:1" in done.stderr and "longer than" in done.stderr and "mend:" in done.stderr
+    assert "long.jsonl:1" in done.stderr and "longer than" in done.stderr and "fix:" in done.stderr
     assert int(done.stdout.split()[-2]) < 400 * 1024
 
 

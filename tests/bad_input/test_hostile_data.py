@@ -14,7 +14,7 @@ from command_line import assert_clear, here, process, write_workshop
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.data.prepare.workers import cores, count_workers, fewer_workers
-from bloomery.data.sources.documents import Document, RunSummary, open_corpus, read_documents
+from bloomery.data.sources.documents import Document, ReadStats, open_corpus, read_documents
 from bloomery.data.tokenizer.tokenizer import check_growth, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Source, TrainTokenizer
@@ -22,8 +22,8 @@ from bloomery.recipe.schema import Source, TrainTokenizer
 SECONDS = 2.0
 
 
-def read(path: Path, *, on_error: str = "stop", summary: RunSummary | None = None) -> list[Document]:
-    return list(read_documents(open_corpus(Source(path=str(path))), on_error=on_error, summary=summary or RunSummary()))
+def read(path: Path, *, on_error: str = "stop", stats: ReadStats | None = None) -> list[Document]:
+    return list(read_documents(open_corpus(Source(path=str(path))), on_error=on_error, stats=stats or ReadStats()))
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +94,11 @@ def test_white_space_without_end_is_not_read_to_its_end(tmp_path, file):
     compress = gzip.compress if packed == "gz" else zstandard.ZstdCompressor().compress
     unit = compress(b"\n" * 2**24)  # members of gzip and frames of zstd may follow each other
     (tmp_path / f"{name}.{packed}").write_bytes(unit * 128)
-    summary, began = RunSummary(), time.process_time()
+    stats, began = ReadStats(), time.process_time()
     with pytest.raises(UserError, match="of white space follow each other"):
         read(tmp_path / f"{name}.{packed}")
-    found = read(tmp_path / f"{name}.{packed}", on_error="skip", summary=summary)
-    assert all(document.text.isspace() for document in found) and summary.skipped == 1
+    found = read(tmp_path / f"{name}.{packed}", on_error="skip", stats=stats)
+    assert all(document.text.isspace() for document in found) and stats.skipped == 1
     assert time.process_time() - began < 3 * SECONDS  # twice; all of it: a thousand times as long
 
 
@@ -115,12 +115,12 @@ def not_utf8(path: Path) -> Path:
 
 
 def test_bytes_that_are_no_text_are_named_by_file_and_row(tmp_path):
-    path, summary = not_utf8(tmp_path / "a.parquet"), RunSummary()
+    path, stats = not_utf8(tmp_path / "a.parquet"), ReadStats()
     with pytest.raises(UserError, match="not UTF-8: byte 0xff") as caught:
         read(path)
     assert caught.value.where.endswith("a.parquet, row 3")
-    assert [document.text for document in read(path, on_error="skip", summary=summary)] == ["a", "b", "d"]
-    assert summary.skipped == 1
+    assert [document.text for document in read(path, on_error="skip", stats=stats)] == ["a", "b", "d"]
+    assert stats.skipped == 1
 
 
 def test_a_page_that_differs_from_its_checksum_is_noticed(tmp_path):

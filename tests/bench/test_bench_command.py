@@ -45,7 +45,7 @@ def bench(*words: str):
 
 @pytest.mark.soak
 def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
-    result = bench("--card", "card.json", "--giver", "Ada L.")
+    result = bench("--export", "card.json", "--author", "Ada L.")
     assert result.return_value == 0
     text = result.stdout
     for words in (
@@ -69,7 +69,7 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
 
 
 def test_json_of_a_sweep(here):
-    result = bench("--sweep", "train.micro_batch_size=2,3", "--json", "--card", "card.json", "--giver", "Ada L.")
+    result = bench("--sweep", "train.micro_batch_size=2,3", "--json", "--export", "card.json", "--author", "Ada L.")
     told = json.loads(result.stdout)
     assert set(told) == {"largest_micro_batch", "trials", "points", "verdict"}
     assert told["largest_micro_batch"] is None and told["trials"] == []
@@ -104,8 +104,8 @@ def test_a_limit_is_a_time(here, limit):
 @pytest.mark.parametrize("contributor", ["", "<b>x</b>", "a" * 61])
 def test_a_giver_is_a_name(here, contributor):
     with pytest.raises(UserError) as caught:
-        bench("--giver", contributor)
-    assert caught.value.where == "--giver"
+        bench("--author", contributor)
+    assert caught.value.where == "--author"
 
 
 def test_ctrl_c_leaves_nothing_behind(here):

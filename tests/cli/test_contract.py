@@ -30,7 +30,7 @@ FLAGS = {
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check", "--model", "--data"},
     "plan": {"--model", "--data", "--gpu", "--gpus", "--nodes", "--simulate", "--json"},
-    "bench": {"--sweep", "--card", "--json", "--giver", "--limit"},
+    "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {
         "--model", "--data", "--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps",
         "--train-epochs", "--log-peak-memory", "--models-dir", "--model-name", "--dataset-config", "--dataset-proj",
@@ -213,7 +213,7 @@ def test_every_step_has_its_event_before_its_checkpoint(workshop):
     assert all(set(line) >= STEP | {"event", "step", "time"} for line in steps)
     for saved in (at for at, line in enumerate(lines) if line["event"] == "Saved"):
         assert any(line["event"] == "StepDone" and line["step"] == lines[saved]["step"] for line in lines[:saved])
-    assert lines[-1]["event"] == "RunEnded" and lines[-1]["why"] == "done"
+    assert lines[-1]["event"] == "RunEnded" and lines[-1]["status"] == "done"
 
 
 def test_paths_are_absolute_in_the_plan_and_the_run_keeps_its_recipe(workshop):

@@ -43,7 +43,7 @@ def test_a_finished_first_demo_is_found_and_a_killed_one_is_not(tmp_path, monkey
     run = make_run(tmp_path / "runs/demo", 1)
     assert demo_chat.find_base() is None
     with EventLog(run / "events.jsonl") as emit:
-        emit(RunEnded(step=1, why="done"))
+        emit(RunEnded(step=1, status="done"))
     assert demo_chat.find_base() == run / "export" / "hf"
     assert (run / "export/hf/config.json").is_file()
     make_run(tmp_path / "runs/demo-chat-lora", 1)
@@ -56,7 +56,7 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "runs/demo", 1)
     with EventLog(run / "events.jsonl") as emit:
-        emit(RunEnded(step=1, why="done"))
+        emit(RunEnded(step=1, status="done"))
     rows = [{"messages": [{"role": "user", "content": f"f {n}"}, {"role": "assistant", "content": f"def f{n}(x): x"}]}
             for n in range(40)]  # fmt: skip
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

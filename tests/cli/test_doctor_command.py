@@ -21,7 +21,7 @@ def test_the_page_of_the_wrong_wheel():
     lines = done.output.splitlines()
     assert done.return_value == 1
     assert lines[0].startswith(
-        "Not ready: this PyTorch was built for NVIDIA and the card is AMD. Two commands mend it."
+        "Not ready: this PyTorch was built for NVIDIA and the card is AMD. Two commands fix it."
     )
     assert lines[0].endswith(" s")
     assert len(lines[0]) == 100
@@ -30,8 +30,8 @@ def test_the_page_of_the_wrong_wheel():
     )
     assert lines[3] == "torch     2.13.0+cu130 · Python 3.12.4 · ~/go-coder/.venv"
     assert lines[4] == "access    /dev/kfd and /dev/dri/renderD128 open for you"
-    assert lines[6] == "1  stops  PyTorch finds no GPU: it was built for NVIDIA and the card is AMD"
-    assert "   mend   pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ \\" in lines
+    assert lines[6] == "1  blocks PyTorch finds no GPU: it was built for NVIDIA and the card is AMD"
+    assert "   fix    pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ \\" in lines
     assert "              'torch[device-gfx1031]==2.13.0+rocm10.0.0'" in lines
     assert "   seen   ~/.bashrc line 118" in lines
     assert any(line.startswith("then      float16 + loss scaling · blockwise attention") for line in lines)
@@ -57,7 +57,7 @@ def test_the_json_holds_what_the_contract_says(name):
     assert {choice["key"] for choice in told["then"]["choices"]} >= {"train.precision", "train.attention"}
     for finding in told["findings"]:
         assert finding.keys() == {"id", "level", "what", "evidence", "fix", "verify"}
-        assert finding["level"] in ("stops", "slows", "note")
+        assert finding["level"] in ("blocks", "slows", "note")
         assert isinstance(finding["fix"], list)
 
 
@@ -94,7 +94,7 @@ def test_a_laptop_without_a_gpu_is_told_what_that_means_and_what_to_do():
     lines = doctor("--machine", record("laptop-without-a-gpu")).output.splitlines()
     assert lines[0].startswith("Ready, without a GPU: small models train on this machine's CPU.")
     assert lines[5].startswith("1  note   no GPU here can train: all runs on the CPU")
-    assert "   mend   bloomery demo                                    a small model, on this machine" in lines
+    assert "   fix    bloomery demo                                    a small model, on this machine" in lines
     assert not any("once it can be reached" in line for line in lines)
 
 
@@ -159,7 +159,7 @@ def test_remarks_stand_in_a_column():
 def test_a_message_is_explained():
     done = doctor("--explain", "RuntimeError: HIP error: invalid device function", "--machine", record("rx-6700-xt"))
     assert done.return_value == 0
-    assert done.output.startswith("1  stops  the wheel has no kernels for this AMD chip")
+    assert done.output.startswith("1  blocks the wheel has no kernels for this AMD chip")
     assert "torch[device-gfx1031]" in done.output
     assert "ROCm/rocALUTION#197" in done.output
 

@@ -233,7 +233,7 @@ def test_nothing_private_gets_into_a_bundle(kind, tmp_path, monkeypatch):
     assert "torch 2.13.0+rocm7.2 on 127.0.0.1 at 12:34:56" in text  # what is no secret stays
 
 
-@pytest.mark.parametrize("name", ["amd", "torch", "rocm", "machine", "stops"])
+@pytest.mark.parametrize("name", ["amd", "torch", "rocm", "machine", "blocks"])
 def test_a_host_or_user_named_like_a_word_of_the_record(name, tmp_path, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: name)
     monkeypatch.setenv("LOGNAME", name)

@@ -113,7 +113,7 @@ def make_run(root, name, *events):
     return folder
 
 
-STARTED = RunStarted(version="0.1.0", parameters=5, steps=9, attention="sdpa", device="cpu")
+STARTED = RunStarted(schema=2, version="0.1.0", parameters=5, steps=9, attention="sdpa", device="cpu")
 STEP = StepDone(
     step=4, loss=2.5, learning_rate=1e-3, grad_norm=1.0, tokens=64, tokens_per_second=1.0, sequences_per_second=1.0,
     step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.1,
@@ -123,10 +123,10 @@ EXAM = EvalDone(step=4, loss=2.0, perplexity=7.4, bits_per_byte=1.9, tokens=5, s
 
 def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path, "a-done", STARTED, STEP, EXAM, RunEnded(why="done"))
+    make_run(tmp_path, "a-done", STARTED, STEP, EXAM, RunEnded(status="done"))
     make_run(tmp_path, "b-killed", STARTED, STEP)
-    make_run(tmp_path, "c-stopped", STARTED, STEP, RunEnded(why="stopped"))
-    make_run(tmp_path, "d failed", RunEnded(why="failed: the disk is full"))
+    make_run(tmp_path, "c-stopped", STARTED, STEP, RunEnded(status="stopped"))
+    make_run(tmp_path, "d failed", RunEnded(status="failed", error="the disk is full"))
     lock = make_run(tmp_path, "e-running", STARTED) / "lock"
     holder = os.open(lock, os.O_RDWR | os.O_CREAT)
     flock(holder, LOCK_EX)

@@ -72,7 +72,7 @@ def test_wrong_words(capsys):
 def test_a_flag_without_its_value_names_the_verb(words, where, capsys):
     assert exit_code(*words) == 2
     told = capsys.readouterr().err
-    assert f"where: {where}\n" in told and f"mend:  {where[:-1]} --help`" in told
+    assert f"where: {where}\n" in told and f"fix:   {where[:-1]} --help`" in told
 
 
 @pytest.mark.parametrize("words", [("--nodes", "2"), ("--gpus", "8"), ("--gpus", "8", "--nodes", "2")])

@@ -84,7 +84,7 @@ def test_figures_equal_those_of_eval_and_the_base_stands_beside(here):
     ]
     assert told[0]["loss"] != told[1]["loss"]
     assert row(pieces, "bits per byte", 2) == [f"{each['bits_per_byte']:.4f}" for each in told]
-    assert row(pieces, "nats a token", 2) == [f"{each['loss']:.4f}" for each in told]
+    assert row(pieces, "nats per token", 2) == [f"{each['loss']:.4f}" for each in told]
     assert row(pieces, "perplexity", 2) == [f"{each['perplexity']:.4g}" for each in told]
     assert row(pieces, "tokens", 2) == [f"{told[0]['tokens']:,}"] * 2
     assert row(pieces, "bytes", 2) == [f"{len(TEXT.encode()):,}"] * 2
@@ -139,7 +139,7 @@ def test_of_conversations_the_assistant_is_priced_by_the_template_that_is_named(
     assert refused.value.where == "--template"
     pieces, text = page("base", "--data", "talks.jsonl", "--template", "chatml")
     told = json.loads(said("base", "--data", "talks.jsonl", "--template", "chatml", "--json", command=eval_command))
-    assert row(pieces, "nats a token", 1) == [f"{told['loss']:.4f}"] and 'class="read"' in text
+    assert row(pieces, "nats per token", 1) == [f"{told['loss']:.4f}"] and 'class="read"' in text
     assert pieces[pieces.index("Again") + 1] == "bloomery report base --data talks.jsonl --template chatml"
 
 

@@ -77,7 +77,7 @@ def test_a_run_that_nobody_works_on_was_killed_and_goes_on_with_resume(run):
     told = watched(run).stdout
     assert told.startswith("one · killed · ") and told.rstrip().endswith("bloomery resume one")
     with EventLog(run / "events.jsonl") as emit:
-        emit(RunEnded(why="done", step=40))
+        emit(RunEnded(status="done", step=40))
     told = watched(run).stdout
     assert told.startswith("one · done · ") and told.rstrip().endswith("bloomery report one")
 
@@ -214,7 +214,7 @@ def test_when_the_run_ends_the_last_picture_stays(run):
         terminal = Terminal(run)
         terminal.until("running")
         with EventLog(run / "events.jsonl") as emit:
-            emit(RunEnded(why="done", step=40))
+            emit(RunEnded(status="done", step=40))
     assert terminal.ended() == 0
     after = terminal.said.rpartition(b"\x1b[?1049l")[2].decode()
     assert "one · done" in after and "bloomery report one" in after

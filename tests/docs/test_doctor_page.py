@@ -6,13 +6,13 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from words_of_docs import ROOT
+from words_of_docs import ROOT, shown_equals
 
 from bloomery.cli import cli
 from bloomery.hardware.doctor.diagnose import RULES
 
-PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```", PAGE)
+PAGE = ROOT / "docs/doctor.md"
+BLOCKS = re.findall(r"```\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```", PAGE.read_text(encoding="utf-8"))
 
 
 def without_figures(text: str) -> str:
@@ -29,7 +29,7 @@ def test_what_is_shown_is_what_is_said(command: str, shown: str, monkeypatch: py
     done = CliRunner().invoke(cli, shlex.split(command)[1:], standalone_mode=False)
     monkeypatch.undo()
     time.tzset()
-    assert without_figures(done.output) == without_figures(shown)
+    shown_equals(PAGE, shown, done.output, same=without_figures)
 
 
 def test_there_are_examples_and_the_rules_behind_them() -> None:

@@ -1,8 +1,9 @@
 """What a page tells people to type, and whether the command line and the recipe's schema know it."""
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -16,6 +17,19 @@ from bloomery.recipe.schema import Recipe
 ROOT = Path(__file__).parents[2]
 OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=(.*)", re.DOTALL)
 END = {"|", ">", "2>&1", "&&", "#", "..."}
+
+
+def shown_equals(page: Path, shown: str, output: str, *, same: Callable[[str], str] = str) -> None:
+    """Asserts that a page shows this output; with BLOOMERY_UPDATE=1 in the environment, makes it so.
+
+    `same`: what is left of a text when figures that may change are taken out.
+    """
+    if os.environ.get("BLOOMERY_UPDATE") and same(output) != same(shown):
+        text = page.read_text(encoding="utf-8")
+        assert shown in text, "another test changed this block: run the update again"
+        page.write_text(text.replace(shown, output), encoding="utf-8")
+        return
+    assert same(output) == same(shown)
 
 
 def quoted(text: str) -> list[str]:

@@ -218,8 +218,8 @@ def test_a_pin_of_the_old_build_does_not_hold_up_the_mending_command():
 
 
 def test_no_torch_and_an_old_one():
-    assert only(machine(software__torch=None, software__build=None), "no-torch").level == "stops"
-    assert only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level == "stops"
+    assert only(machine(software__torch=None, software__build=None), "no-torch").level == "blocks"
+    assert only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level == "blocks"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_two_maskings_stop_only_where_the_second_reaches_beyond_the_first():
     within = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"})
     assert only(within, "two-maskings").level == "note"
     beyond = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"})
-    assert only(beyond, "two-maskings").level == "stops"
+    assert only(beyond, "two-maskings").level == "blocks"
 
 
 def test_masked_gpus_are_not_broken():
@@ -268,7 +268,7 @@ def test_drivers_that_are_not_loaded():
     plain = machine("rx-6800-driver-blacklisted", host__driver__blacklisted="")
     assert only(plain, "driver-not-loaded").fix[0].startswith("sudo modprobe amdgpu")
     nvidia = machine("h200", accelerators=(), host__driver__nvidia="")
-    assert only(nvidia, "nvidia-driver-missing").level == "stops"
+    assert only(nvidia, "nvidia-driver-missing").level == "blocks"
 
 
 @pytest.mark.parametrize(
@@ -315,9 +315,9 @@ def test_the_machine_around_the_gpu():
     assert only(debian, "no-compiler").fix == ("sudo apt install g++",)
     assert only(fedora, "no-compiler").fix[0].startswith("sudo dnf")
     assert only(machine(host__disk_free_bytes=5 * GIB), "little-disk").level == "note"
-    assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "stops"
+    assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "blocks"
     assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))  # one card, no container
-    assert only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level == "stops"
+    assert only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level == "blocks"
 
 
 def test_memory_that_others_hold():
@@ -353,14 +353,14 @@ def test_companions_of_another_index():
 
 
 @pytest.mark.parametrize(
-    ("driver", "arch", "stops"),
+    ("driver", "arch", "blocks"),
     [("560.35.03", "sm_90", True), ("580.82.07", "sm_90", False), ("580.82.07", "sm_70", True)],
 )
-def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, stops):
+def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, blocks):
     one = machine("h200", host__driver__nvidia=driver)
     card = one.accelerators[0].model_copy(update={"arch": arch})
     found = [f for f in diagnose(changed_part(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"]
-    assert bool(found) == stops
+    assert bool(found) == blocks
     assert all("whl/cu126" in finding.fix[0] for finding in found)
 
 
@@ -392,9 +392,9 @@ def test_no_compiler_is_said_where_one_would_be_used():
         ("6.14.14", "2.10.0+rocm7.1", None),  # 30.10 of September 2025 under a ROCm of October
         ("6.12.12", "2.13.0+rocm7.2", None),  # nine months, three releases
         ("6.10.5", "2.13.0+rocm7.2", None),  # AMD lists 30.30's ROCm and 6.3 as tested, 13 months apart
-        ("6.8.5", "2.10.0+rocm7.1", "amd-driver-old stops"),
+        ("6.8.5", "2.10.0+rocm7.1", "amd-driver-old blocks"),
         ("6.8.5", "2.9.1+rocm6.4", None),  # two releases
-        ("5.18.13", "2.9.1+rocm6.4", "amd-driver-old stops"),
+        ("5.18.13", "2.9.1+rocm6.4", "amd-driver-old blocks"),
         ("6.19.14.31400000", "2.13.0+rocm7.2", None),
         ("6.19.14.31400000", "2.9.1+rocm6.3", "amd-driver-newer note"),
         ("6.19.14.31400000", "2.14.0+rocm10.1.0", None),
@@ -436,9 +436,9 @@ def test_the_kernels_own_driver_is_compared_with_linux(kernel, torch, found):
     ("modules", "path", "found"),
     [
         (("rocm/7.1.1",), "", None),
-        (("rocm/6.0.0",), "", "rocm-mixed stops"),
+        (("rocm/6.0.0",), "", "rocm-mixed blocks"),
         (("rocm/7.0.2",), "", "rocm-mixed note"),
-        (("PrgEnv-gnu/8.7.0",), "/opt/rocm-6.2.4/lib:/usr/lib", "rocm-mixed stops"),
+        (("PrgEnv-gnu/8.7.0",), "/opt/rocm-6.2.4/lib:/usr/lib", "rocm-mixed blocks"),
         ((), "", "site-modules-missing note"),
         ((), "/opt/cray/lib", "site-modules-missing note"),
     ],

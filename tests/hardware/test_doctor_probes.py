@@ -16,11 +16,11 @@ TRAIN = "bloomery train RECIPE"
 @pytest.mark.parametrize(
     ("name", "outcome", "said", "level", "fix"),
     [
-        ("device", "crashed", "SIGSEGV", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
-        ("device", "hung", "no answer within 40 s", "stops", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        ("device", "crashed", "SIGSEGV", "blocks", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        ("device", "hung", "no answer within 40 s", "blocks", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
         ("matmul-float16", "wrong", "", "slows", f"{TRAIN} train.precision=float32"),
         ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float16"),
-        ("matmul-float32", "crashed", "SIGSEGV", "stops", "bloomery doctor --bundle"),
+        ("matmul-float32", "crashed", "SIGSEGV", "blocks", "bloomery doctor --bundle"),
         ("attention-flash", "wrong", "", "note", f"{TRAIN} train.attention=blockwise"),
         ("compile", "failed", "error: unsupported target: 'gfx1031'", "note", f"{TRAIN} train.compile=false"),
         ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),

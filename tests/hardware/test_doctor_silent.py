@@ -19,7 +19,7 @@ def test_a_driver_that_has_hung_is_no_ready_machine():
 
 
 def test_a_card_that_the_kernel_does_not_offer_for_computing():
-    assert only(machine(accelerators=()), "card-cannot-compute").level == "stops"
+    assert only(machine(accelerators=()), "card-cannot-compute").level == "blocks"
     on_the_cpu = machine(accelerators=(), software__build="cpu")
     assert only(on_the_cpu, "card-cannot-compute").level == "note"
     assert "card-cannot-compute" not in ids(machine())
@@ -71,7 +71,7 @@ def test_an_nvidia_card_that_nvidia_smi_does_not_list():
     in_docker = machine("h200", accelerators=(), host__displays=card, host__around__container="docker")
     assert only(in_docker, "container-without-gpu").fix[0].startswith("docker run --gpus all")
     windows = machine("wsl", software=machine("h200").software)
-    assert only(windows, "wsl-nvidia").level == "stops"
+    assert only(windows, "wsl-nvidia").level == "blocks"
     assert ids(machine("h200", host__displays=card)) == []
 
 

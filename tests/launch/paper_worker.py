@@ -27,7 +27,7 @@ def train(folder, report, *, resumed):
     plan, facts = read_plan(folder.plan), facts_of(read_plan(folder.plan))
     deaths = json.loads((folder.path.parent / "deaths.json").read_text())
     with EventLog(folder.events) as emit:
-        emit(Resumed(path="") if resumed else RunStarted(version="", parameters=1, steps=plan.train.steps,
+        emit(Resumed(path="") if resumed else RunStarted(schema=2, version="", parameters=1, steps=plan.train.steps,
                                                          attention=plan.model.attention, device="cpu"))  # fmt: skip
         for step in range(1, plan.train.steps + 1):
             for condition, number, how in deaths:

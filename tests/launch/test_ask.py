@@ -40,7 +40,7 @@ def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> Non
         process.communicate()
     ended = bloomery.events()[-1]
     assert isinstance(ended, RunEnded)
-    assert ended.why == "stopped"
+    assert ended.status == "stopped"
     assert f"after step {ended.step:,}" in stopped.stdout
     assert "bloomery resume one" in stopped.stdout
     assert saved_steps(bloomery.run_dir / "checkpoints")[-1] == ended.step
@@ -110,10 +110,10 @@ def test_a_run_that_is_about_to_leave_has_answered_before_it_is_asked(tmp_path: 
     """What was told before its process took the run up is the end of another one."""
     folder = write_lock(tmp_path, sleeper.pid, since=since)
     with EventLog(folder.events) as log:
-        log(RunEnded(step=3, why="stopped", time=100.0))
+        log(RunEnded(step=3, status="stopped", time=100.0))
     ended = stop_run(runner_of(folder), on_event=lambda _: None)
     sleeper.wait()
-    assert (ended and ended.why) == answer
+    assert (ended and ended.status) == answer
 
 
 @pytest.mark.parametrize("lock", ["", '{"pid": 17, "sta', None])

@@ -29,7 +29,7 @@ def given(machine: Machine, tmp_path: Path, **train) -> tuple[dict[str, str], li
     """What is set, and what was warned of."""
     told: list[str] = []
     book = SimpleNamespace(emit=lambda event: told.append(event.reason), line=lambda text: None)
-    flow = SimpleNamespace(folder=RunFolder(tmp_path), book=book)
+    flow = SimpleNamespace(folder=RunFolder(tmp_path), hub=book)
     return _environment(flow, plan_of(device="cuda", **train), machine), told  # type: ignore[arg-type]  # what it uses of a flow
 
 

@@ -60,7 +60,7 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert bloomery.run_until(bloomery.saw(StepDone, 7), signal.SIGUSR1, *TRAIN) == 75
     whole, stopped_at = saved_steps(checkpoints)
     assert last(bloomery, StepDone).step == stopped_at
-    assert last(bloomery, RunEnded).why == "stopped"
+    assert last(bloomery, RunEnded).status == "stopped"
     newest = newest_valid(checkpoints, on_damage=pytest.fail)
     assert newest is not None
     content = bytearray((newest / "model.safetensors").read_bytes())
@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_damaged_and_resumed_equals_the_undisturbed_one(
     assert last(bloomery, Resumed).path.endswith(f"step-{whole:08d}")
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
     metrics = json.loads((bloomery.run_dir / "metrics.json").read_text())
-    assert (metrics["steps"], metrics["planned"]["steps"], metrics["ended"]) == (16, 16, "done")
+    assert (metrics["steps"], metrics["planned"]["steps"], metrics["status"]) == (16, 16, "done")
 
 
 def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
@@ -139,7 +139,7 @@ def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) 
     assert "bloomery resume one" in err
     assert "Traceback" not in err
     assert is_gone(worker)
-    assert last(bloomery, RunEnded).why == "stopped"
+    assert last(bloomery, RunEnded).status == "stopped"
 
 
 def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery: Bloomery) -> None:
@@ -153,7 +153,7 @@ def test_a_killed_trainer_ends_in_a_sentence_and_so_does_a_damaged_plan(bloomery
     assert "memory runs out" in err
     assert "Traceback" not in err
     assert "bloomery resume one" in err
-    assert last(bloomery, RunEnded).why.startswith("failed: ")
+    assert last(bloomery, RunEnded).status == "failed"
 
     (bloomery.run_dir / "plan.json").write_text("{")
     broken = bloomery.here(*RESUME)
@@ -174,7 +174,7 @@ def test_the_trainer_dies_with_its_parent(bloomery: Bloomery) -> None:
 
 def test_a_stop_while_preparing_is_quick_and_resumable(bloomery: Bloomery) -> None:
     assert bloomery.run_until(bloomery.saw(Phase), signal.SIGINT, *TRAIN) == 75
-    assert last(bloomery, RunEnded).why == "stopped"
+    assert last(bloomery, RunEnded).status == "stopped"
     assert not (bloomery.run_dir / "plan.json").exists()
 
 
@@ -221,7 +221,7 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
     for name, text in {"config.json": "{}", **held}.items():
         (model / name).write_text(text)
     refused = bloomery.here(*TRAIN, "model.from=model")
-    assert refused.returncode == 1 and said in refused.stderr and "mend:" in refused.stderr
+    assert refused.returncode == 1 and said in refused.stderr and "fix:" in refused.stderr
     assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
 
 

@@ -27,7 +27,7 @@ def keep_lines(bloomery: Bloomery, kept) -> None:
 def test_a_whole_history_has_no_problem(undisturbed: Bloomery) -> None:
     found = read_history(undisturbed.run_dir)
     assert (found.problem, found.last_step) == (None, LAST)
-    assert found.ended is not None and found.ended.why == "done"
+    assert found.ended is not None and found.ended.status == "done"
 
 
 def test_an_end_that_was_appended_is_not_believed_and_missing_steps_are_named(
@@ -37,7 +37,7 @@ def test_an_end_that_was_appended_is_not_believed_and_missing_steps_are_named(
     shutil.rmtree(checkpoints / f"step-{LAST:08d}")
     keep_lines(copied, lambda event: event.step < LAST and not (isinstance(event, StepDone) and 5 <= event.step <= 9))
     with EventLog(copied.run_dir / "events.jsonl") as emit:
-        emit(RunEnded(step=LAST, why="done"))
+        emit(RunEnded(step=LAST, status="done"))
     assert "one" in copied.here("runs").stdout and "done" not in copied.here("runs").stdout
     report = copied.here("report", "one")
     assert report.returncode == 0, report.stderr

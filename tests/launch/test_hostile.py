@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about
     assert any(isinstance(event, Warned) and "training goes on" in event.reason for event in events)
     assert [event.step for event in events if isinstance(event, StepDone)][-1] == 120
     assert isinstance(events[-1], RunEnded)
-    assert events[-1].why.startswith("failed: the checkpoint could not be written")
+    assert events[-1].error.startswith("the checkpoint could not be written")
 
 
 def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> None:
@@ -87,7 +87,7 @@ def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> No
         process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75
     events = bloomery.events()
-    assert [event.why for event in events if isinstance(event, RunEnded)] == ["stopped"]
+    assert [event.status for event in events if isinstance(event, RunEnded)] == ["stopped"]
     saved = [event.step for event in events if isinstance(event, Saved)]
     for each, (out, err) in zip(asked, told, strict=True):
         answers = saved if each is asked[2] else saved[-1:]  # a save may have been answered before the stops are

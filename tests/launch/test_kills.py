@@ -145,7 +145,7 @@ def test_fifty_faults_of_each_kind_of_run_leave_no_trace(kind: str, chain: int, 
     bloomery = Bloomery(tmp_path)
     while struck < FAULTS:
         struck += random_fault(bloomery, draw)
-        if any(isinstance(event, RunEnded) and event.why == "done" for event in bloomery.events()):  # another run
+        if any(isinstance(event, RunEnded) and event.status == "done" for event in bloomery.events()):  # another run
             assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=60)
             shutil.rmtree(bloomery.run_dir)
     done = bloomery.run(*bloomery.go_on, *(LONG if "train" in bloomery.go_on else ()))

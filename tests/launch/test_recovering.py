@@ -65,7 +65,7 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
     assert "SIGSEGV" in reason["train.attention"]
     assert len(losses(paper_workshop / "runs/one")) == 16
     assert not (paper_workshop / "runs/one/safer.json").exists()
-    assert of(paper_workshop, RunEnded)[-1].why == "done"
+    assert of(paper_workshop, RunEnded)[-1].status == "done"
 
 
 def test_after_three_restarts_it_stops_and_says_how_to_go_on(paper_workshop: Path) -> None:
@@ -224,7 +224,7 @@ def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Pa
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.optimizer.learning_rate, plan.recovered) == (0.01, ("optimizer.learning_rate",))
-    assert of(paper_workshop, RunEnded)[-1].why == "done"
+    assert of(paper_workshop, RunEnded)[-1].status == "done"
 
 
 def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:
@@ -235,5 +235,5 @@ def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> 
     keep(folder, fallback_after)
     assert take_kept(folder) == fallback_after
     assert take_kept(folder) is None
-    folder.safer.write_text('{"because": "x", "pl')
+    folder.fallback.write_text('{"because": "x", "pl')
     assert take_kept(folder) is None

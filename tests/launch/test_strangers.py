@@ -10,7 +10,7 @@ from runs_of_bloomery import Bloomery
 from bloomery.monitor.events import RunEnded, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.runs import event_hub as hooks
-from bloomery.runs.event_hub import journal
+from bloomery.runs.event_hub import event_hub
 from bloomery.runs.folder import RunFolder
 
 
@@ -28,10 +28,10 @@ def hooked(undisturbed: Bloomery, tmp_path: Path) -> tuple[RunFolder, str]:
 def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]:
     """Emits an event to the sinks of the plan; the warnings."""
     plan = read_plan(folder.plan)
-    with journal(folder, quiet=True) as book:
-        book.hooks = asked
-        with book.shown(plan, "run"):
-            book.tell(RunEnded(why="stopped"))
+    with event_hub(folder, quiet=True) as hub:
+        hub.hooks = asked
+        with hub.shown(plan, "run"):
+            hub.tell(RunEnded(status="stopped"))
     return [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
 
 

@@ -61,7 +61,7 @@ def test_a_known_death_ends_in_cause_and_remedy() -> None:
     )
     assert said[1].startswith("why:   a kernel faulted: a wrong HSA_OVERRIDE_GFX_VERSION")
     assert said[2] == f"where: {fault}"
-    assert said[4] == "mend:  unset HSA_OVERRIDE_GFX_VERSION  # if it is set"
+    assert said[4] == "fix:   unset HSA_OVERRIDE_GFX_VERSION  # if it is set"
     assert "bloomery train /somewhere/runs/one/recipe.yaml train.compile=false" in said[5]
     assert said[-1] == "       `bloomery resume /somewhere/runs/one` goes on from what was saved"
 

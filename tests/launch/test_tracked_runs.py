@@ -52,7 +52,7 @@ def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloom
     assert {one["step"] for one in told if "step" in one} >= set(range(1, 17))
     warned = [event.reason for event in bloomery.events() if isinstance(event, Warned)]
     assert sum("the disk is full" in reason for reason in warned) == 2  # once each time that it ran
-    assert [event.why for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped", "done"]
+    assert [event.status for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped", "done"]
 
 
 def test_a_tracker_that_is_not_installed_is_said_before_there_is_a_run(bloomery: Bloomery):

@@ -43,7 +43,7 @@ def step_done(step, loss=2.0):
 
 
 def test_every_event_comes_back_equal(tmp_path):
-    written = [step_done(1), Phase(name="prepare", done=1, total=2), Sampled(prompt="é\u2028", text="\ud800 x\n")]
+    written = [step_done(1), Phase(name="prepare", done=1, total=2), Sampled(prompt="é\u2028", completion="\ud800 x\n")]
     with EventLog(tmp_path / "deep" / "events.jsonl") as emit:
         for event in written:
             emit(event)
@@ -56,7 +56,7 @@ def test_a_new_writer_begins_on_a_fresh_line(tmp_path):
         emit(step_done(1))
         with path.open("ab") as file:
             file.write(to_json(step_done(2))[:40].encode())
-        parent(RunEnded(why="failed: killed"))
+        parent(RunEnded(status="failed", error="killed"))
         emit(step_done(2))
     assert [type(event).__name__ for event in read_events(path)] == ["StepDone", "RunEnded", "StepDone"]
 
@@ -76,7 +76,7 @@ def test_lines_that_say_nothing(line):
 
 
 def test_fields_of_a_newer_version_are_ignored():
-    assert from_json('{"event": "RunEnded", "why": "done", "mood": "good", "step": 3, "time": 1}').step == 3
+    assert from_json('{"event": "RunEnded", "status": "done", "mood": "good", "step": 3, "time": 1}').step == 3
 
 
 def test_the_last_telling_of_a_step_counts():
@@ -92,13 +92,13 @@ def test_a_future_that_a_resume_gave_up_is_not_told():
 
 def test_a_night_between_a_stop_and_its_resume_is_no_time_of_the_run():
     def started(time):
-        return RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", time=time)
+        return RunStarted(schema=2, version="0", parameters=1, steps=9, attention="sdpa", device="cpu", time=time)
 
     def took(step, time):
         return replace(step_done(step), time=time)
 
     killed = [started(0.0), took(1, 5.0), took(2, 10.0)]
-    stopped = [*killed, RunEnded(step=2, why="stopped", time=11.0)]
+    stopped = [*killed, RunEnded(step=2, status="stopped", time=11.0)]
     assert summary_of(stopped).seconds == 11.0
     again = [started(30_000.0), Resumed(path="x", step=2, time=30_000.0), took(3, 30_004.0)]
     assert summary_of([*stopped, *again]).seconds == 15.0
@@ -169,7 +169,10 @@ def test_a_full_disk_is_one_sentence(tmp_path):
 
 
 def test_a_flipped_bit_of_a_line_never_reads_as_another_event(tmp_path):
-    path, told = tmp_path / "events.jsonl", [step_done(1), Sampled(step=1, prompt="a", text="ä\ud800b"), step_done(2)]
+    path, told = (
+        tmp_path / "events.jsonl",
+        [step_done(1), Sampled(step=1, prompt="a", completion="ä\ud800b"), step_done(2)],
+    )
     with EventLog(path) as emit:
         for event in told:
             emit(event)

@@ -24,7 +24,9 @@ GPU = Facts(
 
 def steady(steps=100, attention="blockwise", start=0, **changes):
     """A run without trouble: half a second a step, a loss that falls from ln 1000 to about 4."""
-    begin = [RunStarted(version="0", parameters=1, steps=1000, attention=attention, device="cuda", step=start)]
+    begin = [
+        RunStarted(schema=2, version="0", parameters=1, steps=1000, attention=attention, device="cuda", step=start)
+    ]
     losses = {step: 4.0 + 2.9 * 0.97**step for step in range(1, steps + 1)}
     return [*begin, *(step_done(s, **{"loss": losses[s], **changes}) for s in range(start + 1, steps + 1))]
 
@@ -166,7 +168,7 @@ def learning(losses, facts=GPU, ratio=1e-3, **changes):
     """What is said of a run with these losses and vitals after each step."""
     rate = changes.pop("learning_rate", facts.learning_rate)
     steps = [step_done(s, loss, learning_rate=rate, **changes) for s, loss in enumerate(losses, 1)]
-    begin = RunStarted(version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
+    begin = RunStarted(schema=2, version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
     return why_not_learning([begin, *with_every(steps, StepHealth, update_ratio=ratio)], facts)
 
 

@@ -78,7 +78,7 @@ def test_memory_has_a_column_and_leaves_the_curve_its_room():
 def test_an_exam_of_pairs_keeps_its_distance_from_the_loss():
     exam = EvalDone(step=1, loss=0.69, perplexity=None, bits_per_byte=None, tokens=9, seconds=1)
     exam = replace(exam, metrics={"accuracy": 1.0})
-    started = RunStarted(version="0", parameters=1, steps=9, attention="sdpa", device="cpu", per="pair")
+    started = RunStarted(schema=2, version="0", parameters=1, steps=9, attention="sdpa", device="cpu", loss_unit="pair")
     titles = header("pair")
     (row,) = rows_of(lines_of([started, step_done(1, 0.69), exam], every=1), titles)
     assert row[26 : len(titles)].split("  ")[0] == "" and "0.69, 100%  " in row
@@ -161,7 +161,7 @@ def test_smoothing_is_bias_corrected():
 
 
 def test_a_failure_says_why():
-    lines = lines_of([step_done(10), RunEnded(step=10, why="failed: the disk is full", time=10.0)])
+    lines = lines_of([step_done(10), RunEnded(step=10, status="failed", error="the disk is full", time=10.0)])
     assert lines[-1] == "failed     after 0.0 s: the disk is full"
 
 
@@ -198,7 +198,7 @@ def a_long_run():
         yield step_done(step, 12.3456, NOW - 60 + step % 10, tokens=3_194_880_000, tokens_per_second=1_222_808.0)
     exam = EvalDone(step=195_000, loss=0.693, perplexity=None, bits_per_byte=None, tokens=9, seconds=1, time=NOW)
     yield replace(exam, metrics={"accuracy": 0.712})
-    yield Sampled(step=195_000, prompt="def first(sentence: str) -> str:\n", text="    return sentence", time=NOW)
+    yield Sampled(step=195_000, prompt="def first(sentence: str) -> str:\n", completion="    return sentence", time=NOW)
     yield Saved(step=195_000, path="checkpoints/step-00195000", bytes=2**30, seconds=1.0, time=NOW)
     devices = {"seconds": 5.0, "utilization": 97.0, "memory_total_gib": 191.7, "temperature": 71.0, "power": 702.0}
     yield DeviceStats(device=0, memory_gib=151.2, throttled="thermal throttling", time=NOW, **devices)
@@ -227,7 +227,7 @@ def test_a_terminal_of_80_by_24_shows_every_figure_whole():
 
 
 def test_a_long_line_of_a_sample_goes_on_in_the_next():
-    lines = screen_of([step_done(1), Sampled(prompt="", text="ab " * 60)])
+    lines = screen_of([step_done(1), Sampled(prompt="", completion="ab " * 60)])
     shown = "".join(line[11:].ljust(69) for line in lines if "ab ab" in line or line.strip().startswith("ab"))
     assert shown.startswith(("ab " * 60).rstrip())
 
@@ -247,10 +247,10 @@ def view_of(events, before=(), **console):
 
 
 def test_a_resumed_run_does_not_show_how_it_ended_before():
-    before = [step_done(3), RunEnded(step=3, why="failed: the disk is full")]
+    before = [step_done(3), RunEnded(step=3, status="failed", error="the disk is full")]
     shown = view_of([Phase(name="compile")], before)
     assert "failed" not in shown and "a-run · starting · compile · step 3 of 9" in shown
-    assert "failed: the GPU is gone" in view_of([RunEnded(step=3, why="failed: the GPU is gone")], before)
+    assert "failed: the GPU is gone" in view_of([RunEnded(step=3, status="failed", error="the GPU is gone")], before)
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[2J\x9b1m\x90q\x9c\u202etxt\u2066\r\x08"
@@ -260,10 +260,11 @@ HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[2J\x9b1m\x90q\x9c\u202etxt\u2066\r\x0
 def test_text_of_a_dataset_never_reaches_the_terminal_raw(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=24, color_system=None)
     events = [
-        Warned(reason=f"a row {HOSTILE} is odd"), step_done(1), Sampled(step=1, prompt=HOSTILE, text=f"a{HOSTILE}b"),
-        Phase(name=f"x{HOSTILE}"), Recovered(step=1, reason=HOSTILE, action=HOSTILE),
+        Warned(reason=f"a row {HOSTILE} is odd"), step_done(1),
+        Sampled(step=1, prompt=HOSTILE, completion=f"a{HOSTILE}b"), Phase(name=f"x{HOSTILE}"),
+        Recovered(step=1, reason=HOSTILE, action=HOSTILE),
         Saved(step=1, path=f"a/{HOSTILE}", bytes=1, seconds=1), Resumed(step=1, path=HOSTILE),
-        RunEnded(step=1, why=f"failed: {HOSTILE}"),
+        RunEnded(step=1, status="failed", error=f"{HOSTILE}"),
     ]  # fmt: skip
     with showing(RunFacts(name=f"run{HOSTILE}"), console, events) as view:
         for event in events:
@@ -291,7 +292,7 @@ def test_a_terminal_gets_the_live_view_and_a_pipe_gets_lines():
 
 
 def test_how_much_of_a_model_is_trained_is_said_where_it_is_not_all():
-    whole = RunStarted(version="0", parameters=16_081_536, steps=1, attention="mask", device="cpu")
-    part = replace(whole, trained=98_304)
+    whole = RunStarted(schema=2, version="0", parameters=16_081_536, steps=1, attention="mask", device="cpu")
+    part = replace(whole, trainable=98_304)
     assert lines_of([whole])[0].endswith("16,081,536 parameters on cpu, attention: mask")
     assert lines_of([part])[0].endswith("16,081,536 parameters, 98,304 of them trained, on cpu, attention: mask")

@@ -51,7 +51,7 @@ def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
     log = LogFile(tmp_path / "log.txt")
     for leak in LEAKS.values():
         log.write(Warned(reason=leak))
-        log.write(Sampled(prompt=leak, text=leak))
+        log.write(Sampled(prompt=leak, completion=leak))
         log.text(f"Traceback\n  File x\n{leak}")
     log.close()
     text = (tmp_path / "log.txt").read_text()
@@ -61,9 +61,9 @@ def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
 def test_events_hold_no_canary_and_stay_readable(leak, tmp_path):
     with EventLog(tmp_path / "events.jsonl") as emit:
-        emit(RunEnded(why=f'failed: "{leak}"'))
+        emit(RunEnded(status="failed", error=f'"{leak}"'))
     assert CANARY not in (tmp_path / "events.jsonl").read_text()
-    assert [event.why[:8] for event in read_events(tmp_path / "events.jsonl")] == ["failed: "]
+    assert [event.status for event in read_events(tmp_path / "events.jsonl")] == ["failed"]
 
 
 def test_log_paces_steps_but_never_skips_a_skipped_one(tmp_path):
@@ -168,7 +168,7 @@ def test_metrics_are_those_of_the_events(tmp_path):
             emit(event)
     metrics = json.loads(write_metrics(tmp_path).read_text())
     assert metrics["steps"] == metrics["steps_planned"] == 40 and metrics["tokens"] == 40 * 8192
-    assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["ended"] == "done"
+    assert metrics["skipped_steps"] == 1 and metrics["resumes"] == 1 and metrics["status"] == "done"
     assert metrics["best_evaluation"]["step"] == 40 and metrics["peak_memory_gib"] == 0.58
 
 

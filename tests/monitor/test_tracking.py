@@ -124,7 +124,9 @@ def test_a_tracker_is_told_where_nothing_lies_on_this_machine(tmp_path):
 
 def test_wandb_gets_the_figures_at_the_pace_of_the_recipe_and_how_the_run_ended(library):
     run = library("wandb", WANDB)
-    assert tracked("wandb", run, [step_done(9), step_done(10, 1.5), RunEnded(why="stopped", step=10)], every=10) == []
+    assert (
+        tracked("wandb", run, [step_done(9), step_done(10, 1.5), RunEnded(status="stopped", step=10)], every=10) == []
+    )
     first, *_, log, finish = told(run)
     init = first["init"]
     assert init["name"] == "run" and init["project"] == "tiny" and init["resume"] == "allow"
@@ -152,17 +154,19 @@ def test_a_run_that_is_killed_is_told_as_failed(library):
 def test_a_resumed_run_goes_on_in_the_same_tracker_run(library, monkeypatch):
     run = library("wandb", WANDB)
     tracked("wandb", run, [step_done(1)])
-    tracked("wandb", run, [Resumed(path="x", step=0), step_done(1), RunEnded(why="done", step=1)])
+    tracked("wandb", run, [Resumed(path="x", step=0), step_done(1), RunEnded(status="done", step=1)])
     first, second = (one["init"]["id"] for one in told(run) if "init" in one)
     assert first == second and len(first) == 16
 
     library("mlflow", MLFLOW)
     (run.parent / "told").unlink()
-    tracked("mlflow", run, [RunEnded(why="failed: x", step=1)])  # tracked.json is there, the run at MLflow is not
+    tracked(
+        "mlflow", run, [RunEnded(status="failed", error="x", step=1)]
+    )  # tracked.json is there, the run at MLflow is not
     assert [one for one in told(run) if "run" in one] and told(run)[-1] == {"end": "FAILED"}
     monkeypatch.setenv("KNOWN", "1")
     (run.parent / "told").unlink()
-    tracked("mlflow", run, [step_done(2), RunEnded(why="done", step=2)])
+    tracked("mlflow", run, [step_done(2), RunEnded(status="done", step=2)])
     search, update, metrics, end = told(run)
     assert first in search["search"] and update == {"update": "RUNNING"} and end == {"end": "FINISHED"}
     assert metrics["metrics"][0] == ["train/loss", 2.0, 2000, 2]  # name, value, milliseconds, step

@@ -39,7 +39,10 @@ def drawn(events, width=100, height=None, plain=False, state="running", now=30.0
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
 @pytest.mark.parametrize("height", [None, 12, 24, 40])
 def test_no_line_is_wider_and_no_picture_higher_than_the_screen(width, height):
-    long = [Warned(reason="a word " * 80, step=3), Sampled(step=40, prompt="漢字" * 60, text="\x1b[2J" + "x" * 300)]
+    long = [
+        Warned(reason="a word " * 80, step=3),
+        Sampled(step=40, prompt="漢字" * 60, completion="\x1b[2J" + "x" * 300),
+    ]
     lines = drawn([*made_up_run(), *long], width, height)
     assert all(cell_len(line) <= width for line in lines)
     assert height is None or len(lines) <= height
@@ -51,7 +54,7 @@ def test_everything_that_a_person_looks_for_is_there():
     events = [*made_up_run(steps=40, kill_at=25), gpu]
     text = "\n".join(drawn([*events[:-2], gpu]))
     for part in (
-        "tiny-1 · running · step 40 of 40", "loss, nats a token", "exam", "bits/byte at 40", "16,384 tokens/s",
+        "tiny-1 · running · step 40 of 40", "loss, nats per token", "exam", "bits/byte at 40", "16,384 tokens/s",
         "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "step 20: resumed from step-00000020",
         "step was skipped", "its update was skipped", "at 40", "step 40", "    rate  ", "tokens/s  ",
     ):  # fmt: skip
@@ -71,10 +74,10 @@ def test_a_run_that_says_nothing_yet_has_a_picture():
 
 
 def test_a_kill_is_told_although_nobody_wrote_it_down():
-    started = RunStarted(version="1", parameters=1, steps=9, attention="sdpa", device="cpu", step=3)
+    started = RunStarted(schema=2, version="1", parameters=1, steps=9, attention="sdpa", device="cpu", step=3)
     lines = drawn([step_done(5), started, Resumed(path="checkpoints/step-00000003", step=3)])
     assert any("step 5: killed" in line for line in lines)
-    ended = [step_done(5), RunEnded(why="stopped", step=5), started]
+    ended = [step_done(5), RunEnded(status="stopped", step=5), started]
     assert not any("killed" in line for line in drawn(ended))
 
 
@@ -89,7 +92,9 @@ def test_time_stands_still_for_a_run_that_has_ended():
 
 
 def test_a_night_between_a_stop_and_its_resume_does_not_count():
-    started = RunStarted(version="0", parameters=1, steps=9, attention="x", device="cpu", time=50_000.0, step=40)
+    started = RunStarted(
+        schema=2, version="0", parameters=1, steps=9, attention="x", device="cpu", time=50_000.0, step=40
+    )
     events = [*made_up_run(), started, Resumed(path="x", step=40, time=50_000.0)]
     assert "28 s" in drawn(made_up_run(), state="done", now=40_000.0)[1]
     assert "33 s" in drawn(events, now=50_005.4)[1]
@@ -162,11 +167,11 @@ def test_a_request_to_stop_is_seen_until_the_run_has_ended():
     asked = [step_done(1), Phase(name="stopping", step=1), step_done(2)]
     assert seen_of(asked).summary.stopping
     assert any("asked to stop" in line for line in drawn(asked))
-    assert not seen_of([*asked, RunEnded(why="stopped", step=2)]).summary.stopping
+    assert not seen_of([*asked, RunEnded(status="stopped", step=2)]).summary.stopping
 
 
 def test_a_long_way_is_told_by_the_clock_too():
-    events = [RunStarted(version="1", parameters=1, steps=10_000, attention="sdpa", device="cpu", time=0.0)]
+    events = [RunStarted(schema=2, version="1", parameters=1, steps=10_000, attention="sdpa", device="cpu", time=0.0)]
     events += [step_done(step, time=60.0 * step) for step in range(1, 11)]
     head = drawn(events, now=600.0)[1]
     assert "7 days left" in head or "6.9 days left" in head, head
@@ -216,7 +221,7 @@ def test_a_narrow_screen_leaves_out_what_pytorch_holds_first_then_the_clock():
 
 
 def test_a_small_screen_shows_more_of_the_newest_sample_instead_of_two_beginnings():
-    samples = [Sampled(step=step, prompt="def f():\n", text="a\nb\nc\nd\ne") for step in (10, 20)]
+    samples = [Sampled(step=step, prompt="def f():\n", completion="a\nb\nc\nd\ne") for step in (10, 20)]
     low = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 26))
     assert "at 20" in low and "at 10" not in low and " b" in low
     high = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 50))

@@ -43,7 +43,7 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
         a = train_step(inside, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
         b = train_step(after, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
         assert a.taken
-        assert (a.loss, a.learned) == (b.loss, b.learned)
+        assert (a.loss, a.loss_tokens) == (b.loss, b.loss_tokens)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
     assert inside.scale is None or inside.scale.clean_steps == 3
     # Stacks form their sums in another order than tensors alone do; what is rounded at random may then fall elsewhere.

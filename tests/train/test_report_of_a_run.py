@@ -22,7 +22,7 @@ def trained(prepared, tmp_path_factory):
     with EventLog(folder / "events.jsonl") as emit:
         for event in run.events:
             emit(event)
-        emit(RunEnded(step=12, why="done"))
+        emit(RunEnded(step=12, status="done"))
     write_plan(plan, folder / "plan.json")
     return run, plan
 

@@ -95,7 +95,7 @@ def test_a_run_tells_which_samples_are_answers(talks, tmp_path):
     plan = plan_of(talks, train={"steps": 1})
     run(plan, run_dir=tmp_path, emit=events.append, stop=lambda: False)
     (sample,) = [event for event in events if type(event).__name__ == "Sampled"]
-    assert sample.answers and sample.whole == f"{ASKED}\n{sample.text}" and "<|im_start|>" not in sample.text
+    assert sample.chat and sample.whole == f"{ASKED}\n{sample.completion}" and "<|im_start|>" not in sample.completion
 
 
 def test_a_template_that_takes_no_question_alone_is_refused_before_the_first_step(tmp_path):

@@ -56,7 +56,7 @@ class Disturbed(Run):
 
 def told(run: Run) -> dict[str, object]:
     evals = [(event.step, event.loss, event.tokens) for event in last_per_step(run.events, EvalDone)]
-    samples = {(event.step, event.prompt): event.text for event in run.of(Sampled)}
+    samples = {(event.step, event.prompt): event.completion for event in run.of(Sampled)}
     losses = [(event.step, event.loss) for event in last_per_step(run.events, StepDone)]
     state = json.loads((run.checkpoint(run.steps_done()) / "state.json").read_text())
     del state["progress"]["seconds"]  # by the clock

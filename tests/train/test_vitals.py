@@ -35,7 +35,7 @@ def test_the_ratio_is_that_of_root_mean_squares():
     told = health_check.report(5, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False)
     every = 300 * 50 + 40 * 40 + 7
     assert told.update_ratio == pytest.approx((0.25 + 0.0) / 2)  # the median of the two matrices
-    assert told.still_share == pytest.approx((40 * 40 + 7) / every) and told.still == "kept"
+    assert told.unchanged_share == pytest.approx((40 * 40 + 7) / every) and told.still == "kept"
     assert told.no_gradient_share == pytest.approx((40 * 40 + 7) / every)  # one is zero, one is None
 
 
@@ -43,7 +43,7 @@ def test_a_step_that_was_not_taken_has_no_ratio():
     told = HealthCheck({"w": nn.Parameter(torch.ones(2, 2))}).report(
         1, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False
     )
-    assert (told.update_ratio, told.still_share, told.no_gradient_share, told.still) == (None, None, None, "")
+    assert (told.update_ratio, told.unchanged_share, told.no_gradient_share, told.still) == (None, None, None, "")
 
 
 def test_labels_are_looked_for_in_their_own_document_only():
@@ -76,5 +76,5 @@ def test_looking_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
 def test_vitals_come_early_and_with_the_monitor(prepared, tmp_path):
     run = Run(healthy_plan(prepared, train={"steps": 26}, logging={"every_steps": 13}), tmp_path / "run")
     assert [told.step for told in run.of(StepHealth)] == sorted({s for s in EARLY if s <= 26} | {13, 26})
-    assert all(told.labels_next == 1.0 and told.still_share == 0.0 for told in run.of(StepHealth))
+    assert all(told.labels_next == 1.0 and told.unchanged_share == 0.0 for told in run.of(StepHealth))
     assert all(100 < step.loss_tokens <= 128 for step in run.of(StepDone))

@@ -54,8 +54,8 @@ def giver_name(text: str) -> str:
     """A name as people sign with. Raises UserError for what is none, or could be markup."""
     name = " ".join(text.split())
     if not re.fullmatch(r"[\w .,'@+-]{1,60}", name):
-        fix = 'write --giver "Ada L.", or leave it out to stay anonymous'
-        raise UserError(f"{text!r} is no name for a card", where="--giver", fix=fix, code=2)
+        fix = 'write --author "Ada L.", or leave it out to stay anonymous'
+        raise UserError(f"{text!r} is no name for a card", where="--author", fix=fix, code=2)
     return name
 
 

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 @click.command()
 @recipe_argument
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Measure these values in all combinations.")
-@click.option("--card", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures for others to use.")
-@click.option("--giver", default="anonymous", metavar="NAME", help="Who gives the card.", show_default=True)
+@click.option(
+    "--export", "card", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures for others to use."
+)
+@click.option(
+    "--author", "contributor", default="anonymous", metavar="NAME", help="Who gives the card.", show_default=True
+)
 @click.option("--limit", metavar="TIME", help="Begin no further setting after this long, such as 10m.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; the table goes to stderr.")
 def command(

@@ -50,7 +50,7 @@ def command(
     if isinstance(result, Evaluation):
         bits = result.bits_per_byte
         rows = {
-            "loss": f"{result.loss:.4f} nats a token",
+            "loss": f"{result.loss:.4f} nats per token",
             "perplexity": f"{result.perplexity:.4g}",
             "bits/byte": "unknown: these tokens stand for no text" if bits is None else f"{bits:.4f}",
             "tokens": f"{result.tokens:,}",

@@ -64,7 +64,7 @@ def describe(folder: Path) -> RunLine:
         summary, unknown = RunSummary(), "unreadable"
     state = "running" if worked_on(folder) else unknown
     if state != "running" and summary.ended is not None and not contradicted(folder, summary.ended, summary.step):
-        state = summary.ended.why.partition(":")[0]
+        state = summary.ended.status
     exam = summary.evaluation
     return RunLine(
         name=folder.name,

@@ -90,7 +90,7 @@ def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
         case EvalDone() if len(seen.of(EvalDone)) == 1:
             say("evaluation", f"on {event.tokens:,} tokens", event.seconds)
         case Sampled() if len(seen.of(Sampled)) == len(seen.plan.sample.prompts):
-            done = "answered" if event.answers else "continued"
+            done = "answered" if event.chat else "continued"
             say("sampling", f"{len(seen.plan.sample.prompts)} of the recipe's prompts {done}", seen.sample_seconds)
         case Saved():
             say("save", f"{format_bytes(event.bytes)}, every file hashed and flushed to the disk", event.seconds)

@@ -28,14 +28,14 @@ def command(run: str) -> int:
     say(f"asked      process {runner.pid} to save and stop; it ends after the step that it is taking")
     with waiting(folder.path) as told:
         ended = stop_run(runner, on_event=told)
-    if ended is None or ended.why not in ("stopped", "done"):
-        why = "killed, and said nothing" if ended is None else ended.why
+    if ended is None or ended.status == "failed":
+        why = "process killed without a final event" if ended is None else ended.error
         fix = f"`bloomery resume {folder.name}` goes on from the last checkpoint"
-        raise UserError(f"the run ended otherwise: {why}", where=str(folder.log), fix=fix)
+        raise UserError(f"the run failed before it stopped: {why}", where=str(folder.log), fix=fix)
     steps = saved_steps(folder.checkpoints)
     kept = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "there was nothing to save yet"
-    say(f"{ended.why:<11}after step {ended.step:,}; {kept}")
-    if ended.why == "stopped":
+    say(f"{ended.status:<11}after step {ended.step:,}; {kept}")
+    if ended.status == "stopped":
         say(f"next       bloomery resume {folder.name}")
     return 0
 

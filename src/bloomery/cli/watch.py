@@ -129,7 +129,7 @@ class _Watched:
         for event in self._tail.read():
             self._seen.add(event)
         if not working:
-            state = "killed" if summary.ended is None else summary.ended.why.partition(":")[0]
+            state = "killed" if summary.ended is None else summary.ended.status
         else:
             state = "stopping" if summary.stopping else "paused" if (folder / "pause").exists() else "running"
         if self._known is None:

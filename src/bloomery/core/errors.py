@@ -16,7 +16,7 @@ class UserError(Exception):
         if self.where:
             parts.append(f"where: {_own_lines(self.where)}")
         if self.fix:
-            parts.append(f"mend:  {self.fix}")
+            parts.append(f"fix:   {self.fix}")
         return "\n".join(parts)
 
 

@@ -41,7 +41,7 @@ def training_of(checkpoint: Path) -> Training | None:
     evaluation, device, per = None, "", "token"
     for event in read_events(run / "events.jsonl"):
         if isinstance(event, RunStarted):
-            device, per = event.device, event.per
+            device, per = event.device, event.loss_unit
         elif isinstance(event, StepDone) and event.step <= int(step):
             steps[event.step] = event  # after a resume the last event of a step counts
         elif isinstance(event, EvalDone) and event.step <= int(step):

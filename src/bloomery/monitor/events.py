@@ -30,14 +30,17 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
+    schema: int  # of the events that follow; another one is refused
     version: str
+    world_size: int = 1
+    mesh: dict[str, int] = field(default_factory=dict)  # devices by axis, without those of 1
     parameters: int
-    trained: int | None = None  # of them; None: all
+    trainable: int | None = None  # of them; None: all
     steps: int
     attention: str  # the kernel that runs
     device: str
-    reason: dict[str, str] = field(default_factory=dict)
-    per: str = "token"  # what a loss is of: nats a learned token, or an objective's number a pair or an answer
+    reasons: dict[str, str] = field(default_factory=dict)
+    loss_unit: str = "token"  # a loss is nats per loss token, or the objective's number per pair or answer
     epochs: str = ""  # how many the run makes, in words
 
 
@@ -77,8 +80,8 @@ class StepHealth(Event):
     """
 
     update_ratio: float | None = None  # the step's change of a matrix beside its size, root mean squares, the median
-    still_share: float | None = None  # of parameters in tensors that this step left as they were
-    still: str = ""  # the largest of those
+    unchanged_share: float | None = None  # of parameters in tensors that this step left as they were
+    unchanged: str = ""  # the largest of those
     no_gradient_share: float | None = None  # of parameters in tensors whose gradient is absent or zero
     labels_next: float | None = None  # share of the labels that are the token that follows, as they must be
     labels_own: float | None = None  # that are the token they are asked at
@@ -101,16 +104,16 @@ class EvalDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
-    """`answers`: the text answers the prompt, put as a question; else it goes on with it."""
+    """`chat`: the prompt was a user message in the chat template; else the completion continues its text."""
 
     prompt: str
-    text: str
-    answers: bool = False
+    completion: str
+    chat: bool = False
 
     @property
     def whole(self) -> str:
         """Both as people read them."""
-        return f"{self.prompt}\n{self.text}" if self.answers else self.prompt + self.text
+        return f"{self.prompt}\n{self.completion}" if self.chat else self.prompt + self.completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +168,12 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    why: str  # "done", "stopped", "failed: ..."
+    status: str  # done, stopped or failed
+    error: str = ""  # of a failed run: what failed
 
 
 Emit = Callable[[Event], None]
+SCHEMA = 2  # of events.jsonl, stated by every RunStarted
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
@@ -232,7 +237,7 @@ def to_line(event: Event) -> bytes:
 def from_json(line: str) -> Event | None:
     """None for a line that a kill cut short, that something damaged, or of a kind that this version does not know.
 
-    A line without a CRC is taken as it is.
+    A line without a CRC is taken as it is. Raises UserError for a run that another version's events describe.
     """
     stamped = _STAMPED.fullmatch(line)
     if stamped is not None and zlib.crc32(stamped[1].encode("utf-8", errors="replace")) != int(stamped[2], 16):
@@ -244,6 +249,9 @@ def from_json(line: str) -> Event | None:
     if not isinstance(entry, dict):
         return None
     kind = KINDS.get(str(entry.pop("event", "")))
+    if kind is RunStarted and entry.get("schema") != SCHEMA:
+        version = f"Bloomery {entry.get('version', 'of an unknown version')}"
+        raise UserError(f"{version} wrote this run, and its events have another form", fix=f"read it with {version}")
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         return None
     known = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}

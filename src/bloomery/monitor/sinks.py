@@ -207,7 +207,8 @@ def reached(summary: RunSummary) -> dict[str, Any]:
         "resumes": summary.resumes,
         "recoveries": summary.recoveries,
         "warnings": [redact_secrets(text) for text in summary.warnings],
-        "ended": redact_secrets(summary.ended.why) if summary.ended else None,
+        "status": summary.ended.status if summary.ended else None,
+        "error": redact_secrets(summary.ended.error) if summary.ended and summary.ended.error else None,
     }
 
 

@@ -167,7 +167,7 @@ class RunSummary:
     last: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     ended: RunEnded | None = None
-    per: str = "token"  # what a loss is of
+    loss_unit: str = "token"  # what a loss is per
     stopping: bool = False  # it was asked to, and saves after the step that it is taking
     began: float | None = None
     latest: float | None = None
@@ -199,7 +199,7 @@ class RunSummary:
             case RunStarted():
                 self.steps, self.ended, self.stopping = event.steps or self.steps, None, False
                 self.announced = event.steps or None
-                self.per = event.per
+                self.loss_unit = event.loss_unit
                 self.recent.clear()
             case Phase(name="stopping"):
                 self.stopping = True
@@ -232,7 +232,7 @@ class RunSummary:
     @property
     def unit(self) -> str:
         """Of the loss, in words."""
-        return "nats a token" if self.per == "token" else f"a {self.per}"
+        return "nats per token" if self.loss_unit == "token" else f"per {self.loss_unit}"
 
     def _add_step(self, event: StepDone) -> None:
         self.step, self.tokens, self.last, self.phase = event.step, event.tokens, event, None

@@ -78,7 +78,7 @@ def scalars(event: Event) -> dict[str, float]:
                 **{f"train/{name}": value for name, value in event.metrics.items()},
             }
         case StepHealth():
-            figures = {"train/update_ratio": event.update_ratio, "train/still_share": event.still_share}
+            figures = {"train/update_ratio": event.update_ratio, "train/unchanged_share": event.unchanged_share}
         case EvalDone():
             figures = {
                 "eval/loss": event.loss,
@@ -153,7 +153,7 @@ class TrackerSink:
             package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
                 self._warn(
-                    f"{name} is not installed ({error}): this run is not tracked there; mend: pip install {package}"
+                    f"{name} is not installed ({error}): this run is not tracked there; fix: pip install {package}"
                 )
             return
         except BaseException as error:  # whatever its library raises, SystemExit included
@@ -163,7 +163,7 @@ class TrackerSink:
             kept = self._run_dir / "wandb/offline-run-*"
             self._warn(f"wandb: nobody has logged in here, so the run is kept; later: wandb sync {kept}")
         while (event := self._events.get()) is not None:
-            why = event.why.partition(":")[0] if isinstance(event, RunEnded) else why
+            why = event.status if isinstance(event, RunEnded) else why
             figures = scalars(event)
             try:
                 if isinstance(event, Resumed) and isinstance(tracker, TensorBoard):

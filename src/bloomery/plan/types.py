@@ -99,7 +99,7 @@ class Verdict(Part):
     """A claim of the recipe, judged with arithmetic."""
 
     claim: str
-    verdict: Literal["fits", "wrong", "open", "high", "low"]
+    verdict: Literal["ok", "wrong", "unknown", "high", "low"]
     reason: str
 
 

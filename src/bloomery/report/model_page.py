@@ -112,7 +112,7 @@ def _short(names: Iterable[Any]) -> tuple[str, ...]:
 
 
 class Figures(Protocol):
-    """How well a model predicts a text; `loss` is nats a token."""
+    """How well a model predicts a text; `loss` is nats per token."""
 
     @property
     def loss(self) -> float: ...
@@ -184,7 +184,7 @@ def _measured(asked: Asked) -> list[tuple[str, str]]:
     first, last = told[0], told[-1]
     pairs = [
         ("bits per byte", first.bits_per_byte, last.bits_per_byte, ".3f"),
-        ("nats a token", first.loss, last.loss, ".3f"),
+        ("nats per token", first.loss, last.loss, ".3f"),
         ("perplexity", first.perplexity, last.perplexity, ".4g"),
     ]
     return [
@@ -258,7 +258,7 @@ def figures(asked: Asked) -> dict[str, list[Any]]:
     bits = ["unknown" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}" for _, each in told]
     rows = [
         ["bits per byte", *bits],
-        ["nats a token", *(f"{each.loss:.4f}" for _, each in told)],
+        ["nats per token", *(f"{each.loss:.4f}" for _, each in told)],
         ["perplexity", *(f"{each.perplexity:.4g}" for _, each in told)],
         ["tokens", *(f"{each.tokens:,}" for _, each in told)],
         ["bytes", *(f"{each.bytes:,}" for _, each in told)],

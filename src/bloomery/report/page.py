@@ -41,7 +41,7 @@ def page(
     summary, started = record.summary, record.started
     lead = [f"{summary.step:,} of {summary.steps:,} steps" if summary.steps else f"{summary.step:,} steps"]
     if started is not None:
-        some = "" if started.trained is None else f", {format_count(started.trained)} of them trained,"
+        some = "" if started.trainable is None else f", {format_count(started.trainable)} of them trained,"
         lead.append(f"{format_count(started.parameters)} parameters{some} on {started.device}")
     raw: list[Point] = [(step.step, step.loss) for step in record.steps if step.loss is not None]
     held: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
@@ -107,7 +107,7 @@ def _cards(record: Record) -> list[tuple[str, str]]:
         bits, loss, right, perplexity = best.bits_per_byte, best.loss, best.metrics.get("accuracy"), best.perplexity
     return [
         (figure(bits, ".3f", ""), f"bits per byte, held out, step {best.step if best else 0:,}"),
-        (figure(loss, ".3f", ""), f"{loss_name(summary.per)}, held out"),
+        (figure(loss, ".3f", ""), f"{loss_name(summary.loss_unit)}, held out"),
         (figure(right, ".1%", ""), "of them right, held out"),
         (figure(perplexity, ".4g", ""), "perplexity, held out"),
         (figure(summary.smoothed, ".3f", ""), "training loss, smoothed"),
@@ -121,7 +121,7 @@ def _cards(record: Record) -> list[tuple[str, str]]:
 
 
 def loss_name(per: str) -> str:
-    return "nats a token" if per == "token" else f"loss a {per}"
+    return "nats per token" if per == "token" else f"loss a {per}"
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
@@ -325,7 +325,7 @@ def _evaluations(record: Record) -> dict[str, list[Any]]:
         ]
         for event in record.evals
     ]
-    heads = ["step", loss_name(record.summary.per), *(["perplexity", "bits per byte"] if priced else [])]
+    heads = ["step", loss_name(record.summary.loss_unit), *(["perplexity", "bits per byte"] if priced else [])]
     return {"head": [*heads, *(name.replace("_", " ") for name in names), "tokens", "took"], "rows": rows}
 
 

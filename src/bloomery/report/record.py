@@ -88,7 +88,7 @@ class Record:
     @property
     def state(self) -> str:
         """done, stopped, failed, or unfinished: still running, or killed."""
-        return self.summary.ended.why.partition(":")[0] if self.summary.ended else "unfinished"
+        return self.summary.ended.status if self.summary.ended else "unfinished"
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -198,10 +198,10 @@ def _told(event: Event) -> tuple[str, str] | None:
             return "skip", "loss or gradient was not finite: the weights were left as they were"
         case Warned():
             return "warning", event.reason
-        case RunEnded() if event.why == "stopped":
+        case RunEnded() if event.status == "stopped":
             return "stop", "stopped on request, saved"
-        case RunEnded() if event.why != "done":
-            return "failure", event.why
+        case RunEnded() if event.status != "done":
+            return "failure", event.error
     return None
 
 

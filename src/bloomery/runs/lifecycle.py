@@ -184,10 +184,10 @@ class _Flow:
         if self.requests.asked:
             raise _Stopped
 
-    def end(self, why: str) -> None:
+    def end(self, status: str, error: str = "") -> None:
         """Write RunEnded, once, and metrics.json, which can be had from the events again and is not worth a failure."""
         if not self.hub.ended:
-            self.hub.emit(RunEnded(step=last_step(self.folder), why=why))
+            self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
             try:
                 write_metrics(self.folder.path, self._planned())
             except OSError as error:
@@ -270,7 +270,7 @@ def resume(
         read_sealed(folder.recipe)
         loaded = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
-        told_done = history.ended is not None and history.ended.why == "done"
+        told_done = history.ended is not None and history.ended.status == "done"
         done = told_done and is_done(folder.path)
         if step is None and not overrides and done:
             return Run(folder.path, DONE, again=True)
@@ -307,10 +307,10 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
         code = INTERRUPTED
     except UserError as error:
         if flow.hub.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
-            flow.end(f"failed: {error.problem}")
+            flow.end("failed", error.problem)
         raise
     except BaseException as error:
-        flow.end(f"failed: {type(error).__name__}")
+        flow.end("failed", type(error).__name__)
         raise
     flow.requests.over = True
     flow.end("stopped")

@@ -149,7 +149,7 @@ def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
     machine = read_machine(folder.machine) if folder.machine.is_file() else None
     texts = [last_words(ending.tail)] if ending.code > 0 else []
     for text in (*texts, "\n".join(ending.tail)):
-        known = [one for one in match(text, machine=machine) if one.level == "stops"]
+        known = [one for one in match(text, machine=machine) if one.level == "blocks"]
         if known:
             return known[0]
     return None

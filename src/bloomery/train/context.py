@@ -20,7 +20,7 @@ from bloomery.model.adapters.base_model import digest
 from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.counting import parameter_count
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import Emit, Phase, Resumed, RunStarted, StepDone
+from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.store import note_model, read_head
@@ -196,15 +196,16 @@ def announce(context: RunContext) -> None:
     context.emit(
         RunStarted(
             step=context.step,
+            schema=SCHEMA,
             version=__version__,
             parameters=parameters,
-            trained=None if trained == parameters else trained,
+            trainable=None if trained == parameters else trained,
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
-            per=context.objective.per,
+            loss_unit=context.objective.per,
             epochs=in_epochs(plan),
-            reason={decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices},
+            reasons={decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices},
         )
     )
     if plan.train.compile:

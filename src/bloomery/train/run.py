@@ -117,7 +117,7 @@ def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
 def contradicted(run_dir: Path, ended: RunEnded | None, step: int) -> bool:
     """Whether events say "done" of a run that took too few steps for its plan, which could not end it early."""
     planned, patience = planned_end(run_dir)
-    return ended is not None and ended.why == "done" and planned is not None and patience is None and step < planned
+    return ended is not None and ended.status == "done" and planned is not None and patience is None and step < planned
 
 
 def is_done(run_dir: Path) -> bool:

@@ -59,7 +59,7 @@ def find_base() -> Path | None:
         events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").is_file() else []
         ended = [event for event in events if isinstance(event, RunEnded)]
         name = folder.name == "demo" or (folder.name.startswith("demo-") and folder.name[5:].isdecimal())
-        if name and ended and ended[-1].why == "done":
+        if name and ended and ended[-1].status == "done":
             return exported(folder)
     return None
 

@@ -118,7 +118,7 @@ def _tell_marks(story: Story, marks: list[Mark], prepared: Path, count: int) -> 
 
     story.say(
         "exam", row(f"on {held} questions that no model saw", [mark.name for mark in marks]),
-        row("  loss, nats a token of the answer", [f"{mark.loss:.3f}" for mark in marks]),
+        row("  loss, nats per token of the answer", [f"{mark.loss:.3f}" for mark in marks]),
         row(f"  of {count} answers, end by themselves", [f"{mark.ended:.0%}" for mark in marks]),
         row("  of these answers, a function that is Python", [f"{mark.in_form:.0%}" for mark in marks]),
         row("  parameters trained", ["" if mark.trained is None else format_count(mark.trained) for mark in marks]),
@@ -149,7 +149,7 @@ def _report(run: "Tuned", marks: list[Mark]) -> Path:
 
     losses = tuple((mark.name, mark.loss) for mark in marks)
     note = "held-out questions, the answers' tokens; lower is better"
-    return write_report(run.folder, extras=(Bars("The exam", losses, unit="nats a token", note=note, own=run.kind),))
+    return write_report(run.folder, extras=(Bars("The exam", losses, unit="nats per token", note=note, own=run.kind),))
 
 
 def _near(path: Path) -> Path:

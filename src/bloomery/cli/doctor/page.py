@@ -111,7 +111,7 @@ def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then:
 
 def headline(findings: Sequence[Finding]) -> str:
     """Ready or not, the first reason, and how much there is to do."""
-    stops = [finding for finding in findings if finding.level == "stops"]
+    stops = [finding for finding in findings if finding.level == "blocks"]
     if stops:
         first = stops[0].what.partition(": ")
         reason = first[2].replace("it was", "this PyTorch was") if stops[0].id == "wrong-build" else first[0]
@@ -185,7 +185,7 @@ def finding_lines(number: int, finding: Finding) -> Iterator[str]:
     if finding.evidence:
         yield from _inner("seen", textwrap.wrap(finding.evidence, WIDTH - LABEL))
     yield from _inner("fix", list(step_lines(finding.fix)))
-    if finding.level == "stops" and finding.verify:
+    if finding.level == "blocks" and finding.verify:
         yield from _inner("verify", list(step_lines([finding.verify + PROBING * (finding.verify == PROBE)])))
 
 

@@ -235,7 +235,7 @@ class Preparation:
         self._states = file_states(self._corpora)
         self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
-        self._tally = ReadStats()
+        self._summary = ReadStats()
         self.kinds = kinds_of(self._corpora, on_error=self._on_error)
         self.kind = self.kinds.whole
         self._bytes = sum(state.bytes for state in self._states)
@@ -346,12 +346,12 @@ class Preparation:
             corpus = self._corpora[source]
             split_of = partial(self._split_of, source, splitter=splitter)
             twins = KtoPairCheck(corpus, split_of, on_error=self._on_error) if self.kind == "kto" else None
-            for document in read_documents(corpus, on_error=self._on_error, stats=self._tally):
+            for document in read_documents(corpus, on_error=self._on_error, stats=self._summary):
                 read += 1
                 refuse_mixture(document, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
                 whole, document = document, self._unpadded(document)
-                self._tally.padding += document.padding or 0
+                self._summary.padding += document.padding or 0
                 if behind and twins is None:
                     continue
                 name = split_of(whole) if document.tokens != () else "empty"
@@ -359,7 +359,7 @@ class Preparation:
                     bad_row, name = BadRow(document.source, error.problem, error.fix), "flawed"
                     if self._on_error != "skip":
                         raise bad_row.error()
-                    self._tally.skip(bad_row)
+                    self._summary.skip(bad_row)
                 twin = twins.of(document, name) if twins is not None and name in SPLITS else document
                 if behind:
                     continue
@@ -400,7 +400,7 @@ class Preparation:
                 self._first_failed = self._first_failed or f"{bad_row.where}: {bad_row.problem}"
             _add(task, ids, writers, tokenizer, self.kind)
             text_bytes = sum(writer.progress.bytes for writer in writers.values())
-            self._report("tokens", min(max(text_bytes, self._tally.bytes_read), self._bytes), self._bytes)
+            self._report("tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes)
             if time.monotonic() - written >= self._limits.journal_seconds:
                 self._commit(task, writers)
                 written = time.monotonic()
@@ -415,7 +415,7 @@ class Preparation:
     def _finish(self, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> Manifest:
         """Checksums, sources.jsonl, the manifest; then the journal is not needed."""
         if not any(writer.progress.documents for writer in writers.values()):
-            raise self._empty(self._tally)
+            raise self._empty(self._summary)
         self._commit(self._last, writers)
         weights = [corpus.weight for corpus in self._corpora]
         splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in writers.items()}
@@ -426,10 +426,10 @@ class Preparation:
             recipe=self._name, identity=self._identity, tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size,
             bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, unk_id=tokenizer.unk_id,
             dtype=tokenizer.dtype, shard_tokens=self._limits.shard_tokens, train=splits["train"],
-            validation=splits["validation"], sources=sources, skipped=self._tally.skipped + self._failed,
-            first_skipped=self._tally.first_skipped or self._first_failed, empty=self._last.empty,
-            held_back=self._last.held_back, kind=self.kind, formats=tuple(sorted(self._tally.formats)),
-            padding=self._tally.padding, turns=formatted,
+            validation=splits["validation"], sources=sources, skipped=self._summary.skipped + self._failed,
+            first_skipped=self._summary.first_skipped or self._first_failed, empty=self._last.empty,
+            held_back=self._last.held_back, kind=self.kind, formats=tuple(sorted(self._summary.formats)),
+            padding=self._summary.padding, turns=formatted,
             template=find_template(chat.template, tokenizer.config).origin if formatted else "",
             texts=self.kinds.texts, snapshot=file_record(self._folder / FINGERPRINT),
         )  # fmt: skip

@@ -74,7 +74,7 @@ def compute_device(machine: Machine) -> Iterator[Finding]:
         masked = f"; {around.masked_gpus} GPU is masked, not broken" if around.masked_gpus else ""
         yield found(
             "container-without-gpu",
-            level="note" if machine.software.build == "cpu" else "stops",
+            level="note" if machine.software.build == "cpu" else "blocks",
             container=around.container,
             part="'s compute device" if machine.accelerators else "",
             evidence=f"/dev/kfd is not in it{masked}",
@@ -98,7 +98,7 @@ def idle_card(machine: Machine) -> Iterator[Finding]:
     elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
     if machine.accelerators or not amd or elsewhere or access.kfd in ("absent", "hung"):
         return
-    level: Level = "stops" if machine.software.build == "rocm" else "note"
+    level: Level = "blocks" if machine.software.build == "rocm" else "note"
     yield found("card-cannot-compute", level=level, address=amd[0].address)
 
 
@@ -109,7 +109,7 @@ def silent_nvidia(machine: Machine) -> Iterator[Finding]:
     through_windows = around.wsl and around.dxg and machine.software.build == "cuda"
     if machine.accelerators or around.slurm or around.site or not (cards or through_windows):
         return
-    level: Level = "note" if machine.software.build == "cpu" else "stops"
+    level: Level = "note" if machine.software.build == "cpu" else "blocks"
     if around.container and not around.wsl:
         yield found(
             "container-without-gpu",
@@ -179,7 +179,7 @@ def hiding(machine: Machine) -> Iterator[Finding]:
         beyond = [int(word) for word in re.findall(r"\d+", environment[named[1]]) if int(word) >= left]
         yield found(
             "two-maskings",
-            level="stops" if beyond or everything else "note",
+            level="blocks" if beyond or everything else "note",
             first=named[0],
             second=named[1],
             values=", ".join(f"{name}={environment[name]}" for name in named),

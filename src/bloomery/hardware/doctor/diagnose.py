@@ -26,7 +26,7 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
     "bandwidth": ("copying on the GPU", "slows", ""),
     "p2p": ("copying between GPUs", "slows", ""),
     "all": ("an all-reduce", "slows", ""),
-    "device": ("the GPU", "stops", ""),
+    "device": ("the GPU", "blocks", ""),
     "matmul": ("a matrix product", "slows", ""),
 }
 SMALL_SHM = GIB
@@ -98,7 +98,7 @@ def _level(probe: Probe, kind: str, machine: Machine) -> Level:
     """What is bad stops or slows only a run that would use it."""
     table = build_profile(machine.model_copy(update={"probes": ()}))
     if probe.name == "matmul-float32":
-        return "stops"
+        return "blocks"
     unused = {
         "matmul": probe.name != f"matmul-{table.dtype.value}",
         "attention": probe.name == "attention-math" or table.attention.value != "fused",
@@ -131,7 +131,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
     outside = "docker run --ipc=host ...  # or --shm-size=16g: bloomery doctor --docker"
     yield found(
         "shm-small",
-        level="stops" if several else "note",
+        level="blocks" if several else "note",
         fix=(outside if around.container else "sudo mount -o remount,size=16G /dev/shm",),
         others="" if several else " or loader processes",
         size=format_bytes(size),
@@ -192,7 +192,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
 def disk(machine: Machine) -> Iterator[Finding]:
     free = machine.host.disk_free_bytes
     if free < LITTLE_DISK:
-        yield found("little-disk", level="stops" if free < NO_DISK else "note", free=format_bytes(free))
+        yield found("little-disk", level="blocks" if free < NO_DISK else "note", free=format_bytes(free))
 
 
 RULES: tuple[Rule, ...] = (
@@ -233,7 +233,7 @@ RULES: tuple[Rule, ...] = (
     flash_attention,
     software.pin,
 )
-ORDER = {"stops": 0, "slows": 1, "note": 2}
+ORDER = {"blocks": 0, "slows": 1, "note": 2}
 
 
 def diagnose(machine: Machine) -> tuple[Finding, ...]:
@@ -249,4 +249,4 @@ def _numbered(finding: Finding, number: int) -> Finding:
 
 def ready(findings: tuple[Finding, ...]) -> bool:
     """Whether training can start: nothing stops it."""
-    return not any(finding.level == "stops" for finding in findings)
+    return not any(finding.level == "blocks" for finding in findings)

@@ -312,7 +312,7 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
     build = [f"{run}  # or, with this driver, the newest PyTorch that fits it"] if older else []
     yield found(
         "amd-driver-old",
-        level="note" if works else "stops",
+        level="note" if works else "blocks",
         fix=(*_newer_driver(machine, wheel), *build),
         run=run,
         rocm=rocm,
@@ -379,7 +379,7 @@ def loaded_rocm(machine: Machine) -> Iterator[Finding]:
     unset = "export LD_LIBRARY_PATH=$(echo \"$LD_LIBRARY_PATH\" | tr ':' '\\n' | grep -v rocm | paste -sd:)"
     yield found(
         "rocm-mixed",
-        level="stops" if other else "note",
+        level="blocks" if other else "note",
         fix=loads or ((swap,) if module else (unset,)),
         version=version,
         wheel=wheel,

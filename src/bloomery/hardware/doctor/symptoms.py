@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import best_device, fitting_builds, install
 
-Level = Literal["stops", "slows", "note"]
+Level = Literal["blocks", "slows", "note"]
 Stream = Literal["stderr", "exception", "dmesg", "any"]
 LONGEST_TEXT = 2_000_000  # of a log the end counts
 LONGEST_LINE = 2_000  # no message is longer; patterns never see more of a line

@@ -145,7 +145,7 @@ class PlainView:
     def __init__(self, facts: RunFacts, write: Callable[[str], None], summary: RunSummary | None = None) -> None:
         self._facts = facts
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
-        self._tally = summary or RunSummary(steps=facts.steps, announced=facts.steps)
+        self._summary = summary or RunSummary(steps=facts.steps, announced=facts.steps)
         self._line: _Line | None = None
         self._since: list[StepDone] = []
         self._curve: list[float] = []
@@ -154,11 +154,11 @@ class PlainView:
 
     def write(self, event: Event) -> None:
         event = as_shown(event)  # before lines are cut: what is not seen takes no room
-        announced = self._tally.announced
-        self._tally.add(event)
+        announced = self._summary.announced
+        self._summary.add(event)
         line = self._line
         match event:
-            case Phase(name="length") if self._tally.announced == announced:
+            case Phase(name="length") if self._summary.announced == announced:
                 pass
             case StepHealth() | DeviceStats():
                 pass  # for a diagnosis, which says in words what is wrong, and for the live view
@@ -166,12 +166,12 @@ class PlainView:
                 if line is not None and line.step != event.step:
                     self._flush()
                 self._since.append(event)
-                if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._tally.steps:
+                if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._summary.steps:
                     self._at(event.step)
             case EvalDone():
-                short = score(event, self._tally.per, 2).removesuffix(" bits/byte").removesuffix(" right")
+                short = score(event, self._summary.loss_unit, 2).removesuffix(" bits/byte").removesuffix(" right")
                 self._at(event.step).cells["exam"] = short
-            case Saved() if event.step == self._tally.step:
+            case Saved() if event.step == self._summary.step:
                 self._at(event.step).notes.append(happened(event) or "")
             case Saved() | Sampled() | Recovered() | Warned() if line is not None and (
                 line.step == event.step or isinstance(event, Saved)  # a save that took some steps joins any line
@@ -196,7 +196,7 @@ class PlainView:
     def _say(self, event: Event) -> None:
         match event:
             case RunStarted():
-                some = f", {event.trained:,} of them trained," if event.trained is not None else ""
+                some = f", {event.trainable:,} of them trained," if event.trainable is not None else ""
                 where = f"on {event.device}, attention: {event.attention}"
                 where += f", {event.epochs}" if event.epochs else ""
                 self._titled("runs", f"{event.parameters:,} parameters{some} {where}")
@@ -239,17 +239,17 @@ class PlainView:
         losses = [event.loss for event in steps if event.loss is not None]
         seconds = sum(event.step_seconds for event in steps)
         tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
-        speed, left = tokens / seconds if seconds else self._tally.tokens_per_second, self._tally.seconds_left
+        speed, left = tokens / seconds if seconds else self._summary.tokens_per_second, self._summary.seconds_left
         if losses:
             self._curve.append(fmean(losses))
         skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
         cells = {
             "step": str(step),
-            "tokens": in_millions(self._tally.tokens),
+            "tokens": in_millions(self._summary.tokens),
             "loss": "skipped" if skipped else f"{self._curve[-1]:.2f}",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
             "left": "" if left is None else f"{left:.0f} s" if left < 10 else format_seconds(left),
-            "GiB": f"{self._tally.peak_gib:.2f}" if steps else "",
+            "GiB": f"{self._summary.peak_gib:.2f}" if steps else "",
         }
         self._line = _Line(step, cells)
         return self._line
@@ -261,7 +261,7 @@ class PlainView:
         memory = self._facts.tells_memory
         if not self._headed:
             self._write("")
-            self._write(header(self._tally.per, memory=memory))
+            self._write(header(self._summary.loss_unit, memory=memory))
             self._headed = True
         row = "".join(f"{line.cells.get(title, ''):>{width}}" for title, width in _columns(memory).items())
         notes = ", ".join(line.notes)
@@ -271,12 +271,11 @@ class PlainView:
             self._say(event)
 
     def _end(self, event: RunEnded) -> None:
-        took = format_seconds(self._tally.seconds)
-        if event.why == "done" and self._line is not None:
+        took = format_seconds(self._summary.seconds)
+        if event.status == "done" and self._line is not None:
             notes = [note.removeprefix("saved, ") for note in self._line.notes if note != "saved"]  # done is saved
             self._line.notes = [*notes, f"done in {took}"]
             self._flush()
             return
         self._flush()
-        kind, colon, reason = event.why.partition(":")
-        self._titled(kind, f"after {took}{colon}{reason}")
+        self._titled(event.status, f"after {took}: {event.error}" if event.error else f"after {took}")

@@ -186,7 +186,7 @@ class Seen:
     def state(self) -> str:
         """What the run does, as far as its events tell."""
         if self.summary.ended is not None:
-            return self.summary.ended.why.partition(":")[0]
+            return self.summary.ended.status
         if self.summary.stopping:
             return "stopping"
         return "running" if self.summary.recent else "starting"
@@ -290,8 +290,8 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
     pairs = [
         ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
-        ("exam", "none yet" if exam is None else f"{score(exam, summary.per)} at {exam.step:,}"),
-        ("best", "" if best is None or best == exam else f"{score(best, summary.per)} at {best.step:,}"),
+        ("exam", "none yet" if exam is None else f"{score(exam, summary.loss_unit)} at {exam.step:,}"),
+        ("best", "" if best is None or best == exam else f"{score(best, summary.loss_unit)} at {best.step:,}"),
         ("tokens", in_millions(summary.tokens)),
         ("memory", f"{last.memory_gib:.2f}{limit} GiB"),
         ("rate", f"{last.learning_rate:.3g}"),

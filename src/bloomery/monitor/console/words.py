@@ -43,7 +43,7 @@ def happened(event: Event) -> str | None:
         case Warned():
             return event.reason
         case RunEnded():
-            return event.why
+            return f"failed: {event.error}" if event.status == "failed" else event.status
         case Phase(name="paused"):
             return "training waits"
         case Phase(name="stopping"):
@@ -99,13 +99,14 @@ def sentence(event: Event) -> str:
             guess = f"  perplexity {number(event.perplexity)}" if not event.metrics or event.perplexity else ""
             return f"exam at step {event.step}  loss {number(event.loss)}{guess}{bits}{told(event.metrics)}"
         case Sampled():
-            return f"sample {event.prompt!r} -> {event.text!r}"
+            return f"sample {event.prompt!r} -> {event.completion!r}"
         case Saved():
             kept = ", the best so far" if event.best else ""
             return f"saved {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{kept})"
         case DeviceStats():
             return " ".join(lines([DeviceSummary(latest=event)])[0].split())
-    kind = {Warned: "warning", Recovered: f"recovered at step {event.step}", RunEnded: "ended"}.get(type(event))
+    kinds: dict[type[Event], str] = {Warned: "warning", Recovered: f"recovered at step {event.step}", RunEnded: "ended"}
+    kind = kinds.get(type(event))
     return f"{kind}: {happened(event)}" if kind else f"step {event.step}: {happened(event) or type(event).__name__}"
 
 

@@ -123,14 +123,16 @@ def _shuffled(seen: Seen, facts: Facts) -> Iterator[Finding]:
 
 
 def _frozen(seen: Seen, facts: Facts) -> Iterator[Finding]:
-    looks = [v for v in seen.healthy_rate if v.still_share is not None][-10:]
+    looks = [v for v in seen.healthy_rate if v.unchanged_share is not None][-10:]
     if len(looks) < 3:
         return
-    still, without = (median(getattr(v, name) or 0.0 for v in looks) for name in ("still_share", "no_gradient_share"))
+    still, without = (
+        median(getattr(v, name) or 0.0 for v in looks) for name in ("unchanged_share", "no_gradient_share")
+    )
     share = max(still, without)
     if share < FROZEN:
         return
-    name = f", {looks[-1].still} among them" if looks[-1].still else ""
+    name = f", {looks[-1].unchanged} among them" if looks[-1].unchanged else ""
     if without >= 0.9 * share:
         why, fix = "no gradient reaches them", "look for requires_grad=False, detach() and no_grad() on their way"
     elif facts.precision == "bfloat16-pure":

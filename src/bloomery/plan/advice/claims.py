@@ -23,7 +23,7 @@ class Known:
     """What a claim is held against: a figure, or the range of an estimate, with the sentence that says it.
 
     A claim outside of it is wrong; one that `near` times the range would hold is low or high. `otherwise` has the
-    sentence for a verdict other than "fits".
+    sentence for a verdict other than "ok".
     """
 
     low: float
@@ -63,14 +63,14 @@ def judged(expected: Claims, known: Callable[[Claim, ClaimedRange], Known | str]
     for claim, (low, high), text in claims:
         found = known(claim, (low, high))
         if isinstance(found, str):
-            verdicts.append(Verdict(claim=text, verdict="open", reason=found))
+            verdicts.append(Verdict(claim=text, verdict="unknown", reason=found))
             continue
-        verdict: Literal["fits", "low", "high", "wrong"] = "wrong"
+        verdict: Literal["ok", "low", "high", "wrong"] = "wrong"
         if high * (1 + found.slack) >= found.low and low * (1 - found.slack) <= found.high:
-            verdict = "fits"
+            verdict = "ok"
         elif high * found.near >= found.low and low <= found.high * found.near:
             verdict = "low" if high < found.low else "high"
-        reason = found.reason if verdict == "fits" or found.otherwise is None else found.otherwise(verdict)
+        reason = found.reason if verdict == "ok" or found.otherwise is None else found.otherwise(verdict)
         verdicts.append(Verdict(claim=text, verdict=verdict, reason=reason))
     return tuple(verdicts)
 

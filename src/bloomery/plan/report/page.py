@@ -405,7 +405,7 @@ def _merged(claims: tuple[Verdict, ...]) -> list[Verdict]:
     counts: dict[tuple[str, str], int] = {}
     for claim in claims:
         key = (claim.verdict, claim.reason)
-        if claim.claim.startswith("perplexity") and claim.verdict == "open":
+        if claim.claim.startswith("perplexity") and claim.verdict == "unknown":
             counts[key] = counts.get(key, 0) + 1
             if counts[key] > 1:
                 continue
@@ -414,7 +414,7 @@ def _merged(claims: tuple[Verdict, ...]) -> list[Verdict]:
 
 
 def _counted(claim: Verdict, times: int) -> Verdict:
-    if not claim.claim.startswith("perplexity") or claim.verdict != "open":
+    if not claim.claim.startswith("perplexity") or claim.verdict != "unknown":
         return claim
     name = "perplexity" if times == 1 else f"{times} perplexities"
     return claim.model_copy(update={"claim": name})

@@ -76,8 +76,8 @@ class HealthCheck:
         health = StepHealth(
             step=step,
             update_ratio=median(ratios) if ratios and not self._beside_frozen else None,
-            still_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
-            still=max(still, key=lambda name: self._sizes[name], default=""),
+            unchanged_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
+            unchanged=max(still, key=lambda name: self._sizes[name], default=""),
             no_gradient_share=self._without if self._moved else None,
             labels_next=labels.next,
             labels_own=labels.own,

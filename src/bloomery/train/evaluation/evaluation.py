@@ -131,7 +131,7 @@ def evaluate_and_sample(context: RunContext) -> None:
         for prompt, text in samples(
             context.state.model_and_optimizer.model, context.tokenizer, context.prompts, plan=context.plan
         ):
-            context.emit(Sampled(step=context.step, prompt=prompt, text=text, answers=context.prompts.answers))
+            context.emit(Sampled(step=context.step, prompt=prompt, completion=text, chat=context.prompts.answers))
 
     try:
         with interruptible(context), context.timer.aside() as seconds:
