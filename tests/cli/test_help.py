@@ -79,7 +79,7 @@ def test_a_flag_without_its_value_names_the_verb(words, where, capsys):
 def test_several_devices_without_a_gpu_name_the_flag_that_was_typed(words, capsys):
     assert exit_code("plan", "go-coder-tiny", *words) == 2
     typed = " ".join(words)
-    assert f'where: {typed}\nmend:  name a GPU: --gpu "MI300X" {typed}\n' in capsys.readouterr().err
+    assert f'where: {typed}\nfix:   name a GPU: --gpu "MI300X" {typed}\n' in capsys.readouterr().err
 
 
 def test_no_words_at_all_shows_the_help():
@@ -117,7 +117,7 @@ def crash(monkeypatch, error):
 def test_a_user_error_is_three_lines(monkeypatch, capsys):
     crash(monkeypatch, UserError("the corpus is empty", where="corpus/", fix="put text into it"))
     assert exit_code("train") == 1
-    assert capsys.readouterr().err == "error: the corpus is empty\nwhere: corpus/\nmend:  put text into it\n"
+    assert capsys.readouterr().err == "error: the corpus is empty\nwhere: corpus/\nfix:   put text into it\n"
 
 
 def test_debug_shows_the_traceback(monkeypatch):

@@ -48,7 +48,7 @@ def test_without_a_word_it_says_so() -> None:
 
 def test_a_reported_error_is_passed_on_as_it_is() -> None:
     report = {"problem": "the corpus is empty", "where": "data.path", "fix": "add text", "code": 1}
-    assert told(1, report=report, stage="prepare") == "error: the corpus is empty\nwhere: data.path\nmend:  add text"
+    assert told(1, report=report, stage="prepare") == "error: the corpus is empty\nwhere: data.path\nfix:   add text"
 
 
 def test_a_known_death_ends_in_cause_and_remedy() -> None:

@@ -188,7 +188,7 @@ def test_an_exploding_gradient_is_told_from_one_that_is_absent():
     assert "set train.max_grad_norm=1.0" in said
     (said,) = learning(flat, grad_norm=0.0)
     assert "no gradient comes back from the loss" in said
-    (said,) = learning(flat, Facts(**{**vars(GPU), "max_grad_norm": 1.0}), grad_norm=50.0)
+    (said,) = learning(flat, Facts(**{**vars(GPU), "clip": 1.0}), grad_norm=50.0)
     assert "leaves 2.0% of it" in said and "set train.max_grad_norm=50" in said
 
 
