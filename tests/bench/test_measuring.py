@@ -149,7 +149,7 @@ def test_a_step_of_many_micro_batches_is_made_of_two(monkeypatch):
 def test_the_longest_batches_are_whole_rows_that_are_learned_everywhere(bench):
     plan = bench().plan("train.micro_batch_size=4")
     one, two = longest_batches(plan, 2)
-    assert one.tokens.shape == (4, 128) and one.weights.min() == 1 and one.documents.max() == 0
+    assert one.tokens.shape == (4, 128) and one.loss_mask.min() == 1 and one.documents.max() == 0
     assert torch.equal(one.tokens[:, 1:], one.labels[:, :-1])
     assert one.tokens.max() < 512 and not torch.equal(one.tokens, two.tokens)
 

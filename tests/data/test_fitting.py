@@ -64,10 +64,10 @@ def test_packed_conversations_by_hand(tmp_path):
     texts = [text(10, 11, 12, 13, learned=(2, 3)), text(20, 21, learned=(1,)), text(30, 31, 32, learned=(1,))]
     first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "packed", 6)
     assert first == {"tokens": [10, 11, 12, 13, 20, 21], "labels": [11, 12, 13, 20, 21, PAD],
-                     "weights": [0, 1, 1, 0, 1, 0], "positions": [0, 1, 2, 3, 0, 1], "documents": [0, 0, 0, 0, 1, 1],
+                     "loss_mask": [0, 1, 1, 0, 1, 0], "positions": [0, 1, 2, 3, 0, 1], "documents": [0, 0, 0, 0, 1, 1],
                      "stored": [1, 2, 3, -1, 5, -1]}  # fmt: skip
     assert second == {"tokens": [30, 31, 32, PAD, PAD, PAD], "labels": [31, 32, PAD, PAD, PAD, PAD],
-                      "weights": [1, 0, 0, 0, 0, 0], "positions": [0, 1, 2, 0, 0, 0],
+                      "loss_mask": [1, 0, 0, 0, 0, 0], "positions": [0, 1, 2, 0, 0, 0],
                       "documents": [0, 0, 0, -1, -1, -1], "stored": [7, 8, -1, -1, -1, -1]}  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
     assert (fitted.rows, fitted.truncated, fitted.cut, fitted.dropped, fitted.unlearned) == (1, 1, 4, 1, 2)
     row = rows.read(0, 0)
     assert row.tokens.tolist() == [10, 11, 12, 13, 14, 15]
-    assert row.weights.tolist() == [0, 0, 1, 0, 0, 0]
+    assert row.loss_mask.tolist() == [0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_both_sides_of_a_long_pair_share_the_row(tmp_path, sizes, kept):
     expected = [*range(100, 100 + kept[0]), *range(200, 200 + kept[1])]
     assert row["tokens"][: sum(kept)] == expected
     assert row["documents"][: sum(kept)] == [0] * kept[0] + [1] * kept[1]
-    assert sum(row["weights"]) == 2
+    assert sum(row["loss_mask"]) == 2
 
 
 def test_a_pair_with_one_side_unlearned_is_dropped_whole(tmp_path):
@@ -114,7 +114,7 @@ def test_fixed_learns_what_is_marked(tmp_path):
     texts = [text(1, 2, 3, learned=(2,)), text(4, 5, 6, learned=(1, 2))]
     first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "fixed", 4)
     assert first["labels"] + second["labels"][:1] == [2, 3, 4, 5, 6]
-    assert first["weights"] + second["weights"] == [0, 1, 0, 1, 1, 0, 0, 0]
+    assert first["loss_mask"] + second["loss_mask"] == [0, 1, 0, 1, 1, 0, 0, 0]
 
 
 TEXT = st.lists(st.tuples(st.integers(10, 999), st.booleans()), min_size=2, max_size=9)
@@ -142,7 +142,7 @@ def test_every_kept_token_stands_once_with_its_flag(tmp_path_factory, kind, layo
             assert all(row.positions[piece].tolist() == list(range(len(piece))) for piece in pieces)
             for unit in range(0, len(pieces), together):
                 both = np.concatenate(pieces[unit : unit + together])
-                found.append(list(zip(row.tokens[both], row.labels[both], row.weights[both], strict=True)))
+                found.append(list(zip(row.tokens[both], row.labels[both], row.loss_mask[both], strict=True)))
         expected = []
         for unit in range(0, len(texts), together):
             sides = kept_sides(texts[unit : unit + together], length)

@@ -46,7 +46,7 @@ def as_rows(batch: Batch) -> list[tuple]:
 
 def test_batch_is_what_the_docstring_says(folder):
     batch = loader(folder).batch(Cursor(3, 0), 5)
-    for name, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("weights", torch.float32),
+    for name, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("loss_mask", torch.float32),
                         ("positions", torch.int64), ("documents", torch.int64)):  # fmt: skip
         assert getattr(batch, name).shape == (5, 16)
         assert getattr(batch, name).dtype == dtype
@@ -99,7 +99,7 @@ def test_validation_is_in_order_and_padded_to_one_shape(folder):
     rows = [row for batch in batches for row in as_rows(batch)]
     assert len(rows) == -(-data.rows // 4) * 4
     assert all(
-        batch.weights[row].sum() == 0
+        batch.loss_mask[row].sum() == 0
         for batch in batches[-1:]
         for row in range(4)
         if data.rows % 4 and row >= data.rows % 4

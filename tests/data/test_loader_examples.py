@@ -67,7 +67,7 @@ def whole(data: Loader) -> Batch:
 def test_sequences_are_numbered_through_the_micro_batch(folder):
     batch = whole(loader(folder("chat")))
     assert batch.sequences is not None
-    assert batch.marks is batch.reference is None
+    assert batch.kto_labels is batch.reference is None
     inside = batch.documents >= 0
     assert (batch.sequences[~inside] == -1).all()
     assert batch.sequences[inside].unique().tolist() == list(range(30))
@@ -92,10 +92,10 @@ def test_pairs_are_neighbours_in_every_micro_batch_of_every_rank(folder, layout)
 
 def test_marks_stand_on_every_token_of_their_text(folder):
     batch = whole(loader(folder("kto")))
-    assert batch.marks is not None
-    assert set(batch.marks.unique().tolist()) == {0, 1}
-    assert (batch.marks[batch.sequences < 0] == 0).all()
-    marks = [set(batch.marks[batch.sequences == number].tolist()) for number in range(60)]
+    assert batch.kto_labels is not None
+    assert set(batch.kto_labels.unique().tolist()) == {0, 1}
+    assert (batch.kto_labels[batch.sequences < 0] == 0).all()
+    marks = [set(batch.kto_labels[batch.sequences == number].tolist()) for number in range(60)]
     assert all(len(found) == 1 for found in marks)
     assert marks[::2] == marks[1::2]
     assert sum(found == {1} for found in marks[::2]) == 10
@@ -108,12 +108,12 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
     seen = Counter()
     with ReferenceWriter(file, data.tokens) as writer:
         for batch, stored in data.stored_batches(4):
-            assert torch.equal(stored >= 0, torch.where(batch.weights > 0, True, stored >= 0))
-            seen.update(stored[batch.weights > 0].tolist())
+            assert torch.equal(stored >= 0, torch.where(batch.loss_mask > 0, True, stored >= 0))
+            seen.update(stored[batch.loss_mask > 0].tolist())
             writer.add(stored.numpy(), (batch.labels * 1000 + batch.tokens).numpy().astype(np.float32))
     assert set(seen.values()) == {1}
     batch = whole(loader(path, layout, reference=file))
-    expected = (batch.labels * 1000 + batch.tokens).float() * (batch.weights > 0)
+    expected = (batch.labels * 1000 + batch.tokens).float() * (batch.loss_mask > 0)
     assert torch.equal(batch.reference, expected)
     with pytest.raises(UserError, match="computed for another layout or length"):
         whole(loader(path, layout, reference=partial(path, file, layout)))
@@ -134,7 +134,7 @@ def test_an_epoch_visits_every_conversation_once(folder):
     data = loader(folder("chat", parts=2))
     places = [data.place(index) for index in range(2 * data.rows)]
     assert sorted(places[: data.rows]) == sorted(places[data.rows :]) == sorted(set(places))
-    learned = whole(data).weights.sum()
+    learned = whole(data).loss_mask.sum()
     assert learned == sum(flag for source in range(2) for text in texts(30, 1, source) for _, flag in text)
 
 
@@ -145,8 +145,8 @@ def gradients(path: Path, layout: str, tokenizer: Tokenizer) -> tuple[float, dic
     data, total = loader(path, layout), 0.0
     for index in range(0, data.rows, 4):
         batch = data.batch(Cursor(3, index), min(4, data.rows - index))
-        batch = Batch(**{**vars(batch), "weights": batch.weights.double()})
-        loss = next_token_loss(forward(model, batch, objective.head(batch), precision="float32"), batch.weights).total
+        batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
+        loss = next_token_loss(forward(model, batch, objective.head(batch), precision="float32"), batch.loss_mask).total
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -179,5 +179,5 @@ def test_validation_is_every_pair_once_and_padded(folder):
     data = loader(folder("kto"))
     batches = list(data.validation_batches(4))
     assert {batch.tokens.shape for batch in batches} == {(4, LENGTH)}
-    assert all(batch.sequences is not None and batch.marks is not None for batch in batches)
+    assert all(batch.sequences is not None and batch.kto_labels is not None for batch in batches)
     assert sum(int(batch.sequences.max()) + 1 for batch in batches) == 60

@@ -92,9 +92,9 @@ def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
             ours, theirs = vars(rows.read(part, index)), vars(alone.read(0, index))
             began = np.where(theirs["stored"] < 0, 0, split.part_starts[part][0])
             assert all(np.array_equal(ours[key], theirs[key] + (began if key == "stored" else 0))
-                       for key in ours if key != "marks")  # fmt: skip
+                       for key in ours if key != "kto_labels")  # fmt: skip
         if name == "texts" and layout == "packed":
-            learned = sum(rows.read(part, index).weights.sum() for index in range(rows.counts[part]))
+            learned = sum(rows.read(part, index).loss_mask.sum() for index in range(rows.counts[part]))
             assert learned == manifest.train.tokens - manifest.train.documents, "a long text loses nothing"
     fill = fill_of(split, sequence_length=LENGTH, layout=layout)
     if layout == "fixed":
@@ -114,12 +114,12 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     def cost(names: tuple[str, ...], visits: list[int] | None = None) -> tuple[float, float]:
         loader = Loader(folders[names], sequence_length=LENGTH, layout="packed", seed=3)
         batch = loader.batch(Cursor(3, 0), loader.rows)
-        batch = Batch(**{**vars(batch), "weights": batch.weights.double()})
+        batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         if visits is not None:
             visits += [loader.place(index)[0] for index in range(loader.rows)]
         head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
-            parts = next_token_loss(forward(model, batch, head, precision="float32"), batch.weights)
+            parts = next_token_loss(forward(model, batch, head, precision="float32"), batch.loss_mask)
         return float(parts.total), float(parts.count)
 
     visits: list[int] = []
@@ -135,10 +135,10 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     twice_total, twice_count = 0.0, 0.0
     for row in set(again):
         batch = loader.batch(Cursor(3, next(i for i in extra if loader.place(i)[1] == row)), 1)
-        batch = Batch(**{**vars(batch), "weights": batch.weights.double()})
+        batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         with torch.no_grad():
             scores = forward(model, batch, pretraining(score_chunk=64).head(batch), precision="float32")
-        parts = next_token_loss(scores, batch.weights)
+        parts = next_token_loss(scores, batch.loss_mask)
         twice_total, twice_count = twice_total + float(parts.total), twice_count + float(parts.count)
     assert count == chats[1] + texts[1] + twice_count
     assert total / count == pytest.approx((chats[0] + texts[0] + twice_total) / count, rel=1e-12)

@@ -33,36 +33,36 @@ def write_split(folder: Path, parts: list[list[list[int]]], shard_tokens: int = 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
     rows = Rows(split, sequence_length=length, layout=layout, pad_id=PAD)
     read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
-    names = ("tokens", "labels", "weights", "positions", "documents")
+    names = ("tokens", "labels", "loss_mask", "positions", "documents")
     return [{name: getattr(row, name).tolist() for name in names} for row in read]
 
 
 def test_packed_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 5, 6, 2], [1, 7, 2], [1, 8, 8, 8, 2]]])
     first, second, third = rows_of(split, "packed", 4)
-    assert first == {"tokens": [1, 5, 6, 2], "labels": [5, 6, 2, 1], "weights": [1, 1, 1, 0],
+    assert first == {"tokens": [1, 5, 6, 2], "labels": [5, 6, 2, 1], "loss_mask": [1, 1, 1, 0],
                      "positions": [0, 1, 2, 3], "documents": [0, 0, 0, 0]}  # fmt: skip
-    assert second == {"tokens": [1, 7, 2, 1], "labels": [7, 2, 1, 8], "weights": [1, 1, 0, 1],
+    assert second == {"tokens": [1, 7, 2, 1], "labels": [7, 2, 1, 8], "loss_mask": [1, 1, 0, 1],
                       "positions": [0, 1, 2, 0], "documents": [0, 0, 0, 1]}  # fmt: skip
-    assert third == {"tokens": [8, 8, 8, PAD], "labels": [8, 8, 2, PAD], "weights": [1, 1, 1, 0],
+    assert third == {"tokens": [8, 8, 8, PAD], "labels": [8, 8, 2, PAD], "loss_mask": [1, 1, 1, 0],
                      "positions": [0, 1, 2, 0], "documents": [0, 0, 0, -1]}  # fmt: skip
 
 
 def test_padded_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 7, 2], [1, 3, 4, 5, 6, 2]]])
     short, cut = rows_of(split, "padded", 4)
-    assert short == {"tokens": [1, 7, PAD, PAD], "labels": [7, 2, PAD, PAD], "weights": [1, 1, 0, 0],
+    assert short == {"tokens": [1, 7, PAD, PAD], "labels": [7, 2, PAD, PAD], "loss_mask": [1, 1, 0, 0],
                      "positions": [0, 1, 0, 0], "documents": [0, 0, -1, -1]}  # fmt: skip
-    assert cut == {"tokens": [1, 3, 4, 5], "labels": [3, 4, 5, 6], "weights": [1] * 4,
+    assert cut == {"tokens": [1, 3, 4, 5], "labels": [3, 4, 5, 6], "loss_mask": [1] * 4,
                    "positions": [0, 1, 2, 3], "documents": [0] * 4}  # fmt: skip
 
 
 def test_fixed_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 5, 2], [1, 7, 2]]])
     first, second = rows_of(split, "fixed", 4)
-    assert first == {"tokens": [1, 5, 2, 1], "labels": [5, 2, 1, 7], "weights": [1] * 4,
+    assert first == {"tokens": [1, 5, 2, 1], "labels": [5, 2, 1, 7], "loss_mask": [1] * 4,
                      "positions": [0, 1, 2, 3], "documents": [0] * 4}  # fmt: skip
-    assert second == {"tokens": [7, PAD, PAD, PAD], "labels": [2, PAD, PAD, PAD], "weights": [1, 0, 0, 0],
+    assert second == {"tokens": [7, PAD, PAD, PAD], "labels": [2, PAD, PAD, PAD], "loss_mask": [1, 0, 0, 0],
                       "positions": [0, 0, 0, 0], "documents": [0, -1, -1, -1]}  # fmt: skip
 
 
@@ -78,18 +78,19 @@ def reference(parts: list[list[list[int]]], layout: str, length: int) -> list[di
         else:
             pieces = [stream[start : start + length + 1] for start in range(0, max(len(stream) - 1, 0), length)]
         for piece in pieces:
-            row: dict[str, list[int]] = {name: [] for name in ("tokens", "labels", "weights", "positions", "documents")}
+            names = ("tokens", "labels", "loss_mask", "positions", "documents")
+            row: dict[str, list[int]] = {name: [] for name in names}
             seen: list[int] = []
             for (token, number), (label, following) in pairwise(piece):
                 number, following = (0, 0) if layout == "fixed" else (number, following)
                 row["tokens"].append(token)
                 row["labels"].append(label)
-                row["weights"].append(int(number == following))
+                row["loss_mask"].append(int(number == following))
                 row["positions"].append(seen.count(number))
                 seen.append(number)
                 row["documents"].append(sorted(set(seen)).index(number))
             missing = length - len(row["tokens"])
-            for name, fill in (("tokens", PAD), ("labels", PAD), ("weights", 0), ("positions", 0), ("documents", -1)):
+            for name, fill in (("tokens", PAD), ("labels", PAD), ("loss_mask", 0), ("positions", 0), ("documents", -1)):
                 row[name] += [fill] * missing
             rows.append(row)
     return rows
@@ -111,7 +112,7 @@ def test_rows_equal_the_reference(tmp_path_factory, layout, parts, length, shard
 def test_every_token_with_a_successor_is_learned_once_when_packed(tmp_path):
     documents = [[1] + [3] * n + [2] for n in range(20)]
     rows = rows_of(write_split(tmp_path, [documents]), "packed", 16)
-    assert sum(sum(row["weights"]) for row in rows) == sum(len(document) - 1 for document in documents)
+    assert sum(sum(row["loss_mask"]) for row in rows) == sum(len(document) - 1 for document in documents)
 
 
 def test_shards_are_full_but_the_last(tmp_path):

@@ -110,7 +110,7 @@ def measured(plan: RunPlan) -> float:
     batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]  # a third holds what the second does
 
     def step() -> None:
-        train_step(model_and_optimizer, batches, objective, plan=plan.train, share=1.0)
+        train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)
 
     step()
     step()

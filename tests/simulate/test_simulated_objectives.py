@@ -33,7 +33,7 @@ def measured(plan, teacher=None) -> float:
     batches = [completed(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))]
 
     def step() -> None:
-        train_step(model_and_optimizer, batches, objective, plan=plan.train, share=1.0)
+        train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)
 
     step()
     step()

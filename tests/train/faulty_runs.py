@@ -41,13 +41,13 @@ def labels_after(batch: Batch) -> Batch:
     """Each label is the token after the next; the last two positions of a document are not learned."""
     labels = torch.roll(batch.labels, -1, 1)
     same = torch.roll(batch.documents, -1, 1) == batch.documents
-    weights = batch.weights * same * torch.roll(batch.weights, -1, 1)
-    weights[:, -1] = 0
-    return replace(batch, labels=labels, weights=weights)
+    loss_mask = batch.loss_mask * same * torch.roll(batch.loss_mask, -1, 1)
+    loss_mask[:, -1] = 0
+    return replace(batch, labels=labels, loss_mask=loss_mask)
 
 
 def all_masked(batch: Batch) -> Batch:
-    return replace(batch, weights=torch.zeros_like(batch.weights))
+    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
 
 def shuffled_tokens(batch: Batch) -> Batch:
@@ -96,6 +96,6 @@ def frozen_blocks(monkeypatch) -> None:
 
 def deaf_optimizer(monkeypatch) -> None:
     """Gradients come, and nothing moves."""
-    from bloomery.train.optim.build import Optimizer
+    from bloomery.train.optim.build import OptimizersContainer
 
-    monkeypatch.setattr(Optimizer, "step", lambda self, share: None)
+    monkeypatch.setattr(OptimizersContainer, "step", lambda self, lr_scale: None)

@@ -78,7 +78,7 @@ def batch_of(texts: list[tuple[list[int], list[bool]]], per_row: int = 2) -> Bat
     rows, length = len(texts) // per_row, 32
     numbers = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "labels", "positions")}
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
-    weights = torch.zeros(rows, length)
+    loss_mask = torch.zeros(rows, length)
     for row in range(rows):
         at = 0
         for number in range(row * per_row, (row + 1) * per_row):
@@ -88,9 +88,9 @@ def batch_of(texts: list[tuple[list[int], list[bool]]], per_row: int = 2) -> Bat
             numbers["labels"][row, inner] = torch.tensor(ids[1:])
             numbers["positions"][row, here] = torch.arange(len(ids))
             documents[row, here], sequences[row, here] = number % per_row, number
-            weights[row, inner] = torch.tensor(learned[1:], dtype=torch.float32)
+            loss_mask[row, inner] = torch.tensor(learned[1:], dtype=torch.float32)
             at += len(ids)
-    return Batch(**numbers, documents=documents, weights=weights, sequences=sequences)
+    return Batch(**numbers, documents=documents, loss_mask=loss_mask, sequences=sequences)
 
 
 def texts_of(ids: Tensor, mask: Tensor, learned: Tensor) -> list[tuple[list[int], list[bool]]]:
@@ -106,7 +106,7 @@ def interleaved(first: list, second: list) -> list:
 @torch.no_grad()
 def loss_of(asked, batch: Batch, policy, start=None) -> LossParts:
     if start is not None:
-        head = LabelScores(batch.labels, batch.weights, 64)
+        head = LabelScores(batch.labels, batch.loss_mask, 64)
         reference = start(batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head)
         batch = Batch(**vars(batch) | {"reference": reference})
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
@@ -142,7 +142,7 @@ def test_kto(seeds, tmp_path):
     twins = texts_of(inputs["KL_input_ids"], inputs["KL_attention_mask"], inputs["KL_completion_mask"])
     batch = batch_of(interleaved(own, twins))
     marks = inputs["label"].repeat_interleave(2)[batch.sequences.clamp(min=0)].long()
-    batch = Batch(**vars(batch) | {"marks": marks})
+    batch = Batch(**vars(batch) | {"kto_labels": marks})
     parts = loss_of(Kto(kind="kto", **more), batch, *(ours(llama(n), tmp_path / str(n)) for n in seeds))
     assert parts.total.item() / 3 == pytest.approx(expected, abs=1e-4)
     told = means(parts.metrics)

@@ -47,7 +47,7 @@ def test_the_loss_and_its_gradient_are_those_of_whole_logits(chunk, temperature)
         F.log_softmax(theirs / temperature, -1), F.log_softmax(taught / temperature, -1), reduction="none",
         log_target=True,
     ).sum(-1)  # fmt: skip
-    nats, weights = F.cross_entropy(theirs, some.labels.flatten(), reduction="none"), some.weights.flatten()
+    nats, weights = F.cross_entropy(theirs, some.labels.flatten(), reduction="none"), some.loss_mask.flatten()
     expected = ((0.3 * temperature**2 * each + 0.7 * nats) * weights).sum()
     assert ours.total.item() == pytest.approx(expected.item(), rel=1e-9)
     told = {"kl": (each * weights).sum() / weights.sum(), "nats": (nats * weights).sum() / weights.sum()}
@@ -61,7 +61,7 @@ def test_it_agrees_with_trl():
     student, teacher = models()
     some, asked = batch(3), Distill(kind="distill", teacher="", temperature=1.7, kd_ratio=1.0)
     ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
-    labels = torch.where(some.weights > 0, some.labels, -100)
+    labels = torch.where(some.loss_mask > 0, some.labels, -100)
     theirs = gkd.GKDTrainer.generalized_jsd_loss(
         logits(student, some), logits(teacher, some), labels=labels, beta=0, temperature=1.7
     )
@@ -75,7 +75,7 @@ def test_a_teacher_whose_embeddings_are_padded_further_is_a_teacher_all_the_same
     ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
     taught = F.log_softmax(logits(teacher, some)[..., :97], -1)
     each = F.kl_div(F.log_softmax(logits(student, some), -1), taught, reduction="none", log_target=True).sum(-1)
-    assert ours.total.item() == pytest.approx((each * some.weights).sum().item(), rel=1e-9)
+    assert ours.total.item() == pytest.approx((each * some.loss_mask).sum().item(), rel=1e-9)
 
 
 def test_whole_logits_never_exist():
@@ -103,7 +103,7 @@ def test_accumulation_takes_the_step_of_one_large_batch():
     asked, results = Distill(kind="distill", teacher="", temperature=2.0), []
     for batches in ([batch(5)], halves(batch(5))):
         who, plan = model_and_optimizer()
-        results.append((train_step(who, batches, distillation(asked, teacher, chunk=9), plan=plan, share=1.0), who))
+        results.append((train_step(who, batches, distillation(asked, teacher, chunk=9), plan=plan, lr_scale=1.0), who))
     (one, ours), (two, theirs) = results
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
     assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
@@ -136,7 +136,7 @@ def test_a_teacher_of_other_words_is_refused(prepared, tmp_path):
 def test_finite_differences():
     student, teacher = models()
     some = batch(1)
-    head = Divergence(some.labels, some.weights, 5, 1.3, Teacher(lambda: hidden, teacher.lm_head, 5.0))
+    head = Divergence(some.labels, some.loss_mask, 5, 1.3, Teacher(lambda: hidden, teacher.lm_head, 5.0))
     numbers = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 32, 48, dtype=torch.float64, generator=numbers)
     states = torch.randn(1, 32, 32, dtype=torch.float64, generator=numbers).requires_grad_()

@@ -40,8 +40,8 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
         config=config, train=train, **(kind | stochastic | ({} if "state_dtype" in kind else {"offload": True}))
     )
     for step in range(3):
-        a = train_step(inside, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
-        b = train_step(after, [batch(3, step)], OBJECTIVE, plan=plan, share=1.0)
+        a = train_step(inside, [batch(3, step)], OBJECTIVE, plan=plan, lr_scale=1.0)
+        b = train_step(after, [batch(3, step)], OBJECTIVE, plan=plan, lr_scale=1.0)
         assert a.taken
         assert (a.loss, a.loss_tokens) == (b.loss, b.loss_tokens)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
@@ -61,8 +61,8 @@ def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, con
         config=config, train={"activation_checkpointing": mode}, fused_backward=True, kind="adafactor"
     )
     for step in range(2):
-        train_step(plain, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
-        train_step(again, [batch(2, step)], OBJECTIVE, plan=plan, share=1.0)
+        train_step(plain, [batch(2, step)], OBJECTIVE, plan=plan, lr_scale=1.0)
+        train_step(again, [batch(2, step)], OBJECTIVE, plan=plan, lr_scale=1.0)
     assert all(torch.equal(p, q) for p, q in zip(weights(plain), weights(again), strict=True))
 
 
@@ -77,7 +77,7 @@ def test_two_gradients_stand_at_most(monkeypatch, config):
         update(self, parameter)
 
     monkeypatch.setattr(InBackward, "_update", watched)
-    train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     assert len(standing) == len(list(who.model.parameters()))
     assert max(standing) <= 2
     # A tied weight's gradient stands from head to embedding; an untied head's until the next hook comes, at the latest.
@@ -88,11 +88,11 @@ def test_two_gradients_stand_at_most(monkeypatch, config):
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_the_first_bad_gradient_on_nothing_moves(kind):
     who, plan = model_and_optimizer(config="untied", fused_backward=True, **kind)
-    train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     before = dict(zip(dict(who.model.named_parameters()), weights(who), strict=True))
     states, steps = {k: v.clone() for k, v in who.optimizer.named_tensors().items()}, who.optimizer.scalars()
     poison = who.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * math.inf)
-    result = train_step(who, [batch(2, 1)], OBJECTIVE, plan=plan, share=1.0)
+    result = train_step(who, [batch(2, 1)], OBJECTIVE, plan=plan, lr_scale=1.0)
     poison.remove()
     assert not result.taken
     assert math.isfinite(result.loss)
@@ -107,14 +107,14 @@ def test_from_the_first_bad_gradient_on_nothing_moves(kind):
         assert count == steps[name] + (name.rpartition(".")[0] in moved)
     assert all(bool(p.isfinite().all()) for p in who.model.parameters())
     assert not who.updating
-    assert train_step(who, [batch(2, 2)], OBJECTIVE, plan=plan, share=1.0).taken
+    assert train_step(who, [batch(2, 2)], OBJECTIVE, plan=plan, lr_scale=1.0).taken
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
     who, plan = model_and_optimizer(fused_backward=True, kind="adafactor")
     before = weights(who)
-    result = train_step(who, [batch(2)], poisoned(value), plan=plan, share=1.0)
+    result = train_step(who, [batch(2)], poisoned(value), plan=plan, lr_scale=1.0)
     assert not result.taken
     assert all(torch.equal(p, q) for p, q in zip(weights(who), before, strict=True))
     assert who.optimizer.named_tensors() == {}
@@ -123,12 +123,12 @@ def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
 def test_adamw_clips_each_gradient_alone():
     clipped, plan = model_and_optimizer(fused_backward=True, kind="adamw", train={"max_grad_norm": 1e-3})
     by_hand, _ = model_and_optimizer(kind="adamw", offload=True)
-    train_step(clipped, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    train_step(clipped, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     for parameter in by_hand.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: None)
     parts = OBJECTIVE.loss(by_hand.model(batch(2).tokens, positions_BT=batch(2).positions,
         documents_BT=batch(2).documents, head=OBJECTIVE.head(batch(2))), batch(2))  # fmt: skip
-    (parts.total / batch(2).weights.sum()).backward()
+    (parts.total / batch(2).loss_mask.sum()).backward()
     for parameter in by_hand.model.parameters():
         torch.nn.utils.clip_grad_norm_([parameter], 1e-3)
     by_hand.optimizer.step(1.0)
@@ -141,7 +141,7 @@ def test_a_backward_that_was_cut_short_leaves_nothing_armed():
     who, plan = model_and_optimizer(fused_backward=True, kind="adafactor")
     bomb = who.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+        train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     assert who.updating  # weights and states do not fit together any more: the loop goes back to a checkpoint
     bomb.remove()
     who.optimizer.zero_grad()

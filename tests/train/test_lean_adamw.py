@@ -11,7 +11,7 @@ from bloomery.plan.types import OptimizerPlan
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.optim import adamw as optim_int8
 from bloomery.train.optim import common as optim_pieces
-from bloomery.train.optim.adamw import BLOCK, EightBit, Plain
+from bloomery.train.optim.adamw import BLOCK, FloatMoment, Int8Moment
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.optim.common import Gate, Rounding, Span
 from bloomery.train.state import build_state
@@ -90,7 +90,7 @@ def test_eight_bits_are_near_and_what_is_read_again_is_written_the_same(signed):
     exact = torch.randn(64, BLOCK, generator=generator) * torch.logspace(-12, 3, 64)[:, None]
     exact = (exact if signed else exact.square()).flatten()
     exact[:BLOCK] = 0
-    moment = EightBit("exp_avg", signed=signed)
+    moment = Int8Moment("exp_avg", signed=signed)
     raw = moment.encoded(exact, [], 0)
     assert raw[0].dtype == (torch.int8 if signed else torch.uint8)
     read = moment.decoded(raw)
@@ -109,7 +109,7 @@ def test_eight_bits_are_near_and_what_is_read_again_is_written_the_same(signed):
 def test_an_average_in_bfloat16_does_not_stand_still():
     """1 - beta of a thousandth is less than the distance between bfloat16 numbers."""
     parameter = nn.Parameter(torch.zeros(4096))
-    moment = Plain("exp_avg_sq", torch.bfloat16, Rounding({parameter: "p"}, 0, stochastic=False))
+    moment = FloatMoment("exp_avg_sq", torch.bfloat16, Rounding({parameter: "p"}, 0, stochastic=False))
     state, span = moment.fresh(parameter), Span(parameter, 0, 4096)
     state["exp_avg_sq"].fill_(1.0)
     for step in range(400):
@@ -191,7 +191,7 @@ def test_eight_bit_states_learn_as_float32_ones_do(steps, learned):
                 [next_tokens(tokens)],
                 pretraining(score_chunk=64),
                 plan=plan.train,
-                share=1.0,
+                lr_scale=1.0,
             )
             losses.append(result.loss)
         matrices = [

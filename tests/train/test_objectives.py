@@ -13,8 +13,8 @@ from bloomery.train.objectives.losses import next_token_loss
 
 def test_next_token_loss_is_the_sum_over_learned_labels():
     scores_BT = torch.tensor([[math.log(0.5), math.log(0.25)], [math.log(0.125), math.log(0.1)]])
-    weights_BT = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    total, count, _ = next_token_loss(scores_BT, weights_BT)
+    loss_mask_BT = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    total, count, _ = next_token_loss(scores_BT, loss_mask_BT)
     assert math.isclose(total, math.log(2) + math.log(4) + math.log(8), rel_tol=1e-6)
     assert count == 3
 

@@ -18,7 +18,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train import checkpoint, loop
 from bloomery.train import recover as memory
-from bloomery.train.optim.build import Optimizer
+from bloomery.train.optim.build import OptimizersContainer
 from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import damage
 
@@ -137,17 +137,17 @@ def test_a_resumed_run_keeps_the_smaller_micro_batch(plan, tmp_path):
 def test_an_update_that_was_cut_short_is_taken_back(plan, tmp_path, monkeypatch, at):
     """Half of the weights have moved: nothing but a checkpoint, or the start, is whole."""
     updates = []
-    whole_step = Optimizer.step
+    whole_step = OptimizersContainer.step
 
-    def torn(self: Optimizer, share: float) -> None:
-        updates.append(share)
+    def torn(self: OptimizersContainer, lr_scale: float) -> None:
+        updates.append(lr_scale)
         if len(updates) == at:
             for parameter in self.parameters[: len(self.parameters) // 2]:
                 parameter.data.add_(1.0)
             raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB.")
-        whole_step(self, share)
+        whole_step(self, lr_scale)
 
-    monkeypatch.setattr(Optimizer, "step", torn)
+    monkeypatch.setattr(OptimizersContainer, "step", torn)
     short = Run(plan, tmp_path / "short")
     (told,) = short.of(Recovered)
     back = 0 if at == 1 else 4

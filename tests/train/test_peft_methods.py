@@ -89,8 +89,8 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     for step in range(1, 5):
         batch = loader.batch(Cursor(0, 2 * step), 2)
         objective = build_objective(plan)
-        train_step(state.model_and_optimizer, [batch], objective, plan=plan.train, share=1.0)
-        labels = batch.labels.masked_fill(batch.weights == 0, -100)
+        train_step(state.model_and_optimizer, [batch], objective, plan=plan.train, lr_scale=1.0)
+        labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
         logits = theirs(batch.tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         for matrix in (p for name, p in named.items() if "lora_A" in name or "lora_B" in name):

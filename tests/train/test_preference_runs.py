@@ -75,7 +75,7 @@ def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_p
     assert told[-1].done == told[-1].total > 0
     batch = open_loader(plan, "train", reference_file(made.folder, "train")).batch(Cursor(0, 0), 3)
     model = fresh_decoder(PLAIN, seed=0, attention="mask")
-    head = LabelScores(batch.labels, batch.weights, 64)
+    head = LabelScores(batch.labels, batch.loss_mask, 64)
     with torch.no_grad():
         expected = model(batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head)
     torch.testing.assert_close(batch.reference, expected, atol=1e-5, rtol=0)

@@ -64,15 +64,15 @@ def test_orpo_by_hand():
 
 @pytest.mark.parametrize("desirable", [True, False])
 def test_kto_by_hand(desirable):
-    reward, drift = -1.75 + 2.5, 0.25
-    lead = 0.1 * (reward - drift) * (1 if desirable else -1)
+    reward, kl = -1.75 + 2.5, 0.25
+    lead = 0.1 * (reward - kl) * (1 if desirable else -1)
     parts = kto_loss(
-        POLICY, START, torch.full((4,), desirable), torch.tensor(drift).double(), beta=0.1, weights=(1.5, 0.5)
+        POLICY, START, torch.full((4,), desirable), torch.tensor(kl).double(), beta=0.1, weights=(1.5, 0.5)
     )
     assert parts.total.item() == pytest.approx((1.5 if desirable else 0.5) / (1 + math.exp(lead)), rel=1e-12)
     told = means(parts.metrics)
     assert told == pytest.approx({
-        "accuracy": float(desirable), "kl": drift, "chosen_reward" if desirable else "rejected_reward": 0.1 * reward,
+        "accuracy": float(desirable), "kl": kl, "chosen_reward" if desirable else "rejected_reward": 0.1 * reward,
     })  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
     length = 32
     parts = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "labels", "positions")}
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
-    weights = torch.zeros(rows, length)
+    loss_mask = torch.zeros(rows, length)
     for row in range(rows):
         at = 0
         for document in range(2 * pairs):
@@ -100,11 +100,12 @@ def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
             parts["labels"][row, at : at + size - 1] = text[1:]
             parts["positions"][row, here] = torch.arange(size)
             documents[row, here], sequences[row, here] = document, row * 2 * pairs + document
-            weights[row, at + 1 : at + size - 1] = 1
+            loss_mask[row, at + 1 : at + size - 1] = 1
             at += size
-    reference = torch.where(weights > 0, -torch.rand(rows, length, generator=numbers) * 14, 0)
-    marks = (sequences // 2) % 2
-    return Batch(**parts, documents=documents, weights=weights, sequences=sequences, reference=reference, marks=marks)
+    reference = torch.where(loss_mask > 0, -torch.rand(rows, length, generator=numbers) * 14, 0)
+    kto_labels = (sequences // 2) % 2
+    tensors = {"loss_mask": loss_mask, "sequences": sequences, "reference": reference, "kto_labels": kto_labels}
+    return Batch(**parts, documents=documents, **tensors)
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
@@ -122,7 +123,7 @@ def padded(batch: Batch) -> Batch:
         row, places = batch.sequences.eq(number).nonzero().T
         empty = Batch(*(torch.zeros(1, 32, dtype=torch.int64) for _ in range(2)), torch.zeros(1, 32),
                       torch.zeros(1, 32, dtype=torch.int64), *(torch.full((1, 32), -1) for _ in range(2)),
-                      marks=torch.zeros(1, 32, dtype=torch.int64), reference=torch.zeros(1, 32))  # fmt: skip
+                      kto_labels=torch.zeros(1, 32, dtype=torch.int64), reference=torch.zeros(1, 32))  # fmt: skip
         for name, tensor in vars(empty).items():
             if tensor is not None:
                 tensor[0, : len(places)] = getattr(batch, name)[row, places]
@@ -154,7 +155,7 @@ def test_accumulation_takes_the_step_of_one_large_batch(asked):
     results = []
     for batches in ([whole], [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]):
         who, objective, plan = model_and_optimizer(asked)
-        result = train_step(who, batches, objective, plan=plan, share=1.0)
+        result = train_step(who, batches, objective, plan=plan, lr_scale=1.0)
         results.append((result, [p.detach().clone() for p in who.model.parameters()]))
     (one, ours), (two, theirs) = results  # of kto the first estimates the drift in its forward, the other before it
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
@@ -171,12 +172,12 @@ def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
     whole = batch_of_pairs(5)
     cut = [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]
 
-    def drift(batches: list[Batch]) -> float:
+    def kl(batches: list[Batch]) -> float:
         first = objective.before(who.model, batches)[0]
         return means(compute_loss(who.model, first, objective, precision="float32").metrics)["kl"]
 
-    assert drift([whole]) == pytest.approx(drift(cut), rel=1e-5)
-    assert drift([whole]) > 0
+    assert kl([whole]) == pytest.approx(kl(cut), rel=1e-5)
+    assert kl([whole]) > 0
     repeated = objective.before(who.model, [whole])[0].baseline is not None
     assert repeated == (rate > 0)  # a forward that drops nothing tells it itself
 
@@ -196,9 +197,9 @@ def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
     others = row.sequences >= 2
     changed = replace(
         row, tokens=torch.where(others, 5, row.tokens), labels=torch.where(others, 7, row.labels),
-        sequences=row.sequences.clamp(max=1), weights=torch.where(others, 0, row.weights),
+        sequences=row.sequences.clamp(max=1), loss_mask=torch.where(others, 0, row.loss_mask),
     )  # fmt: skip
-    alone = replace(row, sequences=torch.where(others, -1, row.sequences), weights=changed.weights)
+    alone = replace(row, sequences=torch.where(others, -1, row.sequences), loss_mask=changed.loss_mask)
     changed = replace(changed, sequences=alone.sequences)
     with torch.no_grad():
         losses = [compute_loss(who.model, batch, objective, precision="float32").total for batch in (alone, changed)]
@@ -209,7 +210,7 @@ def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
 def test_gradients_are_those_of_finite_differences(asked):
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
     batch = replace(batch_of_pairs(1, pairs=2), reference=None)
-    batch = replace(batch, reference=-torch.rand(1, 32, dtype=torch.float64), weights=batch.weights.double())
+    batch = replace(batch, reference=-torch.rand(1, 32, dtype=torch.float64), loss_mask=batch.loss_mask.double())
     batch = replace(batch, baseline=torch.tensor(0.3).double())  # which no gradient flows through
     scores = (-3 * torch.rand(1, 32, dtype=torch.float64)).requires_grad_()
     assert torch.autograd.gradcheck(lambda scores: objective.loss(scores, batch).total, (scores,))

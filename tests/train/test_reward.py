@@ -44,7 +44,7 @@ def test_accumulation_takes_the_step_of_one_large_batch_and_packed_rows_train_as
     for batches in ([whole], [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 4))], [padded(whole)]):
         plan = tiny_plan(config=CONFIG).model_copy(update={"objective": ASKED})
         who = build_state(plan).model_and_optimizer
-        result = train_step(who, batches, build_objective(plan), plan=plan.train, share=1.0)
+        result = train_step(who, batches, build_objective(plan), plan=plan.train, lr_scale=1.0)
         steps.append((result.loss, result.grad_norm, [p.detach().clone() for p in who.model.parameters()]))
     for loss, norm, parameters in steps[1:]:
         assert loss == pytest.approx(steps[0][0], rel=1e-6)

@@ -6,7 +6,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Cursor
 from bloomery.model.io.weights import write_model
 from bloomery.train.checkpoint import Saver
-from bloomery.train.state import Progress, build_state, go_back, random_states, set_random_states
+from bloomery.train.state import RunProgress, build_state, go_back, random_states, set_random_states
 
 
 def worked_on(plan):
@@ -16,7 +16,7 @@ def worked_on(plan):
         parameter.grad = torch.full_like(parameter, 0.01 * (number + 1))
     state.model_and_optimizer.optimizer.step(1.0)
     state.cursor = Cursor(plan.train.seed, 24)
-    state.progress = Progress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_saved=4.6)
+    state.progress = RunProgress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_saved=4.6)
     state.policy.judge(False, step=6, rows=range(20, 24))
     if state.model_and_optimizer.scale is not None:
         state.model_and_optimizer.scale.update(finite=False)
@@ -52,7 +52,7 @@ def test_going_back_without_a_checkpoint_is_how_the_run_began():
     state = worked_on(plan)
     go_back(state, plan, None)
     assert torch.equal(torch.rand(4), drawn)
-    assert state.progress == Progress()
+    assert state.progress == RunProgress()
     assert state.model_and_optimizer.optimizer.named_tensors() == {}
     pairs = zip(state.model_and_optimizer.model.parameters(), fresh.model_and_optimizer.model.parameters(), strict=True)
     assert all(torch.equal(p, q) for p, q in pairs)
@@ -86,7 +86,7 @@ def test_random_states_of_another_torch_are_refused_in_words():
 
 
 def test_the_best_is_the_lowest_finite_loss():
-    progress = Progress()
+    progress = RunProgress()
     for loss in (3.0, float("nan"), 2.0, 2.5):
         progress.note_evaluation(loss)
     assert (progress.best_loss, progress.evaluations_since_best) == (2.0, 1)

@@ -28,7 +28,7 @@ def batch(rows: int, seed: int = 0) -> Batch:
 
 def halves(whole: Batch) -> list[Batch]:
     """Two rows and the rest: micro-batches with different numbers of learned labels."""
-    tensors = whole.tokens, whole.labels, whole.weights, whole.positions, whole.documents
+    tensors = whole.tokens, whole.labels, whole.loss_mask, whole.positions, whole.documents
     return [Batch(*(t[:2] for t in tensors)), Batch(*(t[2:] for t in tensors))]
 
 
@@ -43,15 +43,15 @@ def weights(who: ModelAndOptimizer) -> list[torch.Tensor]:
 
 def poisoned(value: float) -> Objective:
     """The loss becomes `value` times itself."""
-    return Objective(OBJECTIVE.head, lambda out, b: LossParts(OBJECTIVE.loss(out, b).total * value, b.weights.sum()))
+    return Objective(OBJECTIVE.head, lambda out, b: LossParts(OBJECTIVE.loss(out, b).total * value, b.loss_mask.sum()))
 
 
 def test_accumulation_takes_the_step_of_one_large_batch():
     one, plan = model_and_optimizer()
     two, _ = model_and_optimizer()
     whole = batch(5)
-    a = train_step(one, [whole], OBJECTIVE, plan=plan, share=1.0)
-    b = train_step(two, halves(whole), OBJECTIVE, plan=plan, share=1.0)
+    a = train_step(one, [whole], OBJECTIVE, plan=plan, lr_scale=1.0)
+    b = train_step(two, halves(whole), OBJECTIVE, plan=plan, lr_scale=1.0)
     assert a.loss == pytest.approx(b.loss, rel=1e-6)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
     for p, q in zip(weights(one), weights(two), strict=True):
@@ -64,8 +64,8 @@ def test_loss_is_the_mean_over_learned_labels():
     with torch.no_grad():
         logits = who.model(whole.tokens, positions_BT=whole.positions, documents_BT=whole.documents)
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), whole.labels, reduction="none")
-    expected = (each * whole.weights).sum() / whole.weights.sum()
-    assert train_step(who, [whole], OBJECTIVE, plan=plan, share=1.0).loss == pytest.approx(expected.item(), rel=1e-5)
+    expected = (each * whole.loss_mask).sum() / whole.loss_mask.sum()
+    assert train_step(who, [whole], OBJECTIVE, plan=plan, lr_scale=1.0).loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_clipping_is_torchs():
@@ -89,10 +89,10 @@ def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
 def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
     who, plan = model_and_optimizer(train={"precision": precision})
-    train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     before, states = weights(who), {k: v.clone() for k, v in who.optimizer.named_tensors().items()}
     scalars = who.optimizer.scalars()
-    result = train_step(who, [batch(2, 1), batch(2, 2)], poisoned(value), plan=plan, share=1.0)
+    result = train_step(who, [batch(2, 1), batch(2, 2)], poisoned(value), plan=plan, lr_scale=1.0)
     assert not result.taken
     assert not math.isfinite(result.loss)
     assert all(torch.equal(a, b) for a, b in zip(weights(who), before, strict=True))
@@ -105,7 +105,7 @@ def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_every_precision_learns_a_batch_by_heart(precision, kind):
     who, plan = model_and_optimizer(train={"precision": precision}, optimizer={"kind": kind, "learning_rate": 0.02})
-    results = [train_step(who, [batch(4)], OBJECTIVE, plan=plan, share=1.0) for _ in range(25)]
+    results = [train_step(who, [batch(4)], OBJECTIVE, plan=plan, lr_scale=1.0) for _ in range(25)]
     assert results[0].loss == pytest.approx(math.log(97), abs=0.5)
     assert results[-1].loss < results[0].loss - 0.5
     kept = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
@@ -116,7 +116,7 @@ def test_float16_overflow_is_skipped_and_halves_the_scale():
     who, plan = model_and_optimizer(train={"precision": "float16"})
     who.scale.value = 2.0**40
     before = weights(who)
-    result = train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+    result = train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     assert result.overflowed
     assert math.isfinite(result.loss)
     assert who.scale.value == 2.0**39
@@ -128,7 +128,7 @@ def test_float16_gradients_do_not_depend_on_the_scale():
     for scale in (1.0, 2.0**10):
         who, plan = model_and_optimizer(train={"precision": "float16"})
         who.scale.value = scale
-        norms.append(train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0).grad_norm)
+        norms.append(train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
@@ -157,7 +157,7 @@ def test_activation_checkpointing_changes_no_bit(mode, attention):
     losses = []
     for who in (plain, saving):
         torch.manual_seed(1)
-        losses.append([train_step(who, [batch(2, i)], OBJECTIVE, plan=plan, share=1.0).loss for i in range(3)])
+        losses.append([train_step(who, [batch(2, i)], OBJECTIVE, plan=plan, lr_scale=1.0).loss for i in range(3)])
     assert losses[0] == losses[1]
     for p, q in zip(weights(plain), weights(saving), strict=True):
         assert torch.equal(p, q)
@@ -180,7 +180,7 @@ def test_checkpointing_repeats_what_its_mode_says():
     for mode in ("none", "selective", "every-2", "full"):
         who, plan = model_and_optimizer(tiny_config(num_layers=4), train={"activation_checkpointing": mode})
         with Counted() as counted:
-            train_step(who, [batch(2)], OBJECTIVE, plan=plan, share=1.0)
+            train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
         calls[mode] = counted.calls
     products = {mode: count["mm"] for mode, count in calls.items()}
     assert products["none"] == products["selective"] < products["every-2"] < products["full"]

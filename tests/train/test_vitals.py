@@ -15,12 +15,12 @@ from bloomery.train.objectives.build import pretraining
 OBJECTIVE = pretraining(score_chunk=64)
 
 
-def batch_of(tokens, labels, documents=None, weights=None) -> Batch:
+def batch_of(tokens, labels, documents=None, loss_mask=None) -> Batch:
     tokens = torch.tensor([tokens])
     return Batch(
         tokens=tokens,
         labels=torch.tensor([labels]),
-        weights=torch.ones(tokens.shape) if weights is None else torch.tensor([weights]),
+        loss_mask=torch.ones(tokens.shape) if loss_mask is None else torch.tensor([loss_mask]),
         positions=torch.arange(tokens.shape[1])[None],
         documents=torch.zeros_like(tokens) if documents is None else torch.tensor([documents]),
     )
@@ -35,7 +35,7 @@ def test_the_ratio_is_that_of_root_mean_squares():
     told = health_check.report(5, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False)
     every = 300 * 50 + 40 * 40 + 7
     assert told.update_ratio == pytest.approx((0.25 + 0.0) / 2)  # the median of the two matrices
-    assert told.unchanged_share == pytest.approx((40 * 40 + 7) / every) and told.still == "kept"
+    assert told.unchanged_share == pytest.approx((40 * 40 + 7) / every) and told.unchanged == "kept"
     assert told.no_gradient_share == pytest.approx((40 * 40 + 7) / every)  # one is zero, one is None
 
 
@@ -43,13 +43,13 @@ def test_a_step_that_was_not_taken_has_no_ratio():
     told = HealthCheck({"w": nn.Parameter(torch.ones(2, 2))}).report(
         1, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False
     )
-    assert (told.update_ratio, told.unchanged_share, told.no_gradient_share, told.still) == (None, None, None, "")
+    assert (told.update_ratio, told.unchanged_share, told.no_gradient_share, told.unchanged) == (None, None, None, "")
 
 
 def test_labels_are_looked_for_in_their_own_document_only():
     facts = label_facts([batch_of([1, 2, 3, 9, 8], [2, 3, 4, 8, 7], documents=[0, 0, 0, 1, 1])], OBJECTIVE)
     assert (facts.own, facts.next, facts.after) == (0.0, 1.0, 0.0)
-    masked = batch_of([1, 2, 3, 4], [1, 3, 4, 4], weights=[1.0, 0.0, 0.0, 1.0])
+    masked = batch_of([1, 2, 3, 4], [1, 3, 4, 4], loss_mask=[1.0, 0.0, 0.0, 1.0])
     assert label_facts([masked], OBJECTIVE).own == 1.0
     assert label_facts([masked], OBJECTIVE).next == 0.0
 

@@ -78,7 +78,7 @@ class Rig:
         return time.perf_counter() - begun
 
     def _step(self, batches: list[Batch]) -> bool:
-        return train_step(self._model_and_optimizer, batches, self._objective, plan=self._plan, share=SHARE).taken
+        return train_step(self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=SHARE).taken
 
     def _wait(self) -> None:
         if self._plan.device == "cuda":
@@ -114,7 +114,7 @@ def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
     return Batch(
         tokens=text[:, :-1].contiguous(),
         labels=text[:, 1:].contiguous(),
-        weights=torch.ones(rows, length),
+        loss_mask=torch.ones(rows, length),
         positions=torch.arange(length).repeat(rows, 1),
         documents=torch.zeros(rows, length, dtype=torch.int64),
     )

@@ -63,7 +63,7 @@ class LabelScores:
     """
 
     labels_BT: Tensor
-    weights_BT: Tensor
+    loss_mask_BT: Tensor
     chunk: int
     compiled: bool = False
     into_grad: bool = False
@@ -71,16 +71,16 @@ class LabelScores:
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         known = {"weight"} if output.bias is None else {"weight", "bias"}
         assert set(dict(output.named_parameters())) == known, "only weight and bias of the output layer are read"
-        flat_ND, labels_N, weights_N = hidden_BTD.flatten(0, 1), self.labels_BT.flatten(), self.weights_BT.flatten()
+        flat_ND, labels_N, loss_mask_N = hidden_BTD.flatten(0, 1), self.labels_BT.flatten(), self.loss_mask_BT.flatten()
         weight_VD, into_grad = output.weight, self.into_grad
         if output.bias is not None:  # one more input, which is always 1; the joined matrix is no parameter
             flat_ND, into_grad = F.pad(flat_ND, (0, 1), value=1.0), False
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
         settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad)
         if torch.compiler.is_compiling():  # shapes stay as they are
-            scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (weights_N != 0)
+            scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (loss_mask_N != 0)
         else:
-            learned = weights_N.nonzero().squeeze(1)
+            learned = loss_mask_N.nonzero().squeeze(1)
             scores = label_scores(flat_ND[learned], weight_VD, labels_N[learned], settings)
             scores_N = scores.new_zeros(len(labels_N)).index_copy(0, learned, scores)
         return scores_N.view(self.labels_BT.shape)
@@ -258,13 +258,13 @@ class Divergence:
     """
 
     labels_BT: Tensor
-    weights_BT: Tensor
+    loss_mask_BT: Tensor
     chunk: int
     temperature: float
     teacher: Teacher
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
-        learned = (self.weights_BT.flatten() != 0).nonzero().squeeze(1)
+        learned = (self.loss_mask_BT.flatten() != 0).nonzero().squeeze(1)
         with torch.no_grad():
             taught_NS = self.teacher.hidden().flatten(0, 1)[learned]
         shared = min(output.out_features, self.teacher.output.out_features)

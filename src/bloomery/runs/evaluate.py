@@ -26,7 +26,7 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
 from bloomery.train.context import open_loader
-from bloomery.train.evaluation.evaluation import evaluate as evaluate_rows
+from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
 from bloomery.train.evaluation.scoring import Judgement, judge_pairs, score_documents
 from bloomery.train.model_folder import Found, find_model
 from bloomery.train.objectives.build import pretraining
@@ -156,7 +156,7 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
             module.backend = plan.model.attention if own else "mask"  # which every device has
     loader, sizes = open_loader(plan, "validation"), tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
-    found = evaluate_rows(
+    found = evaluate_validation(
         decoder, loader, objective, plan=plan.eval, precision="float32", token_bytes=sizes, limit=plan.eval.rows
     )  # the decoder computes in the run's precision by itself
     where = str(plan.data.prepared)

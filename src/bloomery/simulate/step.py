@@ -54,7 +54,7 @@ def simulated_step(
         objective = build_objective(plan, lambda _: teacher or meta_teacher(plan))
 
         def step(count: int) -> None:
-            train_step(model_and_optimizer, batches[:count], objective, plan=plan.train, share=1.0)
+            train_step(model_and_optimizer, batches[:count], objective, plan=plan.train, lr_scale=1.0)
 
         return _peak(plan, model_and_optimizer, tracker, step, len(batches), say)
 

@@ -101,8 +101,8 @@ class RunContext:
         data, rows = self.plan.data, self.plan.train.micro_batch_size
         return Prefetcher(self.loader, self.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)
 
-    def tell_step(
-        self, result: StepResult, batches: Sequence[Batch], *, share: float, seconds: float, waited: float
+    def emit_step(
+        self, result: StepResult, batches: Sequence[Batch], *, lr_scale: float, seconds: float, waited: float
     ) -> None:
         """What a step has learned from and came to, and how healthy the run is, where that was looked at."""
         plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
@@ -110,7 +110,7 @@ class RunContext:
             StepDone(
                 step=self.step,
                 loss=result.loss if result.taken else None,
-                learning_rate=self.plan.optimizer.learning_rate * share,
+                learning_rate=self.plan.optimizer.learning_rate * lr_scale,
                 grad_norm=result.grad_norm if result.taken else None,
                 tokens=self.state.progress.tokens,
                 tokens_per_second=plan.tokens_per_step / seconds,

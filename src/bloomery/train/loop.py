@@ -83,13 +83,13 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     plan, state, begun = context.plan.train, context.state, time.perf_counter()
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
-    share = planned_lr_scale(context.step, context.plan)
+    lr_scale = planned_lr_scale(context.step, context.plan)
     looks = context.health_check.due(context.step + 1, context.plan.logging.every_steps)
     state.model_and_optimizer.health_check = context.health_check if looks else None
     objective = context.recorder.objective(context.objective)
     full = partial(context.recorder.memory_full, context.plan, context.step + 1, f"step {context.step + 1}")
     result = attempt(
-        lambda: train_step(state.model_and_optimizer, batches, objective, plan=plan, share=share), state, full
+        lambda: train_step(state.model_and_optimizer, batches, objective, plan=plan, lr_scale=lr_scale), state, full
     )
     if isinstance(result, Full):
         return shrink(context, result)
@@ -97,7 +97,7 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     state.cursor = Cursor(state.cursor.seed, rows.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step
-    context.tell_step(result, batches, share=share, seconds=time.perf_counter() - begun, waited=waited)
+    context.emit_step(result, batches, lr_scale=lr_scale, seconds=time.perf_counter() - begun, waited=waited)
     return judge(context, result, rows, batches[0])
 
 

@@ -172,7 +172,7 @@ class CheckpointedModel:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Counters of a run."""
 
     step: int = 0  # finished optimizer steps, skipped ones included
@@ -206,7 +206,7 @@ class TrainState:
 
     model_and_optimizer: ModelAndOptimizer
     cursor: Cursor
-    progress: Progress
+    progress: RunProgress
     policy: NonFinite
     kept: CheckpointedModel
     base: Base | None = None
@@ -256,7 +256,7 @@ def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path
         model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method
     )
     kept = CheckpointedModel(model, start, base, settings, method)
-    state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), Progress(), NonFinite(), kept, base)
+    state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), kept, base)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
             base.refuse_change(noted["digest"], where=str(resume_from))
@@ -291,7 +291,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
         torch.manual_seed(plan.train.seed)
         state.kept.begin()
         state.model_and_optimizer.optimizer.load({}, {})
-        state.cursor, state.progress = Cursor(plan.train.seed, 0), Progress()
+        state.cursor, state.progress = Cursor(plan.train.seed, 0), RunProgress()
         return
     stored = read_state(folder)
     if stored["cursor"]["seed"] != state.cursor.seed:
@@ -303,7 +303,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
         state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])
     state.cursor = Cursor(**stored["cursor"])
-    state.progress = Progress(**stored["progress"])
+    state.progress = RunProgress(**stored["progress"])
 
 
 def random_states() -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, to_device
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import LossParts, added
-from bloomery.train.optim.build import Optimizer
+from bloomery.train.optim.build import OptimizersContainer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ModelAndOptimizer:
     """What a step changes."""
 
     model: Decoder
-    optimizer: Optimizer
+    optimizer: OptimizersContainer
     scale: LossScale | None  # float16 alone
     health_check: HealthCheck | None = None  # looks at the next update
     method: PeftAdapter | None = None  # of PEFT, whose schedule follows the updates
@@ -82,16 +82,16 @@ def train_step(
     objective: Objective,
     *,
     plan: TrainPlan,
-    share: float,
+    lr_scale: float,
 ) -> StepResult:
-    """Takes one step with `share` of the peak learning rate; a step that is not finite leaves weights and states alone.
+    """Take one step at `lr_scale` times the peak learning rate. A non-finite step changes neither weights nor states.
 
     The count (of learned tokens, of pairs) is that of all micro-batches together, known before the first backward, so
     that accumulation gives the gradient of one large batch. The host waits for the device once: loss and norm decide
     whether the step is taken, and what the optimizer then does runs while the host goes on.
     """
     device = next(model_and_optimizer.model.parameters()).device
-    loss_tokens = sum(float(batch.weights.sum()) for batch in batches)
+    loss_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
     count = max(1.0, sum(objective.count(batch) for batch in batches))
     if objective.before is not None:
         batches = objective.before(model_and_optimizer.model, batches)
@@ -103,9 +103,10 @@ def train_step(
         scaled = parts.total * (factor / count)
         if model_and_optimizer.optimizer.fused_backward:
             assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
-            inside = total.new_tensor(
-                update_in_backward(model_and_optimizer, scaled, factor=factor, clip=plan.max_grad_norm, share=share)
+            norm_inside = update_in_backward(
+                model_and_optimizer, scaled, factor=factor, clip=plan.max_grad_norm, lr_scale=lr_scale
             )
+            inside = total.new_tensor(norm_inside)
         else:
             scaled.backward()
         total += parts.total.detach()
@@ -122,7 +123,7 @@ def train_step(
         scale_gradients(gradients, clip_factor(norm, plan.max_grad_norm) / factor)
         model_and_optimizer.updating = True
         with nullcontext() if model_and_optimizer.health_check is None else model_and_optimizer.health_check.watching():
-            model_and_optimizer.optimizer.step(share)
+            model_and_optimizer.optimizer.step(lr_scale)
         if model_and_optimizer.method is not None:
             model_and_optimizer.method.after_update()
         model_and_optimizer.updating = False
@@ -133,7 +134,7 @@ def train_step(
 
 
 def update_in_backward(
-    model_and_optimizer: ModelAndOptimizer, scaled: Tensor, *, factor: float, clip: float | None, share: float
+    model_and_optimizer: ModelAndOptimizer, scaled: Tensor, *, factor: float, clip: float | None, lr_scale: float
 ) -> float:
     """Backward that updates as it goes: the norm over all gradients, not finite where it stopped half-way.
 
@@ -147,7 +148,7 @@ def update_in_backward(
         if model_and_optimizer.health_check is None
         else model_and_optimizer.health_check.watching(gradients=False)
     ):
-        model_and_optimizer.optimizer.begin_step(share, factor=factor, clip=clip)
+        model_and_optimizer.optimizer.begin_step(lr_scale, factor=factor, clip=clip)
         scaled.backward()
         norm = model_and_optimizer.optimizer.finish_step()
     model_and_optimizer.updating = False

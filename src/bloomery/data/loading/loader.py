@@ -52,24 +52,24 @@ def feistel(position: int, *, size: int, key: int) -> int:
 class Batch:
     """One micro-batch; every tensor is [B, T].
 
-    `labels[b, t]` is the token after `tokens[b, t]`; `weights` is 1 where that label is learned (0 over the end of a
+    `labels[b, t]` is the token after `tokens[b, t]`; `loss_mask` is 1 where that label is learned (0 over the end of a
     document and on padding);
     `positions` count from the start of the document, or of the row where a document goes on from the row before;
     `documents` number the documents of a row from 0 (padding is -1).
 
     Of text with a structure, else None: `sequences` number the texts of the micro-batch that are judged as wholes from
-    0 (padding is -1), the chosen and the rejected answer of a pair being 2i and 2i + 1; `marks` are what the data says
-    of each (kto: 1 desirable, 0 not); `reference` is what the model of the start gives each label, a log-probability.
+    0 (padding is -1), the chosen and the rejected answer of a pair being 2i and 2i + 1; `kto_labels` are 1 for a
+    desirable answer, 0 for an undesirable one; `reference` is each label's log-probability under the reference model.
     `baseline`, one number, is what the rewards of a whole step are measured from (kto).
     """
 
     tokens: Tensor  # int64
     labels: Tensor  # int64
-    weights: Tensor  # float32
+    loss_mask: Tensor  # float32
     positions: Tensor  # int64
     documents: Tensor  # int64
     sequences: Tensor | None = None  # int64
-    marks: Tensor | None = None  # int64
+    kto_labels: Tensor | None = None  # int64
     reference: Tensor | None = None  # float32
     baseline: Tensor | None = None  # float32, []
 
@@ -178,15 +178,16 @@ class Loader:
 
         reference = None
         if self._reference is not None:
-            reference = stacked([self._reference.of(row.stored, row.weights) for row in rows])
+            reference = stacked([self._reference.of(row.stored, row.loss_mask) for row in rows])
+        kto_labels = [row.kto_labels for row in rows if row.kto_labels is not None]
         return Batch(
             tokens=stacked([row.tokens for row in rows]),
             labels=stacked([row.labels for row in rows]),
-            weights=stacked([row.weights for row in rows]),
+            loss_mask=stacked([row.loss_mask for row in rows]),
             positions=stacked([row.positions for row in rows]),
             documents=stacked([row.documents for row in rows]),
             sequences=stacked(_numbered(rows)) if self._rows.fitted else None,
-            marks=stacked([row.marks for row in rows if row.marks is not None]) if self.kind == "kto" else None,
+            kto_labels=stacked(kto_labels) if self.kind == "kto" else None,
             reference=reference,
         )
 

@@ -158,16 +158,16 @@ Layout = Literal["packed", "padded", "fixed"]
 @dataclass(frozen=True)
 class Row:
     """int64 and float32 arrays [T]; see loader.Batch. `stored`: which token of the split a label is, -1 where the
-    label belongs to another document; `marks`: of the documents, of kto alone.
+    label belongs to another document; `kto_labels`: of the documents, of kto alone.
     """
 
     tokens: Ids
     labels: Ids
-    weights: np.ndarray[Any, np.dtype[np.float32]]
+    loss_mask: np.ndarray[Any, np.dtype[np.float32]]
     positions: Ids
     documents: Ids
     stored: Ids
-    marks: Ids | None = None
+    kto_labels: Ids | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _Stretch:
     begins: Ids
     places: Ids
     learned: np.ndarray[Any, np.dtype[np.bool_]] | None = None
-    marks: Ids | None = None
+    kto_labels: Ids | None = None
 
 
 def part_rows(tokens: int, documents: int, *, sequence_length: int, layout: Layout) -> int:
@@ -256,8 +256,8 @@ class Rows:
     def empty(self) -> Row:
         """A row of padding."""
         none = np.zeros(0, np.int64)
-        marks = none if self._split.kind == "kto" else None
-        return self._row(_Stretch(none, none, none, none, None, marks))
+        kto_labels = none if self._split.kind == "kto" else None
+        return self._row(_Stretch(none, none, none, none, None, kto_labels))
 
     def _fitted(self, part: int, index: int) -> _Stretch:
         fitted, answers = self._fits[part], ANSWERS[self._split.kind]
@@ -273,16 +273,16 @@ class Rows:
         ids = np.concatenate([self._split.tokens[start:end] for start, end in texts])
         assert self._split.learned is not None
         learned = np.concatenate([self._split.learned[start:end] for start, end in texts]) > 0
-        marks = None
+        kto_labels = None
         if self._split.marks is not None:
-            marks = np.repeat(np.asarray(self._split.marks[numbers]).astype(np.int64), sizes)
+            kto_labels = np.repeat(np.asarray(self._split.marks[numbers]).astype(np.int64), sizes)
         return _Stretch(
             ids=np.append(ids, self._pad_id),  # the last position has a label, too, of another document
             documents=np.append(documents, -1),
             begins=np.append(begins, 0),
             places=np.append(places, -1),
             learned=np.append(learned, False),
-            marks=marks,
+            kto_labels=kto_labels,
         )
 
     def _document_row(self, document: int) -> Row:
@@ -322,14 +322,14 @@ class Rows:
             return row
 
         together = of.documents[1 : count + 1] == of.documents[:count]
-        weights = np.zeros(length, np.float32)
-        weights[:count] = together if of.learned is None else together & of.learned[1 : count + 1]
+        loss_mask = np.zeros(length, np.float32)
+        loss_mask[:count] = together if of.learned is None else together & of.learned[1 : count + 1]
         return Row(
             tokens=padded(of.ids, self._pad_id),
             labels=padded(of.ids[1:], self._pad_id),
-            weights=weights,
+            loss_mask=loss_mask,
             positions=padded(np.arange(count) - of.begins[:count], 0),
             documents=padded(of.documents, -1),
             stored=padded(np.where(together, of.places[1 : count + 1], -1), -1),
-            marks=None if of.marks is None else padded(of.marks, 0),
+            kto_labels=None if of.kto_labels is None else padded(of.kto_labels, 0),
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """A stored tensor, and the rows of it that are ours; `transposed`: it is stored as [inputs, outputs]."""
 
     name: str
@@ -66,11 +66,11 @@ STORAGE: Mapping[str, Storage] = MappingProxyType({
 })  # fmt: skip
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
+def places(config: ModelConfig) -> dict[str, TensorLocation]:
     """By the name of our parameter, in the order of `parameter_shapes`."""
     if config.transformers_backend is not None:
         return {
-            ours: Place(theirs, rows=shape[0], of=shape[0])
+            ours: TensorLocation(theirs, rows=shape[0], of=shape[0])
             for ours, theirs, shape in config.transformers_backend.parameters
         }
     storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
@@ -92,7 +92,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
         rows = [shapes[".".join(filter(None, (layer, part, kind)))][0] for part in together]
         target = ".".join(filter(None, (renamed(layer), renamed(stored), kind)))
         transposed = storage.transposed and layer != "" and len(shape) == 2
-        found[name] = Place(target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows))
+        found[name] = TensorLocation(target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows))
     return found
 
 

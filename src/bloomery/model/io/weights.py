@@ -21,7 +21,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import grown, read_config
 from bloomery.model.families.registry import config_to_hf
 from bloomery.model.io.safetensors import Reader, split_shards, to_hf_names, write_tensors
-from bloomery.model.io.stored import Place, Stored, places, stored_parameters
+from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
 from bloomery.model.quantization.weight import QuantisedWeight
 from bloomery.model.randomness import stream
 from bloomery.model.transformers_backend.backbone import TOLERANCE, ForeignBackbone, check_head, loaded_safely
@@ -316,7 +316,7 @@ def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
         parameter.data[rows] = parameter.data[: rows[0]].mean(0, dtype=torch.float32).to(parameter.dtype)
 
 
-def _read_quantised(weight: QuantisedWeight, stored: Stored, place: Place, reader: Reader, name: str) -> None:
+def _read_quantised(weight: QuantisedWeight, stored: Stored, place: TensorLocation, reader: Reader, name: str) -> None:
     device = weight.codes.device
     if place.transposed:  # its rows lie across the file: the one case where a whole tensor is held
         whole = torch.empty(weight.outputs, weight.inputs, dtype=stored.dtype, device=device)

@@ -117,7 +117,7 @@ def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     tokens: Ints = torch.cat([batch.tokens for batch in taken]).numpy()[rows]
     labels: Ints = torch.cat([head.labels_BT for head in heads]).numpy()[rows]
     documents: Ints = torch.cat([batch.documents for batch in taken]).numpy()[rows]
-    learned: Bools = torch.cat([head.weights_BT != 0 for head in heads]).numpy()[rows]
+    learned: Bools = torch.cat([head.loss_mask_BT != 0 for head in heads]).numpy()[rows]
     shares: list[float | None] = []
     for ahead in range(3):  # of labels that are the token so many positions on in their document
         end = tokens.shape[1] - ahead

@@ -97,8 +97,8 @@ def evaluate(
             total += float(parts.total)
             count += round(float(parts.count))
             sums = added(sums, parts.metrics)
-            tokens += int((batch.weights > 0).sum())
-            size += int(token_bytes[batch.labels[batch.weights > 0].numpy()].sum())
+            tokens += int((batch.loss_mask > 0).sum())
+            size += int(token_bytes[batch.labels[batch.loss_mask > 0].numpy()].sum())
     if count == 0:
         return None
     scored = size if objective.per == "token" else None
@@ -135,7 +135,7 @@ def evaluate_and_sample(context: RunContext) -> None:
 
     try:
         with interruptible(context), context.timer.aside() as seconds:
-            found = evaluate_rows(context, context.plan.eval.rows)
+            found = evaluate_validation(context, context.plan.eval.rows)
             if found is not None:
                 context.evaluated = (context.step, found.loss)
                 context.state.progress.note_evaluation(found.loss)
@@ -170,7 +170,7 @@ def interruptible(context: RunContext) -> Iterator[None]:
         hook.remove()
 
 
-def evaluate_rows(context: RunContext, limit: int | None) -> EvalResult | None:
+def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | None:
     """None when there is no validation split, nothing in it to score, or no memory for even one row of it."""
     if context.validation is None:
         return None
@@ -218,9 +218,9 @@ def keep_time(context: RunContext) -> None:
 def measure_costs(context: RunContext) -> Costs:
     """What the run repeats, timed on small parts of it that leave no trace."""
     plan, clock = context.plan, context.timer.clock
-    evaluate_rows(context, plan.eval.micro_batch_size)  # the first one compiles
+    evaluate_validation(context, plan.eval.micro_batch_size)  # the first one compiles
     begun = clock()
-    evaluate_rows(context, plan.eval.micro_batch_size)
+    evaluate_validation(context, plan.eval.micro_batch_size)
     looked = clock()
     try:
         sampled = attempt(partial(sampling_seconds, context, tokens=16), context.state)

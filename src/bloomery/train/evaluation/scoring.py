@@ -91,15 +91,15 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
     device = next(decoder.parameters()).device
     width = batch[0].end - batch[0].start - 1
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
-    labels_BT, weights_BT = torch.zeros_like(tokens_BT), torch.zeros(len(batch), width)
+    labels_BT, loss_mask_BT = torch.zeros_like(tokens_BT), torch.zeros(len(batch), width)
     for row, piece in enumerate(batch):
         ids = torch.tensor(documents[piece.document][piece.start : piece.end], dtype=torch.int64)
         tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        weights_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
+        loss_mask_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     with eval_mode(decoder):
         scores: Tensor = decoder(
-            tokens_BT.to(device), head=LabelScores(labels_BT.to(device), weights_BT.to(device), chunk)
+            tokens_BT.to(device), head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), chunk)
         )
     scores_BT = scores.float().cpu().numpy()
     return [

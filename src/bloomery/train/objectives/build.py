@@ -25,10 +25,10 @@ from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
 from bloomery.train.objectives.losses import (
     LossParts,
-    Pairs,
+    PairScores,
     dpo_loss,
     ipo_loss,
-    kto_drift,
+    kto_kl,
     kto_loss,
     mean_of,
     next_token_loss,
@@ -83,19 +83,19 @@ def divergence_of(batch: Batch, teacher: Decoder, asked: Distill, *, chunk: int)
         return states
 
     taught = Teacher(hidden, teacher.lm_head, teacher.config.final_softcap)
-    return Divergence(batch.labels, batch.weights, chunk, asked.temperature, taught)
+    return Divergence(batch.labels, batch.loss_mask, chunk, asked.temperature, taught)
 
 
-def distil_loss(found_2BT: Tensor, weights_BT: Tensor, asked: Distill) -> LossParts:
+def distil_loss(found_2BT: Tensor, loss_mask_BT: Tensor, asked: Distill) -> LossParts:
     """share * temperature^2 * KL(teacher || model) + (1 - share) * the label's nats, a learned label.
 
     Hinton et al., arXiv:1503.02531, section 2: the square keeps the gradient's size whatever the temperature.
     """
     scores_BT, divergence_BT = found_2BT
-    learned_BT = weights_BT != 0
+    learned_BT = loss_mask_BT != 0
     each_BT = asked.kd_ratio * asked.temperature**2 * divergence_BT - (1 - asked.kd_ratio) * scores_BT
     metrics = {"kl": mean_of(divergence_BT, learned_BT), "nats": mean_of(-scores_BT, learned_BT)}
-    return LossParts((each_BT * weights_BT).sum(), weights_BT.sum(), metrics)
+    return LossParts((each_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)
 
 
 def completed(batch: Batch, plan: RunPlan) -> Batch:
@@ -106,9 +106,9 @@ def completed(batch: Batch, plan: RunPlan) -> Batch:
         rows, length = batch.tokens.shape
         later_T = (torch.arange(length) >= length // 2).long()
         halves = 2 * torch.arange(rows)[:, None] + later_T
-        batch = replace(batch, sequences=halves, marks=torch.ones_like(batch.tokens))
+        batch = replace(batch, sequences=halves, kto_labels=torch.ones_like(batch.tokens))
     if batch.reference is None and reference_of(plan.objective, plan.adapter).value == "precomputed":
-        batch = replace(batch, reference=torch.zeros_like(batch.weights))
+        batch = replace(batch, reference=torch.zeros_like(batch.loss_mask))
     return batch
 
 
@@ -131,7 +131,7 @@ Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
 def learned_labels(batch: Batch) -> float:
     """How many labels of a batch on the host are learned."""
-    return float(batch.weights.sum())
+    return float(batch.loss_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Scoring:
     compiled: bool = False
 
     def __call__(self, batch: Batch) -> LabelScores:
-        return LabelScores(batch.labels, batch.weights, self.chunk, self.compiled, into_grad=True)
+        return LabelScores(batch.labels, batch.loss_mask, self.chunk, self.compiled, into_grad=True)
 
 
 def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher) -> Objective:
@@ -191,7 +191,7 @@ def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
 
 def likelihood(scoring: Scoring) -> Objective:
     """Nats a learned label: pretraining and supervised fine-tuning differ in the weights that the data gives."""
-    return Objective(head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.weights))
+    return Objective(head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.loss_mask))
 
 
 def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Before | None = None) -> Objective:
@@ -215,7 +215,7 @@ def distillation(asked: Distill, teacher: Decoder, *, chunk: int) -> Objective:
     """A larger model's probabilities, beside the labels."""
     return Objective(
         head=lambda batch: divergence_of(batch, teacher, asked, chunk=chunk),
-        loss=lambda found_2BT, batch: distil_loss(found_2BT, batch.weights, asked),
+        loss=lambda found_2BT, batch: distil_loss(found_2BT, batch.loss_mask, asked),
         per="label",
     )
 
@@ -238,13 +238,13 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
     each before the first.
     """
 
-    def drift(scores_BT: Tensor, batch: Batch) -> Tensor:
+    def kl(scores_BT: Tensor, batch: Batch) -> Tensor:
         pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
-        return kto_drift(pairs.rejected, reference.rejected, pairs.there_P)
+        return kto_kl(pairs.rejected, reference.rejected, pairs.there_P)
 
     def twins(batch: Batch) -> LabelScores:  # the labels of sequences 2i + 1 alone
         assert batch.sequences is not None
-        return replace(scoring(batch), weights_BT=batch.weights * (batch.sequences % 2 == 1), into_grad=False)
+        return replace(scoring(batch), loss_mask_BT=batch.loss_mask * (batch.sequences % 2 == 1), into_grad=False)
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
@@ -253,14 +253,14 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
         device = next(model.parameters()).device
         with eval_mode(model):
             there = (to_device(batch, device) for batch in batches)
-            sums = [drift(forward(model, batch, twins(batch), precision=precision), batch) for batch in there]
+            sums = [kl(forward(model, batch, twins(batch), precision=precision), batch) for batch in there]
         baseline = _at_least_0(sum(sums[1:], start=sums[0]))
         return [replace(batch, baseline=baseline) for batch in batches]
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
-        assert batch.sequences is not None and batch.marks is not None, "answers are numbered and marked"
-        own = _at_least_0(drift(scores_BT, batch)) if batch.baseline is None else batch.baseline
-        desirable = sequence_sums(batch.marks, batch.sequences).view(-1, 2)[:, 0] > 0
+        assert batch.sequences is not None and batch.kto_labels is not None, "answers are numbered and marked"
+        own = _at_least_0(kl(scores_BT, batch)) if batch.baseline is None else batch.baseline
+        desirable = sequence_sums(batch.kto_labels, batch.sequences).view(-1, 2)[:, 0] > 0
         pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
         weights = asked.desirable_weight, asked.undesirable_weight
         return kto_loss(pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights)
@@ -268,19 +268,19 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
     return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, together=True, per="answer")
 
 
-def _at_least_0(drift: Tensor) -> Tensor:
+def _at_least_0(kl: Tensor) -> Tensor:
     """The mean of a sum and its count; a divergence is never negative, its estimate may be."""
-    return (drift[0] / drift[1].clamp(min=1)).clamp(min=0)
+    return (kl[0] / kl[1].clamp(min=1)).clamp(min=0)
 
 
-def _reference(scores_BT: Tensor, batch: Batch) -> Pairs:
+def _reference(scores_BT: Tensor, batch: Batch) -> PairScores:
     assert batch.reference is not None, "the scores of the model of the start come with the batch"
     return _pairs(batch.reference.to(scores_BT.dtype), batch)
 
 
-def _pairs(scores_BT: Tensor, batch: Batch) -> Pairs:
+def _pairs(scores_BT: Tensor, batch: Batch) -> PairScores:
     assert batch.sequences is not None, "pairs are numbered"
-    return pairs_of(scores_BT, batch.weights, batch.sequences)
+    return pairs_of(scores_BT, batch.loss_mask, batch.sequences)
 
 
 def _count_pairs(batch: Batch) -> float:

@@ -24,9 +24,9 @@ class LossParts(NamedTuple):
     metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: a sum, and how many it is over
 
 
-def next_token_loss(scores_BT: Tensor, weights_BT: Tensor) -> LossParts:
+def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
     """Negative log-likelihood of the labels; scores are float32 log-probabilities."""
-    return LossParts(-(scores_BT * weights_BT).sum(), weights_BT.sum())
+    return LossParts(-(scores_BT * loss_mask_BT).sum(), loss_mask_BT.sum())
 
 
 def sequence_sums(values_BT: Tensor, sequences_BT: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def means(sums: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
 
 
-class Answers(NamedTuple):
+class ResponseScores(NamedTuple):
     """One side of each pair, [P]: the sum of its labels' scores, and how many labels those are."""
 
     score_P: Tensor
@@ -64,18 +64,18 @@ class Answers(NamedTuple):
         return self.score_P / self.labels_P.clamp(min=1)
 
 
-class Pairs(NamedTuple):
-    chosen: Answers
-    rejected: Answers
+class PairScores(NamedTuple):
+    chosen: ResponseScores
+    rejected: ResponseScores
     there_P: Tensor  # bool: a place that holds a pair
 
 
-def pairs_of(scores_BT: Tensor, weights_BT: Tensor, sequences_BT: Tensor) -> Pairs:
+def pairs_of(scores_BT: Tensor, loss_mask_BT: Tensor, sequences_BT: Tensor) -> PairScores:
     """Sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one, wherever they lie."""
-    scores_P2 = sequence_sums(scores_BT * weights_BT, sequences_BT).view(-1, 2)
-    labels_P2 = sequence_sums(weights_BT.to(scores_BT.dtype), sequences_BT).view(-1, 2)
-    chosen, rejected = (Answers(scores_P2[:, side], labels_P2[:, side]) for side in (0, 1))
-    return Pairs(chosen, rejected, there_pairs(sequences_BT))
+    scores_P2 = sequence_sums(scores_BT * loss_mask_BT, sequences_BT).view(-1, 2)
+    labels_P2 = sequence_sums(loss_mask_BT.to(scores_BT.dtype), sequences_BT).view(-1, 2)
+    chosen, rejected = (ResponseScores(scores_P2[:, side], labels_P2[:, side]) for side in (0, 1))
+    return PairScores(chosen, rejected, there_pairs(sequences_BT))
 
 
 def there_pairs(sequences_BT: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], there_P: Tens
     return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
 
 
-def dpo_loss(pairs: Pairs, reference: Pairs, *, beta: float, label_smoothing: float) -> LossParts:
+def dpo_loss(pairs: PairScores, reference: PairScores, *, beta: float, label_smoothing: float) -> LossParts:
     """-log sigmoid of beta times how much further than the reference the chosen answer is ahead.
 
     arXiv:2305.18290, eq. 7; with `label_smoothing` e, the share of pairs that stand the wrong way round, the
@@ -109,7 +109,7 @@ def dpo_loss(pairs: Pairs, reference: Pairs, *, beta: float, label_smoothing: fl
     return pair_parts(losses_P, (chosen_P, rejected_P), pairs.there_P)
 
 
-def ipo_loss(pairs: Pairs, reference: Pairs, *, beta: float) -> LossParts:
+def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossParts:
     """The square of how far the lead over the reference is from 1 / (2 beta). arXiv:2310.12036, eq. 17.
 
     The lead is that of mean log-probabilities a token, as TRL has it after asking the authors: sums would ask a long
@@ -121,13 +121,13 @@ def ipo_loss(pairs: Pairs, reference: Pairs, *, beta: float) -> LossParts:
     return pair_parts(losses_P, (beta * chosen_P, beta * rejected_P), pairs.there_P)
 
 
-def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> LossParts:
+def simpo_loss(pairs: PairScores, *, beta: float, gamma: float) -> LossParts:
     """-log sigmoid(beta times the chosen answer's lead in mean log-probability - gamma). arXiv:2405.14734, eq. 6."""
     chosen_P, rejected_P = beta * pairs.chosen.mean_P, beta * pairs.rejected.mean_P
     return pair_parts(-F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P)
 
 
-def orpo_loss(pairs: Pairs, *, beta: float) -> LossParts:
+def orpo_loss(pairs: PairScores, *, beta: float) -> LossParts:
     """The chosen answer's nats a token, and beta times -log sigmoid of the log odds ratio (arXiv:2403.07691, eq. 6, 7).
 
     The probability of an answer is the geometric mean of its tokens'.
@@ -151,28 +151,29 @@ def reward_loss(values_BT: Tensor, sequences_BT: Tensor) -> LossParts:
     return pair_parts(-F.logsigmoid(chosen_P - rejected_P), (chosen_P, rejected_P), there_P)
 
 
-def kto_drift(twins: Answers, reference: Answers, there_P: Tensor) -> Tensor:
-    """[2]: how much likelier than at the start answers of other prompts are, summed, and how many there are."""
-    return mean_of(twins.score_P - reference.score_P, there_P)
+def kto_kl(mismatched: ResponseScores, reference: ResponseScores, there_P: Tensor) -> Tensor:
+    """[2]: the summed log-ratio of policy and reference model over the mismatched responses, and their number."""
+    return mean_of(mismatched.score_P - reference.score_P, there_P)
 
 
 def kto_loss(
-    pairs: Pairs, reference: Pairs, marks_P: Tensor, drift: Tensor, *, beta: float, weights: tuple[float, float]
-) -> LossParts:
-    """1 - sigmoid of beta times how far an answer is on the right side of the drift. arXiv:2402.01306, eq. 7.
+    pairs: PairScores, reference: PairScores, desirable_P: Tensor, kl: Tensor, *, beta: float,
+    weights: tuple[float, float],
+) -> LossParts:  # fmt: skip
+    """weight * (1 - sigmoid(beta * (r - kl))) of a desirable response, beta * (kl - r) of an undesirable one.
 
-    A place holds an answer and, as the rejected side, its prompt with another one's answer. `marks_P`: whether it is
-    desirable. `drift`: the estimate of the divergence from the start, at least 0 and a constant. `weights`: of
-    desirable and of undesirable answers.
+    arXiv:2402.01306, eq. 7. r is the log-ratio of policy and reference model. The rejected side of a pair is its
+    prompt with the response of another prompt. `kl`: the estimated KL term, non-negative and constant. `weights`: of
+    desirable and undesirable responses.
     """
     rewards_P, there_P = pairs.chosen.score_P - reference.chosen.score_P, pairs.there_P
-    lead_P = torch.where(marks_P, rewards_P - drift, drift - rewards_P)
-    losses_P = torch.where(marks_P, *weights) * (1 - torch.sigmoid(beta * lead_P))
+    lead_P = torch.where(desirable_P, rewards_P - kl, kl - rewards_P)
+    losses_P = torch.where(desirable_P, *weights) * (1 - torch.sigmoid(beta * lead_P))
     metrics = {
         "accuracy": mean_of((lead_P > 0).to(losses_P.dtype), there_P),
-        "chosen_reward": mean_of(beta * rewards_P, there_P & marks_P),
-        "rejected_reward": mean_of(beta * rewards_P, there_P & ~marks_P),
-        "kl": mean_of(drift.expand_as(rewards_P), there_P),
+        "chosen_reward": mean_of(beta * rewards_P, there_P & desirable_P),
+        "rejected_reward": mean_of(beta * rewards_P, there_P & ~desirable_P),
+        "kl": mean_of(kl.expand_as(rewards_P), there_P),
     }
     return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
 

@@ -65,7 +65,7 @@ def precompute(
 
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
     """float32 [B, T]: the log-probability of each learned label, 0 elsewhere."""
-    head = LabelScores(batch.labels, batch.weights, score_chunk)
+    head = LabelScores(batch.labels, batch.loss_mask, score_chunk)
     return forward(model, batch, head, precision=precision)
 
 

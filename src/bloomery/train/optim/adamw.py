@@ -30,7 +30,7 @@ from bloomery.train.optim.common import (
 )
 
 
-class Moment(Protocol):
+class MomentFormat(Protocol):
     """One number for each of a parameter. A flat piece of it is read as float32 and written back."""
 
     @property
@@ -55,7 +55,7 @@ class Moment(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Plain:
+class FloatMoment:
     """float32, or bfloat16 rounded at random: to the nearest, an average that moves by less than 1/256 never moves."""
 
     slot: str
@@ -87,7 +87,7 @@ class Plain:
 
 @final
 @dataclass(frozen=True)
-class EightBit:
+class Int8Moment:
     """A byte a number and a float32 scale a block of 256, the largest magnitude in it: 1.016 bytes.
 
     Level k of n stands for (k/n)^4 of the scale. From the top down the decades have 56, 31, 18, 10, 6, ... levels a
@@ -136,12 +136,12 @@ class EightBit:
         return {self.slot: levels, f"{self.slot}_scale": scales}
 
 
-def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) -> Moment:
+def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) -> MomentFormat:
     """`states`: float32, bfloat16 or int8. Of float32 a bfloat16 weight's moments are bfloat16, as torch's are."""
     if states == "int8" and parameter.numel() >= SMALL:
-        return EightBit(slot, signed=slot == "exp_avg")
+        return Int8Moment(slot, signed=slot == "exp_avg")
     half = states == "bfloat16" or (states == "float32" and parameter.dtype == torch.bfloat16)
-    return Plain(slot, torch.bfloat16 if half else torch.float32, rounding)
+    return FloatMoment(slot, torch.bfloat16 if half else torch.float32, rounding)
 
 
 # Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
@@ -254,7 +254,7 @@ class LeanAdamW(torch.optim.Optimizer):
             for run in alike(ready, self._kind):
                 self._step(run, group, gate)
 
-    def _moments(self, parameter: nn.Parameter) -> tuple[Moment, Moment]:
+    def _moments(self, parameter: nn.Parameter) -> tuple[MomentFormat, MomentFormat]:
         first, second = (moment(slot, parameter, self._states, self._rounding) for slot in ("exp_avg", "exp_avg_sq"))
         return first, second
 
@@ -299,7 +299,7 @@ class LeanAdamW(torch.optim.Optimizer):
         kept = [[_cut_out(m, self.state, spans) for m in moments] for spans in pieces]
         for spans, homes, raws in zip(pieces, kept, self._home.visits(kept, run[0].device), strict=True):
             exact = [m.decoded(raw) for m, raw in zip(moments, raws, strict=True)]
-            padding = BLOCK if isinstance(moments[0], EightBit) else 1
+            padding = BLOCK if isinstance(moments[0], Int8Moment) else 1
             self._move(spans, exact, group, step, gate, padding)
             for m, value, targets in zip(moments, exact, homes, strict=True):
                 self._home.send(m.encoded(value, spans, step), targets)
@@ -337,7 +337,7 @@ def _cut(parameter: nn.Parameter) -> list[list[Span]]:
     return [[Span(parameter, start, min(start + step, size))] for start in range(0, size, step)]
 
 
-def _cut_out(m: Moment, states: dict[Tensor, dict[str, Tensor]], spans: list[Span]) -> list[list[Tensor]]:
+def _cut_out(m: MomentFormat, states: dict[Tensor, dict[str, Tensor]], spans: list[Span]) -> list[list[Tensor]]:
     """What is kept of each span, by tensor."""
     return [list(parts) for parts in zip(*(m.raw(states[span.parameter], span) for span in spans), strict=True)]
 

@@ -161,7 +161,7 @@ class Muon(torch.optim.Optimizer):
 
 
 @final
-class Optimizer:
+class OptimizersContainer:
     """torch optimizers behind one face, one or two or one a parameter. Gradients are read from the parameters."""
 
     def __init__(
@@ -192,19 +192,19 @@ class Optimizer:
         """Whether a step is `begin_step`, backward, `finish_step`, and not backward, `step`."""
         return self._backward is not None
 
-    def step(self, share: float) -> None:
-        """One update with `share` of each peak learning rate."""
-        self._set_rate(share)
+    def step(self, lr_scale: float) -> None:
+        """One update with `lr_scale` of each peak learning rate."""
+        self._set_rate(lr_scale)
         for member in self._members:
             member.step()
 
-    def begin_step(self, share: float, *, factor: float, clip: float | None) -> None:
+    def begin_step(self, lr_scale: float, *, factor: float, clip: float | None) -> None:
         """The next backward updates; its gradients are `factor` times too large. AdamW clips each to a norm of `clip`.
 
         Adafactor clips its updates, and needs no clipping of gradients.
         """
         assert self._backward is not None
-        self._set_rate(share)
+        self._set_rate(lr_scale)
         self._backward.begin(factor=factor, clip=None if isinstance(self._members[0], Adafactor) else clip)
 
     def finish_step(self) -> float:
@@ -212,9 +212,9 @@ class Optimizer:
         assert self._backward is not None
         return self._backward.finish()
 
-    def _set_rate(self, share: float) -> None:
+    def _set_rate(self, lr_scale: float) -> None:
         for group in self._groups():
-            group["lr"] = group["peak"] * share  # type: ignore[operator]  # a group holds anything
+            group["lr"] = group["peak"] * lr_scale  # type: ignore[operator]  # a group holds anything
 
     def zero_grad(self) -> None:
         """Drops every gradient, and what a backward that was cut short has left."""
@@ -293,7 +293,7 @@ def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> lis
     return [{"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p]
 
 
-def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> Optimizer:
+def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> OptimizersContainer:
     """The plan's optimizer over every parameter that takes a gradient. `seed`: of stochastic rounding.
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
@@ -306,17 +306,17 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     lean = partial(_lean, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
         rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
-        return Optimizer(list(rules.values()), names, InBackward(rules, head_weights(model)))
+        return OptimizersContainer(list(rules.values()), names, InBackward(rules, head_weights(model)))
     if plan.kind == "muon":
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
         muon = Muon(inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
-        return Optimizer([muon, _torchs(rest, plan)], names)
+        return OptimizersContainer([muon, _torchs(rest, plan)], names)
     plain = plan.kind == "adamw" and plan.state_dtype == "float32"
     if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
-        return Optimizer([_torchs(named, plan)], names)
-    return Optimizer([lean(_decay_groups(named, plan.weight_decay))], names)
+        return OptimizersContainer([_torchs(named, plan)], names)
+    return OptimizersContainer([lean(_decay_groups(named, plan.weight_decay))], names)
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
