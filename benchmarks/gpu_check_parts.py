@@ -24,7 +24,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
-RECIPES = {"full": "samantha-llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
+RECIPES = {"full": "llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
 WORDS = {"qlora": ("quantize.kind=nf4", "quantize.double_quant=true")}
 STEP = ("data.sequence_length=2048", "train.tokens_per_step=8192")
 TINY_STEP = ("data.sequence_length=64", "train.tokens_per_step=128", "train.micro_batch_size=auto",

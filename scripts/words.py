@@ -67,7 +67,7 @@ class Entry:
     @cached_property
     def text_pattern(self) -> re.Pattern[str]:
         start = rf"(?:\A|{BREAK})\s*" if self.starts else r"(?<![\w-])"
-        return re.compile(rf"{start}({spaced(self.text)})(?!\w|-\w)", re.IGNORECASE)
+        return re.compile(rf"{start}({spaced(self.text)})(?!\w)", re.IGNORECASE)
 
     @cached_property
     def name_pattern(self) -> re.Pattern[str]:
@@ -313,8 +313,6 @@ def main() -> int:
     if options.terms:
         print_terms(terms)
         return 0
-    if missing := [path for path in options.path or () if not path.exists()]:
-        parser.error(f"--path {missing[0]}: no such file or folder")
     places = [path.resolve() for path in options.path or [HOME / place for place in PLACES]]
     found = [hit for path in files_of(places) for hit in hits_in(path, entries)]
     counts = Counter(package_of(hit.path) for hit in found)

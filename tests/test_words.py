@@ -50,17 +50,6 @@ def test_every_budget_is_that_of_a_package():
     assert set(BUDGET) <= {words.package_of(path.relative_to(HOME).as_posix()) for path in files}
 
 
-def test_more_hits_than_the_budget_fail_and_fewer_lower_it(tmp_path, monkeypatch, capsys):
-    table = tmp_path / "words.toml"
-    table.write_text('[budget]\n"plan" = 2\n"train" = 5\n')
-    monkeypatch.setattr(words, "TABLE", table)
-    counts = words.Counter({"plan": 3, "train": 4, "core": 1})
-    assert words.compare(counts, {"plan": 2, "train": 5}) == ["plan", "core"]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "lower it" in line] == ["train"]
-    words.lower_budgets(counts, {"plan": 2, "train": 5})
-    assert table.read_text() == '[budget]\n"plan" = 2\n"train" = 4\n'
-
-
 def test_comments_and_strings_are_those_of_the_tokenizer():
     for path in (HOME / "src").rglob("*.py"):
         source = path.read_text(encoding="utf-8")

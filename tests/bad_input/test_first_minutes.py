@@ -78,7 +78,7 @@ class TestPipedPrompts:
 
 
 class TestOtherData:
-    def data_of(self, *overrides, recipe="dpo"):
+    def data_of(self, *overrides, recipe="qwen2.5-1.5b-dpo-lora"):
         return load_recipe(recipe, overrides).recipe.data
 
     def test_another_path_is_read_by_its_own_rows(self, workshop):
@@ -90,10 +90,10 @@ class TestOtherData:
             assert self.data_of(*words).glob == "*.txt"
 
     def test_a_recipe_that_extends_one_starts_over_too(self, workshop):
-        Path("mine.yaml").write_text("extends: dpo\ndata: {path: pairs.jsonl, format: preference}\n")
+        Path("mine.yaml").write_text("extends: qwen2.5-1.5b-dpo-lora\ndata: {path: pairs.jsonl, format: preference}\n")
         data = self.data_of(recipe="mine.yaml")
         assert (data.glob, data.format) == (None, "preference")
-        Path("same.yaml").write_text("extends: dpo\ndata: {sequence_length: 512}\n")
+        Path("same.yaml").write_text("extends: qwen2.5-1.5b-dpo-lora\ndata: {sequence_length: 512}\n")
         assert self.data_of(recipe="same.yaml").glob == "data/train_prefs-*.parquet"
 
 
@@ -165,7 +165,7 @@ class TestModelAndData:
     def test_what_is_printed_is_what_is_planned_and_named_again(self, workshop, model):
         result, _ = self.made(model, "qa.jsonl", "train.epochs=2", verb=("plan",))
         told = " ".join(result.out.replace("\\\n", " ").split())
-        assert f"bloomery train --model {model} --data qa.jsonl 'train.epochs=2'" in told
+        assert f"bloomery train --model {model} --data qa.jsonl train.epochs=2" in told
         assert "bloomery bench --model" not in told
         first, again = json.loads(self.made(model)[0].out), json.loads(here("plan", "--json", "made.yaml").out)
         assert [first[key] for key in ("steps", "tokens")] == [again[key] for key in ("steps", "tokens")]

@@ -93,7 +93,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, capsys, monkeypatch):
     assert exit_code("recipes", "list") == 0
     assert "go-coder-125m" in capsys.readouterr().out
     assert exit_code("recipes", "copy", "go-coder-tiny", "mine.yaml") == 0
-    assert (tmp_path / "mine.yaml").read_text().startswith("# The Go coder")
+    assert (tmp_path / "mine.yaml").read_text().startswith("# Pretraining: GPT-2")
     assert exit_code("recipes", "copy", "go-coder-tiny", "mine.yaml") == 1
     assert "nothing is overwritten" in capsys.readouterr().err
     assert exit_code("recipes", "schema") == 0

@@ -24,7 +24,7 @@ KEYS = {
 @pytest.mark.parametrize("words", KEYS, ids=lambda words: words[-1])
 def test_each_flag_is_told_as_the_key_that_it_sets(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = CliRunner().invoke(cli, ["train", "worldmodel-qwen2.5-lora-tiny", "--dry-run", *words])
+    told = CliRunner().invoke(cli, ["train", "qwen2.5-1.5b-lora-tiny", "--dry-run", *words])
     assert KEYS[words] in told.stderr
 
 
@@ -45,7 +45,7 @@ def test_a_folder_of_models_names_no_model():
 
 def test_words_for_a_launcher_are_refused_as_such():
     told = CliRunner().invoke(
-        cli, ["train", "worldmodel-qwen2.5-lora-tiny", "--dry-run", "--", "--nproc-per-node", "2"]
+        cli, ["train", "qwen2.5-1.5b-lora-tiny", "--dry-run", "--", "--nproc-per-node", "2"]
     )
     assert isinstance(told.exception, UserError)
     assert "--nproc-per-node behind -- is for a launcher" in told.exception.problem

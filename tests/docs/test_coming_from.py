@@ -22,7 +22,7 @@ GUIDES = {
     "worldmodel-rocm-spec.md": (64, "go-coder-125m"),
     "frontier-workbook.md": (23, "go-coder-125m"),
     "rocm-overview.md": (20, "llama2-7b-lora-qa"),
-    "forgather-examples.md": (36, "samantha-llama2-7b-full-24gb"),
+    "forgather-examples.md": (36, "llama2-7b-full-24gb"),
 }
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import UserError
+from bloomery.core.seals import stamped
+from bloomery.core.version import __version__
+from bloomery.plan.store import read_head
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import folder as run_folder
 from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder, start_mark
@@ -268,3 +271,14 @@ def test_start_marks_tell_processes_apart() -> None:
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert start_mark(child.pid) is None
+
+
+@pytest.mark.parametrize("writer", ["", "0.7.0"])
+def test_a_run_of_another_format_is_refused_with_the_version_that_reads_it(tmp_path: Path, loaded, writer) -> None:
+    with new_run(loaded, tmp_path / "run"):
+        pass
+    old = {"run": "ab", "version": writer} if writer else {"run": "ab"}
+    (tmp_path / "run/run.json").write_text(stamped(old))
+    with pytest.raises(UserError, match=f"has format 1; Bloomery {__version__} reads format 2") as caught:
+        read_head(tmp_path / "run")
+    assert (f"Bloomery {writer}" if writer else "events.jsonl") in caught.value.fix

@@ -18,7 +18,7 @@ LEARNS_MORE = {"rank", "alpha", "modules_to_save"}  # a random base has nothing 
 
 
 def test_every_recipe_that_starts_from_a_model_has_a_twin():
-    sizes = {"worldmodel-qwen2.5-lora-0.5b", "worldmodel-qwen2.5-lora-3b"}
+    sizes = {"qwen2.5-0.5b-lora", "qwen2.5-3b-lora", "qwen2.5-0.5b-dpo-lora"}
     asked = {name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1}
     assert asked - sizes == set(TWINS)
     assert len(TWINS) == 9
@@ -45,8 +45,8 @@ def test_a_recipe_names_its_data_with_the_licence_and_how_to_take_other(name):
     path = load_recipe(name).recipe.data.path
     assert path.startswith("hub:") and path.removeprefix("hub:") in comment
     assert any(licence in comment for licence in ("Apache-2.0", "MIT", "CC BY"))
-    assert f"Yours: bloomery train {name} data.path=" in comment
-    assert "Model: " in comment
+    assert f"Your data: bloomery train {name} data.path=" in comment
+    assert "Model license: " in comment
 
 
 def test_a_twin_learns_small_pairs(tmp_path):
@@ -57,7 +57,7 @@ def test_a_twin_learns_small_pairs(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("data.builtin=null", "data.path=pairs.jsonl", "tokenizer.train.vocab_size=300",
              "train.max_steps=8")  # fmt: skip
-    done = Bloomery(tmp_path).run("train", "reward-tiny", "--run-dir", "run", *words)
+    done = Bloomery(tmp_path).run("train", "qwen2.5-1.5b-reward-lora-tiny", "--run-dir", "run", *words)
     assert done.returncode == 0, done.stderr
     exams = [event.loss for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, EvalDone)]
     assert exams[-1] < FIRST["pair"] - 0.005

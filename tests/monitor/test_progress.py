@@ -206,7 +206,7 @@ def a_long_run():
     yield Warned(step=195_000, reason=WARNING, time=NOW)
 
 
-def screen_of(events, width=80, height=23, name="samantha-llama2-7b-full-24gb-20261122-110305", state="running"):
+def screen_of(events, width=80, height=23, name="llama2-7b-full-24gb-20261122-110305", state="running"):
     facts = RunFacts(name=name, steps=390_000, flops_per_token=1e5, peak_flops=1e12, memory_limit_gib=176.0)
     seen = Seen(summary=RunSummary(steps=facts.steps))
     for event in events:
@@ -219,7 +219,7 @@ def test_a_terminal_of_80_by_24_shows_every_figure_whole():
     text = " ".join(" ".join(lines).split())
     assert len(lines) <= 23 and all(len(line) <= 80 for line in lines) and "…" not in text
     for part in (
-        "samantha-llama2-7b-full-24gb-20261122-110305", "step 195,000 of 390,000", "12.3456, smoothed 12.3456",
+        "llama2-7b-full-24gb-20261122-110305", "step 195,000 of 390,000", "12.3456, smoothed 12.3456",
         "1,222,808 tokens/s, MFU 12.2%", "71.2% right at 195,000", "3.19 B", "0.58 of 176.0 GiB", "1.000",
         "1.0% of the time waited for", "def first(sentence: str) -> str:", "slowed: thermal throttling", WARNING,
     ):  # fmt: skip

@@ -10,7 +10,7 @@ Q_AND_V = 64 * 2 * 8 * 4096  # numbers of rank 8 beside q_proj and v_proj of 32 
 
 
 def said(*words: str) -> str:
-    plan = planned(load_recipe("samantha-llama2-7b-lora", ("tokenizer={}", *words)), machine())
+    plan = planned(load_recipe("llama2-7b-lora", ("tokenizer={}", *words)), machine())
     return next(f"{told.value}: {told.reason}" for told in plan.choices if told.key == "model.from")
 
 

@@ -113,7 +113,9 @@ def test_two_hundred_conversations_plan_something_sensible():
     assert not [doubt for doubt in report.warnings if "epochs" in doubt]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-qlora", "worldmodel-qwen2.5-lora", "dpo", "reward", "llama3.1-8b-lora"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b-qlora", "qwen2.5-1.5b-lora", "qwen2.5-1.5b-dpo-lora",
+    "qwen2.5-1.5b-reward-lora",
+    "llama3.1-8b-lora"])
 def test_packaged_fine_tuning_follows_a_small_dataset(name):
     recipe = load_recipe(name).recipe
     assert recipe.train.length.unit == "epochs"

@@ -169,7 +169,7 @@ def test_more_devices_do_not_change_the_training():
 
 
 def test_more_devices_leave_a_step_in_backward_as_large_as_it_was_asked_for():
-    loaded = load_recipe("samantha-llama2-7b-full-24gb")
+    loaded = load_recipe("llama2-7b-full-24gb")
     plans = [planned(loaded, gpu_machine("RTX 4090"), gpus=count) for count in (1, 2)]
     assert [plan.train.tokens_per_step for plan in plans] == [8192, 8192]
 

@@ -79,6 +79,6 @@ def test_memory_of_a_processor_has_remedies_too():
 
 
 def test_in_backward_a_smaller_step_is_offered():
-    loaded = load_recipe("samantha-llama2-7b-full-24gb", ("train.tokens_per_step=65536",))
+    loaded = load_recipe("llama2-7b-full-24gb", ("train.tokens_per_step=65536",))
     report = reported(loaded, gpu_machine("RTX 4090"))
     assert "train.tokens_per_step=16384" in [fix.edit for fix in report.suggestions if ", fits; " in fix.saves]

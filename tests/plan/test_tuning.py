@@ -22,7 +22,7 @@ def plan_of(name, gpu, *words):
 
 def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
     """22 GiB for every weight of Llama 2 7B at 2,048 tokens, 17 for LoRA on Llama 3.1 8B, 7.5 for QLoRA: allocated."""
-    full = plan_of("samantha-llama2-7b-full-24gb", "RTX 4090")
+    full = plan_of("llama2-7b-full-24gb", "RTX 4090")
     assert full.fits and full.memory.allocated < 22 * GIB
     lora = plan_of("llama3.1-8b-lora", "RTX 4090", "train.micro_batch_size=2", "train.activation_checkpointing=full")
     assert lora.fits and lora.memory.allocated < 17 * GIB
@@ -31,14 +31,14 @@ def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
 
 
 def test_what_lora_trains_is_counted_by_hand():
-    mode = mode_of(load_recipe("samantha-llama2-7b-lora").recipe, LLAMA)
+    mode = mode_of(load_recipe("llama2-7b-lora").recipe, LLAMA)
     assert trained_count(LLAMA, mode) == 32 * 4 * 16 * (4096 + 4096)
     assert not parameters(LLAMA, mode).trained
     assert len(parameters(LLAMA, mode).frozen) == 32 * 9 + 3
 
 
 def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
-    mode = mode_of(load_recipe("samantha-llama2-7b-lora").recipe, LLAMA)
+    mode = mode_of(load_recipe("llama2-7b-lora").recipe, LLAMA)
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
     beside, attention = trained_count(LLAMA, mode), 12 * 32 * 2048 * 4096
     assert useful_flops(LLAMA, FULL, 2048) == 6 * matrices + attention
@@ -58,20 +58,20 @@ def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
 
 
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
-    report = reported(load_recipe("worldmodel-qwen2.5-lora-3b"), gpu_machine("RX 6700 XT"))
+    report = reported(load_recipe("qwen2.5-3b-lora"), gpu_machine("RX 6700 XT"))
     assert not report.plan.fits
     edits = [fix.edit for fix in report.suggestions if ", fits; " in fix.saves]
     assert {"quantize.kind=nf4", "data.sequence_length=2048"} <= set(edits)
     for edit in edits:
-        assert plan_of("worldmodel-qwen2.5-lora-3b", "RX 6700 XT", edit).fits
+        assert plan_of("qwen2.5-3b-lora", "RX 6700 XT", edit).fits
 
 
 def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
-    report = reported(load_recipe("continued-pretraining"), gpu_machine("RX 6600"))
+    report = reported(load_recipe("qwen2.5-0.5b-pretrain"), gpu_machine("RX 6600"))
     assert "adapter.kind=lora" in report.plan.suggestions
 
 
-@pytest.mark.parametrize("name", ["worldmodel-qwen2.5-lora", "dpo", "samantha-llama2-7b-full-24gb"])
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b-lora", "qwen2.5-1.5b-dpo-lora", "llama2-7b-full-24gb"])
 def test_a_measurement_of_full_training_says_nothing_of_another_ways_memory(name):
     plan = plan_of(name, "RTX 4090")
     assert setting(plan) != "" == setting(plan_of("go-coder-125m", "RTX 4090"))
@@ -80,4 +80,6 @@ def test_a_measurement_of_full_training_says_nothing_of_another_ways_memory(name
 
 def test_an_unusual_way_is_told_from_a_usual_one():
     assert TrainingMode(states="int8") != FULL
-    assert setting(plan_of("dpo", "RTX 4090")) != setting(plan_of("reward", "RTX 4090"))
+    names = ("qwen2.5-1.5b-dpo-lora", "qwen2.5-1.5b-reward-lora")
+    dpo, reward = (setting(plan_of(name, "RTX 4090")) for name in names)
+    assert dpo != reward

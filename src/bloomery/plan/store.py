@@ -13,34 +13,47 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
 from bloomery.core.seals import digest_of, stamped, unstamped
+from bloomery.core.version import __version__
 from bloomery.plan.types import RunPlan
 
 HEAD = "run.json"
 PLAN = "plan.json"
+FORMAT = 2  # of recipe.yaml and plan.json in a run's folder
 _AS_IT_WAS = "put it back as it was; to train with other settings, start a new run: `bloomery train RECIPE key=value`"
 
 
 class Head(BaseModel, frozen=True):
-    """`files`: the digests that each small file may have. `plans`: of every plan so far, the newest last. `models`: of
-    the weights that the run began with, by what they are to it.
+    """`format`: that of the run's other files. `version`: the Bloomery that began the run. `files`: the digests that
+    each small file may have. `plans`: of every plan so far, the newest last. `models`: of the weights that the run
+    began with, by what they are to it.
     """
 
     run: str
+    format: int = 1
+    version: str = ""
     files: dict[str, tuple[str, ...]] = {}
     plans: tuple[str, ...] = ()
     models: dict[str, str] = {}
 
 
 def read_head(folder: Path) -> Head | None:
-    """None in a folder without one: not every plan is trained by `bloomery train`. Raises UserError when damaged."""
+    """None in a folder without one: not every plan is trained by `bloomery train`.
+
+    Raises UserError when it is damaged or has another format.
+    """
     path = folder / HEAD
     try:
-        return Head.model_validate(unstamped(path))
+        head = Head.model_validate(unstamped(path))
     except FileNotFoundError:
         return None
     except (ValueError, ValidationError) as error:
         problem = "the seal of the run is damaged: its other files cannot be checked"
         raise UserError(problem, where=str(path), fix="put it back from a copy, or start a new run") from error
+    if head.format != FORMAT:
+        writer = f"Bloomery {head.version}" if head.version else "the version that the first line of events.jsonl names"
+        problem = f"the run has format {head.format}; Bloomery {__version__} reads format {FORMAT}"
+        raise UserError(problem, where=str(path), fix=f"use {writer}, or start a new run: `bloomery train RECIPE`")
+    return head
 
 
 def require_head(folder: Path) -> Head:
@@ -54,7 +67,7 @@ def require_head(folder: Path) -> Head:
 
 def begin(folder: Path, files: Mapping[str, str]) -> None:
     """A new run, with its first files."""
-    _write(folder, Head(run=secrets.token_hex(8)))
+    _write(folder, Head(run=secrets.token_hex(8), format=FORMAT, version=__version__))
     write_sealed(folder, files)
 
 
