@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,6 +55,8 @@ def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: 
     names = tuple(part for part in path if isinstance(part, str))
     shown, last = ".".join(names), names[-1]
     sections = _table()["sections"]
+    if len(names) == 1 and last in sections and isinstance(value, dict) and value:
+        return None  # a section: its keys have answers of their own
     moved = (sections[names[0]], *names[1:]) if names[0] in sections else names
     if row := (_row(f".{last}", program) if len(names) == 1 else None) or _row(shown, program):
         return _answer(row, shown, value, siblings)
@@ -66,14 +68,16 @@ def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: 
     if row := _row(last, program):
         return _answer(row, shown, value, siblings)
     if moved != names:
-        section = Alias(shown, edits=moved) if not isinstance(value, dict) or not value else None
-        return section if len(names) == 1 else look_up(moved, value, siblings)
+        return Alias(shown, edits=moved) if len(names) == 1 else look_up(moved, value, siblings)
     same = [] if isinstance(value, dict) or last in ("kind", "name") else _elsewhere(last)
     if len(same) == 1:
         return Alias(shown, edits=_with_value(same[0], value))
     if same:
         return Alias(shown, reason=f"write {' or '.join('.'.join(key) for key in same)}")
-    if row := _version_1().get(_normal(last)):
+    plain = _normal(last)
+    used = re.sub(r"^(use|enable|with)", "", plain)
+    variants = (plain + "s", plain.removesuffix("s"), *([used, f".{used}"] if used != plain else []))
+    if row := next((_rows(program)[name] for name in variants if name in _rows(program)), _version_1().get(plain)):
         return _answer(row, shown, value, siblings)
     for family, reason in _table()["families"].items():
         if shown.startswith(family) or last.startswith(family):
@@ -118,17 +122,22 @@ def _elsewhere(name: str) -> list[tuple[str, ...]]:
 
 
 def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> Alias | None:
-    shown, name = ".".join(names), _normal(names[-1])
+    """A misspelled key of the same section, or name of the table: a slip rarely changes the first letter or a digit."""
+    name, table = _normal(names[-1]), _rows("")
     here = {_normal(key[-1]): key for key in known_keys() if key[:-1] == tuple(names[:-1])}
-    if near := closest(name, here, cutoff=_SIMILAR):
-        return Alias(shown, edits=(".".join(here[near[0]]),), guess=True)
-    table = _rows("")
-    alike = [known for known in table if abs(len(known) - len(name)) <= 2 and _digits(known) == _digits(name)]
-    if len(name) > 4 and (near := closest(name, alike, cutoff=_SIMILAR)):
-        return _answer(table[near[0]], table[near[0]].name, value, siblings)
-    if near := closest(name, here, cutoff=0.65 if len(names) > 1 else 0.75):
-        return Alias(shown, edits=(".".join(here[near[0]]),), guess=True)
-    return None
+
+    def near(known: Iterable[str], cutoff: float) -> str:
+        alike = [one for one in known if one[0] == name[:1] and _digits(one) == _digits(name) and "." not in one]
+        return "".join(closest(name, alike, cutoff=cutoff))
+
+    found = near(here, _SIMILAR)
+    slips = (one for one in table if abs(len(one) - len(name)) <= 2 and len(name) > 4)
+    if not found and (slip := near(slips, _SIMILAR)):
+        return _answer(table[slip], table[slip].name, value, siblings)
+    found = found or near(here, 0.65 if len(names) > 1 else 0.75)
+    if not found or (len(names) == 1 and abs(len(found) - len(name)) > 2):
+        return None
+    return Alias(".".join(names), edits=(".".join(here[found]),), guess=True)
 
 
 def _digits(name: str) -> str:
@@ -159,9 +168,8 @@ def _version_1() -> dict[str, _Row]:
 
 
 def _row(name: str, program: str) -> _Row | None:
-    """The row of a name in any spelling: learning_rate, learningRate, --learning-rate, with or without a last s."""
-    rows, plain = _rows(program), _normal(name)
-    return rows.get(plain) or rows.get(plain + "s") or rows.get(plain.removesuffix("s"))
+    """The row of a name in any spelling: learning_rate, learningRate, --learning-rate."""
+    return _rows(program).get(_normal(name))
 
 
 def _normal(name: str) -> str:
@@ -170,7 +178,7 @@ def _normal(name: str) -> str:
 
 def _answer(row: _Row, shown: str, value: Any, siblings: Mapping[str, Any]) -> Alias | None:
     text = row.answers if isinstance(row.answers, str) else _chosen(row.answers, value)
-    if isinstance(value, dict) and re.search(r"@|(?<!columns)=\{\w*\}", text):
+    if isinstance(value, dict) and (text is not row.answers or re.search(r"@|(?<!columns)=\{\w*\}", text)):
         return None  # a section: its keys have answers of their own
     if text.startswith("@"):
         edits, reason = CALLS[text[1:]](value, siblings)
@@ -245,7 +253,7 @@ def _plain(value: Any) -> str | None:
 def _number(value: Any) -> float | None:
     try:
         return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -104,7 +104,7 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
         if key != "train.epochs" or not lengths:
             values.setdefault(key, (value, default))
     if not values.keys() & {"data.path", "data.sources"}:
-        values["data.path"] = ("corpus", "set it: the file, folder or Hub id of the dataset")
+        values["data.path"] = ("DATASET", "set it: a file, folder or Hub id")
     if "model.from" not in values:
         values["model.from"] = ("MODEL", "set it: a folder or Hub id")
     if "train.batch_size" not in values and (micro := values.get("train.micro_batch_size")):
