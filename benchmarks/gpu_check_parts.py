@@ -85,7 +85,7 @@ def ours(method: str, *, tiny: bool) -> Found:
         "cap_gib": plan.memory.limit / GIB if on_gpu else None,
         "micro_batch_size": plan.train.micro_batch_size, "accumulation": plan.train.accumulation,
         "checkpointing": plan.train.activation_checkpointing, "attention": plan.model.attention,
-        "precision": plan.train.precision, "optimizer": plan.optimizer.kind, "quantised_by": plan.quantised_by,
+        "precision": plan.train.precision, "optimizer": plan.optimizer.kind, "quantized_by": plan.quantized_by,
     }  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def measure(run: Path, device: str) -> Found:
     rows = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed,
                   split="validation")  # fmt: skip
     figure = evaluate(decoder, rows, build_objective(plan), plan=plan.eval, precision="float32",
-                      token_bytes=tokenizer.token_bytes(), limit=plan.eval.rows)  # fmt: skip
+                      token_bytes=tokenizer.token_bytes(), limit=plan.eval.sequences)  # fmt: skip
     assert figure is not None
     for block in decoder.model.layers:
         block.self_attn.backend = "sdpa"
@@ -138,7 +138,7 @@ def measure(run: Path, device: str) -> Found:
     own = [event for event in read_events(run / "events.jsonl") if isinstance(event, EvalDone)][-1].loss
     return {
         "device": device, "held_gib": held, "peak_gib": peak, "figure": figure.loss, "of_the_run": own,
-        "tokens_per_second": count / seconds, "precision": plan.train.precision, "quantised_by": plan.quantised_by,
+        "tokens_per_second": count / seconds, "precision": plan.train.precision, "quantized_by": plan.quantized_by,
     }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.families.presets import build_config
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.memory import FRAGMENTATION, Moment, layer_bytes_per_token, moments, tensors_at
-from bloomery.plan.estimate.mesh_memory import Split, unsharded
+from bloomery.plan.estimate.memory import FRAGMENTATION, StepMoment, layer_bytes_per_token, moments, tensors_at
+from bloomery.plan.estimate.mesh_memory import MeshSplit, unsharded
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape, learning_bytes, mode_of
 from bloomery.plan.gather import planned_vocabulary
@@ -69,7 +69,7 @@ class Asked:
     recipe: Any
     load: StepShape
     job: MeshWorkload
-    split: Split
+    split: MeshSplit
     rows: int  # of a device and step
     work: speed.Work
     operators: bool
@@ -102,7 +102,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     nodes = row.get("nodes", 1)
     devices = row["gpus"] * nodes
     fabric = fabric_of(profile.gpu, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
-    split = Split(shard=devices) if row["layout"] == "fsdp" else Split(replicate=devices)
+    split = MeshSplit(shard=devices) if row["layout"] == "fsdp" else MeshSplit(replicate=devices)
     rows = recipe.tokens_per_step // length // devices
     operators = program.get("checkpointing") == "operators"
     again = OPERATORS if operators else recompute(load)
@@ -167,7 +167,7 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     return Estimate(value=value, low=value * (1 - SPREAD), high=value * (1 + SPREAD), origin="table")
 
 
-def their_moment(one: Asked, moment: Moment) -> Moment:
+def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
     """A moment of a step with what another program keeps for its layers and its scores."""
     load, config = one.load, one.load.config
     scores, activations = moment.scores, moment.activations

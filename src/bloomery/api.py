@@ -41,10 +41,10 @@ def train(recipe: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
 
 def plan(recipe: str | Path, overrides: Sequence[str] = (), *, gpu: str | None = None) -> "RunPlan":
     """The plan of a recipe (a file or a packaged name) for this machine, or for `gpu`."""
-    from bloomery.plan.local import plan_here
+    from bloomery.plan.local import local_plan
     from bloomery.recipe.load import load_recipe
 
-    return plan_here(load_recipe(recipe, overrides), gpu=gpu)[0]
+    return local_plan(load_recipe(recipe, overrides), gpu=gpu)[0]
 
 
 def evaluate(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.bench.measuring import Bench, Largest, Row
+from bloomery.bench.measuring import Bench, BenchResult, Largest
 from bloomery.bench.page import closing, largest_lines, line, noise_line, verdict, verdict_lines
 from bloomery.hardware.detect.detect import detect
 from bloomery.plan.types import Estimate
@@ -19,7 +19,7 @@ train: {max_steps: 100, tokens_per_step: 1024}
 
 
 @pytest.fixture
-def row(tmp_path, monkeypatch) -> Row:
+def row(tmp_path, monkeypatch) -> BenchResult:
     """1,024 tokens in 1 s where the plan says 800 to 1,250, and the memory that it says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -27,7 +27,7 @@ def row(tmp_path, monkeypatch) -> Row:
     plan = Bench(recipe="tiny.yaml", overrides=(), machine=detect()).plan()
     seconds = Estimate(value=1.024, low=0.8192, high=1.28, origin="table")
     plan = plan.model_copy(update={"step_seconds": seconds})
-    return Row(words=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30)
+    return BenchResult(words=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30)
 
 
 @pytest.mark.parametrize(("seconds", "place"), [(1.0, "inside"), (0.8, "above"), (1.3, "below")])
@@ -65,7 +65,7 @@ def test_long_names_of_settings_have_a_line_of_their_own(row):
     words = ("train.micro_batch_size=16", "train.precision=float32", "adapter.kind=none")
     above, below = line(replace(row, words=words)).split("\n")
     assert above == "micro_batch_size=16, precision=float32, adapter.kind=none" and below.split()[0] == "1,024"
-    refused = line(Row(words=words, plan=None, outcome="refused", said="no"))
+    refused = line(BenchResult(words=words, plan=None, outcome="refused", message="no"))
     assert refused.split("\n")[1].strip() == "refused: no"
 
 
@@ -85,8 +85,9 @@ def test_other_programs_on_the_cores_are_told_and_nothing_is_kept(row):
 
 
 def test_what_bounds_the_micro_batch_is_said(row):
-    def said(**facts) -> str:
+    def message(**facts) -> str:
         return "".join(largest_lines(Largest(**facts), row.plan))
 
-    assert "12 rows, 1,536 tokens; 8 of them divide the step" in said(rows=12, usable=8, bound="memory", reason="full")
-    assert "not even one row: full" in said(rows=0, usable=0, bound="memory", reason="full")
+    found = message(rows=12, usable=8, bound="memory", reason="full")
+    assert "12 rows, 1,536 tokens; 8 of them divide the step" in found
+    assert "not even one row: full" in message(rows=0, usable=0, bound="memory", reason="full")

@@ -59,7 +59,7 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkey
     monkeypatch.setitem(gpu_check.SECONDS, "lora", 0.5)
     report, _ = gpu_check.check(tmp_path / "found.json", tiny=False, only=["full", "lora", "qlora"])
     assert [part["outcome"] for part in report["parts"]] == ["failed", "timeout", "ok"]
-    assert "invalid device function" in report["parts"][0]["said"]
+    assert "invalid device function" in report["parts"][0]["message"]
     assert json.loads((tmp_path / "found.json").read_text()) == report
     page = gpu_check.page(report)
     assert "invalid device function" in page and "not measured" in page
@@ -80,8 +80,8 @@ def test_what_is_missing_is_named_with_the_words_that_install_it(monkeypatch, ca
     monkeypatch.setitem(gpu_check.MODULES, "nowhere.to_be_found", "nowhere")
     assert gpu_check.missing() == ["nowhere"]
     assert gpu_check.refuse(["torch", "nowhere"]) == 2
-    said = capsys.readouterr().err
-    assert "-m pip install nowhere" in said and "pip install torch" not in said
+    message = capsys.readouterr().err
+    assert "-m pip install nowhere" in message and "pip install torch" not in message
 
 
 def test_parts_take_less_than_nine_minutes_together():

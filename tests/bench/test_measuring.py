@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.bench import measuring
-from bloomery.bench.measuring import Row, search
+from bloomery.bench.measuring import BenchResult, search
 from bloomery.bench.rig import longest_batches, rounds
 
 HERE = Path(__file__).parent
@@ -21,8 +21,8 @@ LONG = ("data.sequence_length=256", "model.max_positions=256", "train.tokens_per
 def resident_bytes_of_torch() -> int:
     """Builds for NVIDIA hold half a GiB before the first tensor, those for CPUs less than half of that."""
     code = "import torch; print(*(line for line in open('/proc/self/status') if line.startswith('VmRSS')))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return int(said.split()[1]) * 1024
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return int(message.split()[1]) * 1024
 
 
 def silent(phase: str) -> None:
@@ -32,7 +32,7 @@ def silent(phase: str) -> None:
 def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
     phases: list[str] = []
     row = bench().point("train.micro_batch_size=4", on_phase=phases.append)
-    assert row.outcome == "ok", row.said
+    assert row.outcome == "ok", row.message
     assert row.plan is not None and row.plan.train.accumulation == 4
     assert row.tokens_per_second == pytest.approx(2048 / row.step_seconds)
     assert 0.1 < row.peak_gib < 3 and row.planned_gib == row.plan.memory.total / 2**30
@@ -44,14 +44,14 @@ def test_memory_that_runs_out_is_a_row(bench):
     """The planned limit becomes the process's own: 128 rows of this model need well over half a GiB."""
     row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point("train.micro_batch_size=128",
         on_phase=silent)
-    assert row.outcome == "memory" and row.said, row
+    assert row.outcome == "memory" and row.message, row
     assert row.tokens_per_second is None
 
 
 @pytest.mark.soak
 def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
     bounded = bench(*WIDE, *LONG, limit=resident_bytes_of_torch() + 0.33 * 2**30)
-    rows: list[Row] = []
+    rows: list[BenchResult] = []
     found = search(lambda number: bounded.trial(number, on_phase=silent), most=32, on_row=rows.append)
     assert found.bound == "memory" and 4 <= found.rows < 32
     assert {row.micro_batch_size for row in rows if row.outcome == "ok"} >= {1, 2, 4, found.rows}
@@ -60,7 +60,7 @@ def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome", "said"),
+    ("fault", "outcome", "message"),
     [
         ("segfault", "crashed", "SIGSEGV"),
         ("raises", "crashed", "RuntimeError: HIP error: invalid device function"),
@@ -68,38 +68,38 @@ def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
         ("hangs", "hung", "no word in 3 s"),
     ],
 )
-def test_a_child_that_dies_is_a_row_that_says_so(bench, monkeypatch, fault, outcome, said):
+def test_a_child_that_dies_is_a_row_that_says_so(bench, monkeypatch, fault, outcome, message):
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(measuring, "CHILD", "faulty_bench")
     monkeypatch.setattr(measuring, "SILENCE_SECONDS", 3.0)
     begun = time.monotonic()
     row = bench().point(on_phase=silent)
-    assert row.outcome == outcome and said in row.said
+    assert row.outcome == outcome and message in row.message
     assert time.monotonic() - begun < 30
 
 
 def test_what_the_recipe_refuses_is_a_row_that_says_why(bench):
     row = bench().point("train.micro_batch_size=5", on_phase=silent)
-    assert (row.outcome, row.plan) == ("refused", None) and "micro-batches of 5" in row.said
+    assert (row.outcome, row.plan) == ("refused", None) and "micro-batches of 5" in row.message
 
 
 def trial_of(bench, capacity: int, seconds: float = 0.1):
     plan = bench().plan()
 
-    def trial(rows: int) -> Row:
+    def trial(rows: int) -> BenchResult:
         train = plan.train.model_copy(update={"micro_batch_size": rows, "accumulation": 1})
         own = plan.model_copy(update={"train": train})
         if rows > capacity:
-            return Row(words=(), plan=own, outcome="memory", said="full")
-        return Row(words=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0)
+            return BenchResult(words=(), plan=own, outcome="memory", message="full")
+        return BenchResult(words=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0)
 
     return trial
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 7, 8, 9, 40, 63, 100, 255, 256, 1000])
 def test_doubling_and_bisection_find_the_edge_to_an_eighth(bench, capacity):
-    tried: list[Row] = []
+    tried: list[BenchResult] = []
     found = search(trial_of(bench, capacity), most=256, on_row=tried.append, slowest=1e9)
     edge = min(capacity, 256)
     assert found.rows <= edge and edge - found.rows <= max(0, found.rows // 8)
@@ -109,14 +109,14 @@ def test_doubling_and_bisection_find_the_edge_to_an_eighth(bench, capacity):
 
 
 def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
-    tried: list[Row] = []
+    tried: list[BenchResult] = []
     found = search(trial_of(bench, 1000, seconds=3.0), most=256, on_row=tried.append, slowest=30.0)
     assert (found.rows, found.bound) == (8, "time")
     assert [row.micro_batch_size for row in tried] == [1, 2, 4, 8]
 
 
 def test_the_search_ends_with_its_time(bench):
-    tried: list[Row] = []
+    tried: list[BenchResult] = []
     found = search(trial_of(bench, 1000), most=256, on_row=tried.append, slowest=1e9, time_left=lambda: len(tried) < 3)
     assert (found.rows, found.bound, [row.micro_batch_size for row in tried]) == (4, "time", [1, 2, 4])
 
@@ -158,10 +158,10 @@ def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(bench, 
     """On this machine compiled steps are slower (as if): a run that would have compiled no longer does."""
     from bloomery.cli.train import time_compiling
 
-    def measured(plan, words, *, seconds: float, on_phase) -> Row:
+    def measured(plan, words, *, seconds: float, on_phase) -> BenchResult:
         on_phase("starting")
         took = 2.0 if plan.train.compile else 1.6
-        return Row(words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0)
+        return BenchResult(words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0)
 
     monkeypatch.setattr(measuring, "run", measured)
     long = bench("train.compile=auto", "train.max_steps=400000")

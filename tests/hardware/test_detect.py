@@ -13,7 +13,7 @@ from bloomery.hardware.detect.software import assignments, build_of
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
-from bloomery.plan.local import plan_here
+from bloomery.plan.local import local_plan
 from bloomery.recipe.load import load_recipe
 from kfd_trees import CPU, GFX942, GFX1031, GFX1036, GFX1100, drm_device, pci_device, topology_node, write
 
@@ -85,7 +85,7 @@ def test_an_integrated_nvidia_gpu_shares_the_machines_memory(root, monkeypatch):
     )
     assert build_profile(machine).accelerator == shared
     assert not [finding for finding in diagnose(machine) if "carved out" in finding.evidence]
-    plan, _ = plan_here(load_recipe("go-coder-tiny"), machine=machine)
+    plan, _ = local_plan(load_recipe("go-coder-tiny"), machine=machine)
     assert plan.memory.limit == pytest.approx(SHARED_MEMORY_SHARE * found.host.memory_bytes)
 
 

@@ -10,7 +10,7 @@ from flips import RUN, World, files_of, here, outcome, put_back
 from bloomery.core import seals
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Warned, read_events
-from bloomery.plan.store import HEAD, begin, read_head, read_plan, read_sealed, write_sealed
+from bloomery.plan.store import RUN_FILE, begin, read_identity, read_plan, read_sealed, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import lifecycle as local
 from bloomery.train.model_folder import find_model
@@ -68,8 +68,8 @@ def test_so_is_a_recipe_or_a_machine(middle, name):
 
 @pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_a_run_without_its_seal_is_refused(middle, how):
-    (middle / HEAD).unlink() if how == "missing" else (middle / HEAD).write_text("{}")
-    refused(how, middle / HEAD)
+    (middle / RUN_FILE).unlink() if how == "missing" else (middle / RUN_FILE).write_text("{}")
+    refused(how, middle / RUN_FILE)
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +133,14 @@ def test_a_checkpoint_of_another_past_of_the_same_run_is_refused(middle):
 def seal_again(folder: Path) -> None:
     from bloomery.train.sealed import Lineage
 
-    head = read_head(folder.parent.parent)
+    head = read_identity(folder.parent.parent)
     assert head is not None
     seal(folder, Lineage(head.run, head.plans[-1], None))
 
 
 def test_checkpoints_name_their_run_its_plan_and_the_one_before(middle):
     local.resume(RUN, quiet=True)
-    head = read_head(middle)
+    head = read_identity(middle)
     third, fourth = (seals.unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
     assert third["run"] == fourth["run"] == head.run
     assert third["plan"] == fourth["plan"] == head.plans[-1]
@@ -151,7 +151,7 @@ def test_checkpoints_name_their_run_its_plan_and_the_one_before(middle):
 
 def test_overrides_write_a_new_plan_and_the_chain_holds_both(middle):
     local.resume(RUN, quiet=True, overrides=["train.max_steps=5", "eval.every=1 steps"])
-    head = read_head(middle)
+    head = read_identity(middle)
     assert len(head.plans) == 2
     assert seals.digest_of((middle / "plan.json").read_bytes()) == head.plans[-1]
     assert seals.unstamped(step_folder(middle / "checkpoints", 5) / "MANIFEST.json")["plan"] == head.plans[-1]
@@ -209,7 +209,7 @@ def test_each_run_has_a_name_of_its_own(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         begin(tmp_path / name, {"recipe.yaml": "x"})
-    assert len({read_head(tmp_path / name).run for name in ("a", "b")}) == 2
+    assert len({read_identity(tmp_path / name).run for name in ("a", "b")}) == 2
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "chat_template.jinja", "adapter_config.json"])

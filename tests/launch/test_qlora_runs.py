@@ -45,7 +45,7 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
     assert "every loss equal to the last bit" in done.stdout and "in PEFT's layout" in done.stdout
     assert (qlora.run_dir / "export/adapter_model.safetensors").is_file()
     plan = json.loads((qlora.run_dir / "plan.json").read_text())
-    assert plan["quantize"] == {"kind": "nf4", "double_quant": True} and plan["quantised_by"] == "torch"
+    assert plan["quantize"] == {"kind": "nf4", "double_quant": True} and plan["quantized_by"] == "torch"
     checkpoint = next((qlora.run_dir / "checkpoints").iterdir())
     assert not (checkpoint / "model.safetensors").exists()
 

@@ -8,7 +8,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import CorpusFacts, RunPlan
+from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.resume_plan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
 
@@ -35,11 +35,11 @@ GPU = CPU.model_copy(update={"accelerators": (MI300X,), "software": CPU.software
 def plan(tmp_path: Path):
     """The plan of the recipe with overrides on a machine."""
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    facts = CorpusFacts(sequences_per_epoch=5000, tokens=320_000, vocab_size=300)
+    facts = DatasetFacts(sequences_per_epoch=5000, tokens=320_000, vocab_size=300)
 
     def make(machine: Machine, *overrides: str) -> RunPlan:
         recipe = load_recipe(tmp_path / "tiny.yaml", overrides)
-        return resolve(recipe, facts_of(recipe, machine, prepared=tmp_path, corpus=facts))
+        return resolve(recipe, facts_of(recipe, machine, prepared=tmp_path, dataset=facts))
 
     return make
 

@@ -19,7 +19,7 @@ from bloomery.model.io.weights import (
 )
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.simulate.tensors import Tracker
+from bloomery.simulate.tensors import MemoryTracker
 
 NF4, INT8 = Quantize(kind="nf4"), Quantize(kind="int8")
 CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap
@@ -132,7 +132,7 @@ def test_reading_holds_the_bits_and_one_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 2048)
     monkeypatch.setattr("bloomery.model.quantization.weight.AT_ONCE", 256)
     model = built(tmp_path, NF4, lora())
-    with Tracker() as tracker:
+    with MemoryTracker() as tracker:
         read_model(model, tmp_path)
     held = {id(tensor.untyped_storage()): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     largest = max(weight.outputs * weight.inputs for _, weight in quantised_weights(model))

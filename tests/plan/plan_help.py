@@ -9,7 +9,7 @@ from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.advice.advise import advise
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.types import CorpusFacts, PlanReport, RunPlan
+from bloomery.plan.types import DatasetFacts, PlanReport, RunPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
 
@@ -47,14 +47,14 @@ def loaded(**sections: Any) -> LoadedRecipe:
 
 
 def planned(
-    loaded: LoadedRecipe, machine: Machine, *, corpus: CorpusFacts | None = None, gpus: int = 1, nodes: int = 1
+    loaded: LoadedRecipe, machine: Machine, *, dataset: DatasetFacts | None = None, gpus: int = 1, nodes: int = 1
 ) -> RunPlan:
     """Without the text that may lie here."""
-    return resolve(loaded, facts_of(loaded, machine, corpus=corpus), gpus=gpus, nodes=nodes)
+    return resolve(loaded, facts_of(loaded, machine, dataset=dataset), gpus=gpus, nodes=nodes)
 
 
 def reported(
-    loaded: LoadedRecipe, machine: Machine, *, corpus: CorpusFacts | None = None, gpus: int = 1, nodes: int = 1
+    loaded: LoadedRecipe, machine: Machine, *, dataset: DatasetFacts | None = None, gpus: int = 1, nodes: int = 1
 ) -> PlanReport:
-    facts = facts_of(loaded, machine, corpus=corpus)
+    facts = facts_of(loaded, machine, dataset=dataset)
     return advise(loaded, resolve(loaded, facts, gpus=gpus, nodes=nodes), facts)

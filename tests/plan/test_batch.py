@@ -10,7 +10,7 @@ from bloomery.model.families.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.lengths import REPEATS
 from bloomery.plan.report.page import step_lines
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model, Objective
 
@@ -104,9 +104,9 @@ def test_fine_tuning_takes_smaller_steps_than_pretraining():
 
 def test_two_hundred_conversations_plan_something_sensible():
     """They pack into three sequences; nothing but the data is named."""
-    corpus = CorpusFacts(sequences_per_epoch=3, tokens=11_000, vocab_size=256)
+    dataset = DatasetFacts(sequences_per_epoch=3, tokens=11_000, vocab_size=256)
     recipe = loaded(objective={"kind": "sft"}, train={"epochs": 3, "tokens_per_step": "auto"})
-    report = reported(recipe, machine(), corpus=corpus)
+    report = reported(recipe, machine(), dataset=dataset)
     plan = report.plan
     assert (plan.train.steps, plan.epochs) == (9, 3.0)
     assert "3 epochs" in " ".join(step_lines(plan))
@@ -128,11 +128,11 @@ def test_packaged_fine_tuning_follows_a_small_dataset(name):
 )
 def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, edit):
     """In `plan`, `--dry-run` and `train`, which all tell a plan's contradictions."""
-    corpus = CorpusFacts(sequences_per_epoch=80, tokens=10_000, vocab_size=256)
+    dataset = DatasetFacts(sequences_per_epoch=80, tokens=10_000, vocab_size=256)
 
     def doubts(steps: int) -> list[str]:
         recipe = loaded(objective={"kind": objective}, train={"max_steps": steps, "tokens_per_step": 1024})
-        return [said for said in reported(recipe, machine(), corpus=corpus).warnings if "epochs" in said]
+        return [said for said in reported(recipe, machine(), dataset=dataset).warnings if "epochs" in said]
 
     assert doubts(10 * epochs) == []
     (said,) = doubts(10 * epochs + 10)

@@ -11,13 +11,13 @@ from plan_help import machine
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
 from bloomery.hardware.specs.specs import find_gpu, table
-from bloomery.plan.report.all_gpus import HEAD, cards, cards_page
+from bloomery.plan.report.all_gpus import HEAD, compare_gpus, gpus_page
 from bloomery.recipe.load import load_recipe
 
 
 @pytest.fixture(scope="module")
 def found():
-    return cards(load_recipe("go-coder-125m"), machine())
+    return compare_gpus(load_recipe("go-coder-125m"), machine())
 
 
 def test_every_card_with_its_own_memory_is_there(found):
@@ -27,7 +27,7 @@ def test_every_card_with_its_own_memory_is_there(found):
 
 def test_the_fastest_comes_first_and_what_does_not_fit_last():
     big = ["model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24"]
-    rows = cards(load_recipe("go-coder-125m", big), machine())
+    rows = compare_gpus(load_recipe("go-coder-125m", big), machine())
     fits = [card.fits for card in rows]
     assert fits == sorted(fits, reverse=True)
     assert True in fits
@@ -37,7 +37,7 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last():
 
 
 def test_the_page_has_a_line_a_card(found):
-    lines = cards_page(found, load_recipe("go-coder-125m"), gpus=1, nodes=1, source="go-coder-125m")
+    lines = gpus_page(found, load_recipe("go-coder-125m"), gpus=1, nodes=1, source="go-coder-125m")
     assert max(map(len, lines)) <= 100
     assert sum(line.startswith("RX 6700 XT ") for line in lines) == 1
 
@@ -87,7 +87,7 @@ def test_every_short_name_can_be_typed():
 def test_the_whole_table_takes_less_than_two_seconds_of_a_processor():
     loaded, here = load_recipe("go-coder-125m"), machine()
     began = time.process_time()
-    cards(loaded, here)
+    compare_gpus(loaded, here)
     assert time.process_time() - began < 2
 
 
@@ -99,18 +99,18 @@ def test_every_card_at_once_is_not_simulated(tmp_path, monkeypatch):
 
 
 def test_several_of_each_are_asked_for_again(found):
-    lines = cards_page(found, load_recipe("go-coder-125m"), gpus=8, nodes=2, source="go-coder-125m")
+    lines = gpus_page(found, load_recipe("go-coder-125m"), gpus=8, nodes=2, source="go-coder-125m")
     assert lines[-1].endswith('" --gpus 8 --nodes 2')
 
 
 def test_a_recipe_that_is_wrong_everywhere_is_one_error():
     with pytest.raises(UserError, match="positions"):
-        cards(load_recipe("go-coder-125m", ["data.sequence_length=2048"]), machine())
+        compare_gpus(load_recipe("go-coder-125m", ["data.sequence_length=2048"]), machine())
 
 
 def test_thousands_of_years_keep_their_column():
     slow = load_recipe("go-coder-125m", ["train.max_tokens=900000B"])
-    lines = cards_page(cards(slow, machine()), slow, gpus=1, nodes=1, source="go-coder-125m")
+    lines = gpus_page(compare_gpus(slow, machine()), slow, gpus=1, nodes=1, source="go-coder-125m")
     years = [line for line in lines if " years" in line]
     assert any(re.search(r" \d,\d00 years", line) for line in years)
     assert {line.index(" years") for line in years} == {len(HEAD) - 8 - len(" years")}

@@ -4,7 +4,7 @@ import pytest
 from plan_help import gpu_machine, loaded, machine, reported
 
 from bloomery.plan.advice.claims import roughly, span
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 
 
@@ -56,11 +56,11 @@ def test_the_guide_denies_itself(guide):
     assert any("take 63 years, not 5.0 to 7.0 days" in doubt for doubt in guide.warnings)
 
 
-def judged(expect, *, corpus=None, **sections):
-    return reported(loaded(claims=expect, **sections), machine(), corpus=corpus).claims[0]
+def judged(expect, *, dataset=None, **sections):
+    return reported(loaded(claims=expect, **sections), machine(), dataset=dataset).claims[0]
 
 
-CORPUS = CorpusFacts(sequences_per_epoch=400, tokens=51_200, vocab_size=256)
+CORPUS = DatasetFacts(sequences_per_epoch=400, tokens=51_200, vocab_size=256)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ CORPUS = CorpusFacts(sequences_per_epoch=400, tokens=51_200, vocab_size=256)
 )
 def test_each_kind_of_claim(expect, verdict):
     """100 steps of 1,024 tokens are two epochs of 51,200; guessing among 256 tokens has a perplexity of 256."""
-    assert judged(expect, corpus=CORPUS).verdict == verdict
+    assert judged(expect, dataset=CORPUS).verdict == verdict
 
 
 def test_claims_about_an_unknown_device_stay_open():

@@ -37,10 +37,10 @@ def sound(report, where) -> None:
     assert plan.train.micro_batch_size * plan.train.accumulation * plan.data.sequence_length * replicas(plan) == (
         plan.train.tokens_per_step
     )
-    if report.longest is not None:
-        assert 0 <= report.longest.as_planned <= report.longest.checkpointed
+    if report.max_length is not None:
+        assert 0 <= report.max_length.as_planned <= report.max_length.checkpointed
         if plan.fits and plan.train.activation_checkpointing == "none":
-            assert report.longest.as_planned >= plan.data.sequence_length - 256
+            assert report.max_length.as_planned >= plan.data.sequence_length - 256
     gpu = build_profile(where).gpu
     if plan.step_seconds is not None:
         assert ordered(plan.step_seconds)
@@ -74,7 +74,7 @@ def test_one_of_every_card(recipe, cards):
         where = with_gpu(machine(), device)
         report = reported(loaded, where)
         sound(report, where)
-        lines = page(report, where, source=recipe, verbs=["train", "bench"])
+        lines = page(report, where, source=recipe, commands=["train", "bench"])
         assert max(map(len, lines)) <= 100, device.name
 
 
@@ -89,7 +89,7 @@ def test_several_of_a_card_in_several_nodes(device):
             assert layout.step_seconds is None or ordered(layout.step_seconds)
             assert layout.exposed_seconds >= 0
             assert layout.bubble_seconds >= 0
-        assert max(map(len, page(report, where, source="go-coder-125m", verbs=[]))) <= 100
+        assert max(map(len, page(report, where, source="go-coder-125m", commands=[]))) <= 100
 
 
 @pytest.mark.parametrize("device", CARDS[::10], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
@@ -147,4 +147,4 @@ def test_what_a_recipe_may_ask_for_on_old_new_and_odd_cards(words):
         where = with_gpu(machine(), device)
         report = reported(loaded, where)
         sound(report, where)
-        assert page(report, where, source="x", verbs=[])
+        assert page(report, where, source="x", commands=[])

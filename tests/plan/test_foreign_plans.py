@@ -17,7 +17,7 @@ def phi(tmp_path_factory):
 
 def told(**sections):
     plan = reported(loaded(**sections), machine())
-    return " ".join(" ".join(page(plan, machine(), source="r", verbs=["train"])).split())
+    return " ".join(" ".join(page(plan, machine(), source="r", commands=["train"])).split())
 
 
 def test_the_page_names_the_architecture_and_a_safe_load(phi):

@@ -4,7 +4,7 @@ from plan_help import loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.plan.fallback import smaller_micro_batch
 
-LEAN = {"kind": "adafactor", "fused_backward": True}
+FUSED = {"kind": "adafactor", "fused_backward": True}
 
 
 def said(plan) -> dict[str, str]:
@@ -12,14 +12,15 @@ def said(plan) -> dict[str, str]:
 
 
 def test_in_backward_a_step_is_one_micro_batch():
-    plan = planned(loaded(optimizer=LEAN, train={"tokens_per_step": "auto"}), machine())
+    plan = planned(loaded(optimizer=FUSED, train={"tokens_per_step": "auto"}), machine())
     assert plan.train.accumulation == 1
     assert plan.train.tokens_per_step == plan.train.micro_batch_size * plan.data.sequence_length
     assert "one micro-batch" in said(plan)["train.tokens_per_step"]
-    asked = planned(loaded(optimizer=LEAN, train={"micro_batch_size": 3, "tokens_per_step": "auto"}), machine())
+    train = {"micro_batch_size": 3, "tokens_per_step": "auto"}
+    asked = planned(loaded(optimizer=FUSED, train=train), machine())
     assert (asked.train.micro_batch_size, asked.train.accumulation) == (3, 1)
     tokens = 4 * plan.data.sequence_length
-    whole = planned(loaded(optimizer=LEAN, train={"tokens_per_step": tokens}), machine())
+    whole = planned(loaded(optimizer=FUSED, train={"tokens_per_step": tokens}), machine())
     assert (whole.train.micro_batch_size, whole.train.accumulation) == (4, 1)
     assert smaller_micro_batch(whole, "memory ran out") is None
 
@@ -28,9 +29,9 @@ def test_accumulation_in_backward_is_refused_with_the_edit_that_helps():
     length = planned(loaded(), machine()).data.sequence_length
     both = {"micro_batch_size": 2, "tokens_per_step": 8 * length}
     with pytest.raises(UserError) as error:
-        planned(loaded(optimizer=LEAN, train=both), machine())
+        planned(loaded(optimizer=FUSED, train=both), machine())
     assert f"train.tokens_per_step={2 * length}" in error.value.fix
-    planned(loaded(optimizer=LEAN, train=both | {"tokens_per_step": 2 * length}), machine())
+    planned(loaded(optimizer=FUSED, train=both | {"tokens_per_step": 2 * length}), machine())
 
 
 @pytest.mark.parametrize("asked", [{"kind": "adafactor"}, {"fused_backward": True}, {"state_dtype": "int8"},
@@ -49,7 +50,7 @@ def test_muon_takes_none_of_it(asked):
 
 
 def test_what_is_done_instead_of_clipping_is_said():
-    adafactor = said(planned(loaded(optimizer=LEAN), machine()))["optimizer.fused_backward"]
+    adafactor = said(planned(loaded(optimizer=FUSED), machine()))["optimizer.fused_backward"]
     assert "Adafactor clips its updates" in adafactor
     adamw = said(planned(loaded(optimizer={"fused_backward": True}, train={"max_grad_norm": 0.5}), machine()))
     assert "train.max_grad_norm=0.5 holds for each gradient alone" in adamw["optimizer.fused_backward"]

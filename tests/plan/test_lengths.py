@@ -5,9 +5,9 @@ from plan_help import loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, parse_duration
-from bloomery.plan.lengths import Scale, complete, evaluation_rows, provisional_steps, steps_of, total_steps
+from bloomery.plan.lengths import Scale, complete, evaluation_sequences, provisional_steps, steps_of, total_steps
 from bloomery.plan.report.page import step_lines
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.types import DatasetFacts
 
 SCALE = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=1000, steps=200, step_seconds=0.5)
 
@@ -101,8 +101,8 @@ def test_a_least_number_of_steps_is_of_a_wall_time_run():
 
 
 def test_epochs_come_from_the_counted_rows():
-    corpus = CorpusFacts(sequences_per_epoch=1001, tokens=128_000, vocab_size=256)
-    plan = planned(loaded(train={"epochs": 2}), machine(), corpus=corpus)
+    dataset = DatasetFacts(sequences_per_epoch=1001, tokens=128_000, vocab_size=256)
+    plan = planned(loaded(train={"epochs": 2}), machine(), dataset=dataset)
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
     said = next(choice for choice in plan.choices if choice.key == "train.epochs")
@@ -112,18 +112,18 @@ def test_epochs_come_from_the_counted_rows():
 
 def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
     scale = Scale(tokens_per_step=1024, sequences_per_step=8, sequences_per_epoch=None, steps=None, step_seconds=None)
-    assert evaluation_rows(500, scale, tokens=None) == 400
-    assert evaluation_rows(10, scale, tokens=None) == 64
+    assert evaluation_sequences(500, scale, tokens=None) == 400
+    assert evaluation_sequences(10, scale, tokens=None) == 64
     plan = planned(loaded(train={"max_time": "90s"}, eval={"every": "50%"}), machine())
     done = complete(plan, steps=2000, step_seconds=0.05)
-    assert done.eval.rows == done.eval.every_steps * 8 // 10 == 800
+    assert done.eval.sequences == done.eval.every_steps * 8 // 10 == 800
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 100}, {"max_time": "90s"}])
 def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
     plan = planned(loaded(train=length, eval={"tokens": 1000}), machine())
-    assert plan.eval.rows == 8  # of 128 tokens
-    assert complete(plan, steps=2000, step_seconds=0.05).eval.rows == 8
+    assert plan.eval.sequences == 8  # of 128 tokens
+    assert complete(plan, steps=2000, step_seconds=0.05).eval.sequences == 8
 
 
 @pytest.mark.parametrize("length", ["1.5 steps", "1.5", 1.5, "0.5 steps", "0.0011k steps"])

@@ -13,7 +13,7 @@ from bloomery.model.families.presets import preset
 from bloomery.plan import mesh as communication
 from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.estimate.memory import INPUT_BYTES, activation_bytes, end_bytes, estimate_memory
-from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, unsharded
+from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory, unsharded
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe
@@ -60,8 +60,9 @@ def test_what_does_not_fit_behind_computing_is_exposed():
 
 def test_each_communicator_takes_its_context():
     """RCCL on MI250X: 0.95 GiB, and 0.65 for each further one."""
-    one, two = Split(shard=8), Split(replicate=2, shard=4)
-    taken = [mesh_memory(load(), split, vendor="amd", limit=0).parts["collectives"] for split in (Split(), one, two)]
+    one, two = MeshSplit(shard=8), MeshSplit(replicate=2, shard=4)
+    splits = MeshSplit(), one, two
+    taken = [mesh_memory(load(), split, vendor="amd", limit=0).parts["collectives"] for split in splits]
     assert taken == pytest.approx([0.0, 0.95 * GIB, (0.95 + 0.65) * GIB])
 
 
@@ -83,7 +84,7 @@ def test_shards_divide_states_and_hold_two_layers_whole():
     layer, root = unsharded(load())
     assert 12 * layer + root == count
     alone = estimate_memory(load(), limit=0).parts
-    parts = mesh_memory(load(), Split(shard=8), vendor="amd", limit=0).parts
+    parts = mesh_memory(load(), MeshSplit(shard=8), vendor="amd", limit=0).parts
     assert parts["weights"] == alone["weights"] / 8
     assert parts["optimizer"] == alone["optimizer"] / 8
     assert parts["unsharded layers"] == 2 * (root + layer)  # at the scores: the last layer is not freed yet
@@ -93,7 +94,7 @@ def test_shards_divide_states_and_hold_two_layers_whole():
 
 def test_copies_hold_everything():
     alone = estimate_memory(load(), limit=0).parts
-    parts = mesh_memory(load(), Split(replicate=8), vendor="amd", limit=0).parts
+    parts = mesh_memory(load(), MeshSplit(replicate=8), vendor="amd", limit=0).parts
     assert {name: size for name, size in parts.items() if name in alone} == alone
     assert parts["gradient buckets"] == 2 * 25 * 2**20
 
@@ -105,7 +106,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     tokens = stage.tokens_per_micro_batch
     last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES  # the norm belongs to the last stage
     embeddings = root - 2 * 768
-    parts = mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0).parts
+    parts = mesh_memory(load(), MeshSplit(pipeline=4), vendor="amd", limit=0).parts
     assert parts["activations"] == pytest.approx(
         4 * activation_bytes(stage) + end_bytes(stage) - last_norm + 3 * inputs
     )
@@ -116,7 +117,8 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
 
 def test_a_step_of_few_micro_batches_does_not_fill_a_pipeline():
     few, many = (
-        mesh_memory(load(), Split(pipeline=4), vendor="amd", limit=0, micro_batches=count).parts for count in (2, 16)
+        mesh_memory(load(), MeshSplit(pipeline=4), vendor="amd", limit=0, micro_batches=count).parts
+        for count in (2, 16)
     )
     assert few["activations"] < 0.6 * many["activations"]
 

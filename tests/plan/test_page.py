@@ -17,7 +17,8 @@ from bloomery.recipe.load import load_recipe
 
 def guide_page():
     where = gpu_machine("RX 6700 XT")
-    return page(reported(load_recipe("go-coder-125m"), where), where, source="go-coder-125m", verbs=["plan", "train"])
+    report = reported(load_recipe("go-coder-125m"), where)
+    return page(report, where, source="go-coder-125m", commands=["plan", "train"])
 
 
 def test_the_headline_says_what_decides():
@@ -29,7 +30,7 @@ def test_the_headline_says_what_decides():
 
 def test_the_page_has_its_parts_in_order():
     labels = [line[:10].strip() for line in guide_page() if line[:10].strip()]
-    expected = ["gpu", "model", "step", "memory", "longest", "time", "disk", "claims", "of the", "recipe", "beware"]
+    expected = ["gpu", "model", "step", "memory", "max_length", "time", "disk", "claims", "of the", "recipe", "beware"]
     assert labels[:12] == ["It fits an", *expected]
 
 
@@ -55,7 +56,7 @@ def test_several_devices_are_laid_side_by_side():
     where = gpu_machine("MI250X")
     recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
     plan = reported(recipe, where, gpus=8, nodes=4)
-    lines = page(plan, where, source="go-coder-125m", verbs=["plan", "train"])
+    lines = page(plan, where, source="go-coder-125m", commands=["plan", "train"])
     assert "Planned only: this version trains on one device." in lines
     text = "\n".join(lines)
     for part in (
@@ -71,7 +72,7 @@ def test_several_devices_are_laid_side_by_side():
 def test_a_step_of_few_rows_says_where_sharding_begins():
     where = gpu_machine("MI250X")
     plan = reported(load_recipe("go-coder-125m"), where, gpus=8, nodes=4)
-    text = "\n".join(page(plan, where, source="x", verbs=[]))
+    text = "\n".join(page(plan, where, source="x", commands=[]))
     assert {layout.name for layout in plan.plan.parallel.layouts} == {"pipeline"}
     assert "16 rows a step are too few for 32 devices" in text
     assert "train.tokens_per_step=32768" in text
@@ -88,7 +89,7 @@ def test_commands_that_follow_are_about_the_same_recipe_and_card(tmp_path, monke
 
 def test_the_best_product_is_the_second_denominator():
     where = gpu_machine("MI300X")
-    text = "\n".join(page(reported(load_recipe("go-coder-125m"), where), where, source="x", verbs=[]))
+    text = "\n".join(page(reported(load_recipe("go-coder-125m"), where), where, source="x", commands=[]))
     assert "of 1,307.4 TFLOP/s" in text
     assert "of 708, the best product published" in text
 
@@ -105,7 +106,7 @@ def test_the_best_product_is_the_second_denominator():
     ],
 )
 def test_no_line_is_wider_than_the_page(recipe, where):
-    lines = page(reported(recipe, where), where, source=recipe.name, verbs=["train"])
+    lines = page(reported(recipe, where), where, source=recipe.name, commands=["train"])
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 45
 
@@ -113,7 +114,7 @@ def test_no_line_is_wider_than_the_page(recipe, where):
 def test_the_words_of_a_claim_and_its_verdict_stay_apart():
     where = gpu_machine("RX 6700 XT")
     recipe = load_recipe("everything")
-    text = "\n".join(page(reported(recipe, where), where, source="everything", verbs=[]))
+    text = "\n".join(page(reported(recipe, where), where, source="everything", commands=[]))
     assert re.search(r"2 M to 4 M tokens {2,}open", text) and re.search(r"100,000 tokens/s {2,}\w", text)
 
 
@@ -125,7 +126,7 @@ def test_a_run_that_does_not_fit_says_so_first():
 def test_a_long_headline_takes_two_lines():
     where = gpu_machine("RX 6600")
     wide = ["model.hidden_size=1280", "model.num_heads=20", "model.num_layers=36"]
-    lines = page(reported(load_recipe("go-coder-125m", wide), where), where, source="x", verbs=[])
+    lines = page(reported(load_recipe("go-coder-125m", wide), where), where, source="x", commands=[])
     assert lines[0].endswith("nothing was run")
     assert lines[1] == "It trains on 3.19 billion tokens, not 10."
     assert max(map(len, lines)) <= 100
@@ -148,7 +149,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
     assert result.return_value == 0
     assert set(said) == {
         "fits", "tokens", "steps", "epochs", "seconds", "energy_kwh", "step_seconds", "tokens_per_second", "memory",
-        "disk", "claims", "warnings", "suggestions", "choices", "step_parts", "mfu", "longest", "mesh",
+        "disk", "claims", "warnings", "suggestions", "choices", "step_parts", "mfu", "max_length", "mesh",
     }  # fmt: skip
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)
     assert set(said["seconds"]) == {"value", "low", "high", "from"}
@@ -182,7 +183,7 @@ def test_of_several_gpus_the_page_names_the_one_that_trains():
     several = where.model_copy(update={"accelerators": (small, card.model_copy(update={"index": 1}))})
 
     def rows(machine):
-        return "\n".join(page(reported(loaded(), machine), machine, source="small", verbs=["train"]))
+        return "\n".join(page(reported(loaded(), machine), machine, source="small", commands=["train"]))
 
     assert "GPU 1 " in rows(several)
     assert "Radeon RX 6700 XT (gfx1031), device 1: the most memory of 2" in rows(several)

@@ -41,10 +41,10 @@ def test_the_plan_says_it_and_keeps_it():
     recipe = loaded(adapter=LORA, quantize={"kind": "nf4"})
     plan = planned(recipe, with_bitsandbytes("0.50.2", probe("ok")))
     said = next(decision for decision in plan.choices if decision.key == "quantize.kind")
-    assert plan.quantised_by == "bitsandbytes"
+    assert plan.quantized_by == "bitsandbytes"
     assert said.reason.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
     here = planned(recipe, machine())
-    assert here.quantised_by == "torch" and here.quantize.kind == "nf4"
+    assert here.quantized_by == "torch" and here.quantize.kind == "nf4"
 
 
 def test_memory_counts_the_quantised_bytes():

@@ -10,7 +10,7 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 import bloomery
 from bloomery.core.errors import UserError
 from bloomery.plan.store import read_plan, write_plan
-from bloomery.plan.types import CorpusFacts, RunPlan
+from bloomery.plan.types import DatasetFacts, RunPlan
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_nothing_is_left_to_decide(where):
     plan = planned(
         loaded(train={"epochs": 1}),
         where,
-        corpus=CorpusFacts(sequences_per_epoch=99, tokens=12_672, vocab_size=256),
+        dataset=DatasetFacts(sequences_per_epoch=99, tokens=12_672, vocab_size=256),
     )
     decided = plan.model_dump_json().replace('"max_gpu_temperature":"auto"',
         "")  # each GPU says its own limit, at the start
@@ -71,7 +71,7 @@ def test_rows_longer_than_learned_positions_are_refused():
 
 def test_a_vocabulary_without_embeddings_is_refused():
     with pytest.raises(UserError, match="300"):
-        planned(loaded(), machine(), corpus=CorpusFacts(sequences_per_epoch=9, tokens=999, vocab_size=300))
+        planned(loaded(), machine(), dataset=DatasetFacts(sequences_per_epoch=9, tokens=999, vocab_size=300))
 
 
 def test_an_attention_that_cannot_honour_the_recipe_is_refused():

@@ -17,7 +17,7 @@ from bloomery.plan.estimate.speed import (
     work_of,
 )
 from bloomery.plan.estimate.states import StepShape
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 
 LAYERS = 12 * 12 * 768**2  # weights of the Go coder's layers
@@ -120,8 +120,8 @@ def test_an_unknown_device_has_no_speed():
 
 
 def test_disk_and_energy():
-    corpus = CorpusFacts(sequences_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
-    report = reported(load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), corpus=corpus)
+    dataset = DatasetFacts(sequences_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
+    report = reported(load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), dataset=dataset)
     assert report.disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
     assert report.disk["checkpoint"] == 12 * 124_242_432
     assert report.disk["checkpoints"] == 5 * report.disk["checkpoint"]

@@ -53,8 +53,8 @@ def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
     )  # fmt: skip
     alone, head = product_flops(load, recompute(load), chunked=False), 2 * 32000 * 4096
     layers = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
-    assert product_flops(replace(load, looks=1), recompute(load), chunked=False) - alone == layers + head
-    assert alone - product_flops(replace(load, learned=0.5), recompute(load), chunked=False) == 1.5 * head
+    assert product_flops(replace(load, extra_forwards=1), recompute(load), chunked=False) - alone == layers + head
+    assert alone - product_flops(replace(load, loss_share=0.5), recompute(load), chunked=False) == 1.5 * head
 
 
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():

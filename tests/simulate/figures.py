@@ -12,8 +12,8 @@ from steps_for_tests import both_of_stage, counted, laid, measured, simulated, s
 from bloomery.core.units import MIB  # noqa: E402
 from bloomery.hardware.profile import build_profile  # noqa: E402
 from bloomery.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
-from bloomery.simulate.run import MeshShape  # noqa: E402
-from bloomery.simulate.step import places  # noqa: E402
+from bloomery.simulate.run import MeshSplit  # noqa: E402
+from bloomery.simulate.step import stage_positions  # noqa: E402
 
 STEPS = {
     "Llama's shape, float32": {},
@@ -75,7 +75,7 @@ def shards() -> None:
         for layout in plan.parallel.layouts:
             if layout.shard > 1:
                 told = layout.memory.allocated
-                fake = simulated(laid(plan, layout), cut=MeshShape(layout.replicate, layout.shard))
+                fake = simulated(laid(plan, layout), split=MeshSplit(layout.replicate, layout.shard))
                 devices = f"{nodes * gpus} x {gpu}: {layout.replicate} x {layout.shard} shards"
                 row = f"| {name} | {devices} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
                 print(row, flush=True)
@@ -94,7 +94,7 @@ def stages() -> None:
         here = gpu_machine(gpu)
         plan = planned(recipe, here, gpus=8)
         for layout in plan.parallel.layouts:
-            for place in places(layout.pipeline) if layout.pipeline == 8 else []:
+            for place in stage_positions(layout.pipeline) if layout.pipeline == 8 else []:
                 own = laid(plan, layout)
                 told, fake = both_of_stage(own, place, fused=build_profile(here).attention.value == "fused")
                 row = f"| {name} | 8 x {gpu} | {place.index + 1} of {place.stages} | {place.under_way(own)} |"

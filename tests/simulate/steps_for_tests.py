@@ -12,12 +12,11 @@ from plan_help import loaded, machine, planned
 from bloomery.data.loading.loader import Batch
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.memory import tensor_bytes
-from bloomery.plan.estimate.mesh_memory import Split, mesh_memory, stage_bytes
+from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory, stage_bytes
 from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
-from bloomery.simulate.run import ONE, MeshShape
-from bloomery.simulate.step import Place, simulated_stage, simulated_step
+from bloomery.simulate.step import StagePosition, simulated_stage, simulated_step
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -75,17 +74,17 @@ def load_of(plan: RunPlan) -> StepShape:
     )  # fmt: skip
 
 
-def counted(plan: RunPlan, *, cut: MeshShape = ONE) -> float:
+def counted(plan: RunPlan, *, split: MeshSplit = MeshSplit()) -> float:
     """Bytes from shapes alone."""
-    if cut == ONE:
+    if split == MeshSplit():
         return sum(tensor_bytes(load_of(plan)).values())
-    split = Split(replicate=cut.replicate, shard=cut.shard)
+    split = MeshSplit(replicate=split.replicate, shard=split.shard)
     return mesh_memory(load_of(plan), split, vendor="amd", limit=0.0).allocated
 
 
-def simulated(plan: RunPlan, *, fused: bool = True, cut: MeshShape = ONE) -> float:
+def simulated(plan: RunPlan, *, fused: bool = True, split: MeshSplit = MeshSplit()) -> float:
     """Bytes on fake tensors."""
-    return sum(simulated_step(plan, fused=fused, cut=cut).values())
+    return sum(simulated_step(plan, fused=fused, split=split).values())
 
 
 def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
@@ -95,7 +94,7 @@ def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
     return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
 
 
-def both_of_stage(plan: RunPlan, place: Place, *, fused: bool = True) -> tuple[float, float]:
+def both_of_stage(plan: RunPlan, place: StagePosition, *, fused: bool = True) -> tuple[float, float]:
     """Counted and simulated bytes of one stage."""
     parts = stage_bytes(load_of(plan), place.stages, place.index, plan.train.accumulation)
     told = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
@@ -126,5 +125,5 @@ def measured(plan: RunPlan) -> float:
 def _batch(plan: RunPlan) -> Batch:
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     tokens = torch.randint(0, plan.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    places = torch.arange(shape[1]).repeat(shape[0], 1)
-    return Batch(tokens, tokens.roll(-1, 1), torch.ones(shape), places % 64, places // 64)
+    stage_positions = torch.arange(shape[1]).repeat(shape[0], 1)
+    return Batch(tokens, tokens.roll(-1, 1), torch.ones(shape), stage_positions % 64, stage_positions // 64)

@@ -9,7 +9,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.recipe.load import load_recipe
-from bloomery.simulate.run import MeshShape
+from bloomery.simulate.run import MeshSplit
 from bloomery.simulate.step import simulated_step
 
 WIDE = {"hidden_size": 512}
@@ -80,23 +80,23 @@ def all_agree(plan, *, apart):
 
 
 SHARDED = {
-    "bfloat16": (MeshShape(1, 8), {"precision": "bfloat16"}),
-    "compiled, small batches": (MeshShape(1, 8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}),
-    "accumulated": (MeshShape(1, 4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
-    "a large vocabulary": (MeshShape(1, 64), {"precision": "bfloat16", "activation_checkpointing": "full",
+    "bfloat16": (MeshSplit(1, 8), {"precision": "bfloat16"}),
+    "compiled, small batches": (MeshSplit(1, 8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}),
+    "accumulated": (MeshSplit(1, 4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
+    "a large vocabulary": (MeshSplit(1, 64), {"precision": "bfloat16", "activation_checkpointing": "full",
                                         "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
-    "float32": (MeshShape(1, 2), {"rows": 2, "sizes": WIDE}),
-    "copies of shards": (MeshShape(2, 8), {"precision": "bfloat16-pure", "family": "gpt2"}),
+    "float32": (MeshSplit(1, 2), {"rows": 2, "sizes": WIDE}),
+    "copies of shards": (MeshSplit(2, 8), {"precision": "bfloat16-pure", "family": "gpt2"}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", some(SHARDED, {"a large vocabulary", "copies of shards"}))
 def test_shapes_and_fake_tensors_agree_on_shards(case):
-    cut, settings = SHARDED[case]
+    split, settings = SHARDED[case]
     if settings.get("precision") == "bfloat16-pure" and torch.__version__ >= "2.15":
         pytest.skip("PyTorch 2.15 cannot place the float32 norms of sharded bfloat16 gradients")
     plan = small_plan(**({"attention": "varlen", "device": "cuda"} | settings))
-    assert counted(plan, cut=cut) == pytest.approx(simulated(plan, cut=cut), rel=0.08)
+    assert counted(plan, split=split) == pytest.approx(simulated(plan, split=split), rel=0.08)
 
 
 OTHERS = {

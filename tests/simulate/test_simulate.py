@@ -15,9 +15,9 @@ from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.simulate import run
-from bloomery.simulate.run import ONE, MeshShape, notes_of, simulate
+from bloomery.simulate.run import ONE, MeshSplit, notes_of, simulate
 from bloomery.simulate.step import simulated_step
-from bloomery.simulate.tensors import Tracker
+from bloomery.simulate.tensors import MemoryTracker
 
 
 @pytest.mark.soak
@@ -38,12 +38,12 @@ def _parameters(plan):
 
 
 def test_nothing_stands_in_on_a_cpu():
-    assert notes_of(small_plan(), fused=False, cut=ONE) == []
+    assert notes_of(small_plan(), fused=False, split=ONE) == []
 
 
 def test_several_devices_say_how_they_were_cut():
-    assert "in 2 copies" in notes_of(small_plan(), fused=False, cut=MeshShape(2, 4))[0]
-    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, cut=MeshShape(8))[0]
+    assert "in 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(2, 4))[0]
+    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, split=MeshSplit(8))[0]
 
 
 def test_whoever_simulates_needs_no_torch_of_its_own():
@@ -73,7 +73,7 @@ def test_a_failure_names_the_last_line(monkeypatch):
 @pytest.mark.soak
 def test_shards_hold_less():
     plan = small_plan(attention="varlen", precision="bfloat16", device="cuda", rows=1)
-    assert simulated(plan, cut=MeshShape(shard=8)) < 0.7 * simulated(plan)
+    assert simulated(plan, split=MeshSplit(shard=8)) < 0.7 * simulated(plan)
 
 
 @pytest.mark.soak
@@ -92,7 +92,7 @@ def test_the_tracker_counts_what_torchs_counts():
         layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         optimizer = torch.optim.AdamW(layers.parameters(), foreach=False)
         x = torch.empty(128, 64)
-        theirs, ours = MemTracker(), Tracker()
+        theirs, ours = MemTracker(), MemoryTracker()
         theirs.track_external(layers, optimizer, x)
         ours.call("weights", layers.parameters())
         ours.call("inputs", [x])

@@ -56,7 +56,7 @@ def test_what_the_plan_adds_to_its_own_tensors_is_added_to_the_simulated_ones():
 def test_the_page_shows_it_below_memory():
     found = beside(1)
     report = reported(loaded(), gpu_machine("MI300X"))
-    lines = page(report, gpu_machine("MI300X"), source="small", verbs=[], simulated=found.lines())
+    lines = page(report, gpu_machine("MI300X"), source="small", commands=[], simulated=found.lines())
     (line,) = [line for line in lines if line.startswith("simulated")]
     assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
 

@@ -6,8 +6,8 @@ from steps_for_tests import both_of_stage, laid, simulated, small_plan, some
 
 from bloomery.hardware.profile import build_profile
 from bloomery.recipe.load import load_recipe
-from bloomery.simulate.run import MeshShape, SimulationResult, notes_of, simulate
-from bloomery.simulate.step import Place, places, simulated_stage
+from bloomery.simulate.run import MeshSplit, SimulationResult, notes_of, simulate
+from bloomery.simulate.step import StagePosition, simulated_stage, stage_positions
 
 GPU = {"attention": "varlen", "device": "cuda", "rows": 2, "micro_batches": 8, "sizes": {"num_layers": 4}}
 SMALL = {
@@ -30,7 +30,7 @@ RECIPES = [
 @pytest.mark.parametrize("case", some(SMALL, {"GPT-2's shape, tied", "two micro-batches"}))
 def test_shapes_and_fake_tensors_agree_on_every_kind_of_stage(case):
     plan = small_plan(**(GPU | SMALL[case]))
-    for place in places(4):
+    for place in stage_positions(4):
         counted, fake = both_of_stage(plan, place)
         assert counted == pytest.approx(fake, rel=0.08), place
 
@@ -40,14 +40,14 @@ def test_they_agree_on_packaged_recipes(recipe, gpu, stages):
     here = gpu_machine(gpu)
     plan = planned(load_recipe(recipe), here, gpus=8)
     (layout,) = [layout for layout in plan.parallel.layouts if layout.pipeline == stages]
-    for place in places(stages):
+    for place in stage_positions(stages):
         counted, fake = both_of_stage(laid(plan, layout), place, fused=build_profile(here).attention.value == "fused")
         assert counted == pytest.approx(fake, rel=0.03), place
 
 
 def test_the_stages_hold_the_whole_model_and_the_tied_head_twice():
     plan = small_plan(**GPU, family="gpt2")
-    weights = [simulated_stage(plan, Place(index, 4), fused=True)["weights"] for index in range(4)]
+    weights = [simulated_stage(plan, StagePosition(index, 4), fused=True)["weights"] for index in range(4)]
     config = plan.model.config
     model = sum(4 * p.numel() for p in _model(config).parameters())
     assert config.tie_embeddings
@@ -62,11 +62,11 @@ def _model(config):
 
 def test_a_stage_holds_a_micro_batch_for_each_that_follows():
     plan = small_plan(**GPU, activation_checkpointing="none")
-    shallow, deep = (sum(simulated_stage(plan, Place(1, stages), fused=True).values()) for stages in (4, 8))
+    shallow, deep = (sum(simulated_stage(plan, StagePosition(1, stages), fused=True).values()) for stages in (4, 8))
     one = 2 * 256 * 128 * 4  # what a micro-batch keeps of one layer is many tensors of the residual stream
     assert shallow < deep  # one layer each: 3 micro-batches under way, and 7
     assert deep - shallow > 4 * one
-    assert [place.under_way(plan) for place in places(8)] == [8, 7, 1]
+    assert [place.under_way(plan) for place in stage_positions(8)] == [8, 7, 1]
 
 
 def pipelined():
@@ -93,11 +93,11 @@ def test_the_page_and_json_have_the_fullest_stage_and_each():
 
 
 def test_notes_say_that_stages_stand_alone():
-    assert "one by one" in notes_of(small_plan(), fused=False, cut=MeshShape(pipeline=4))[0]
-    assert "of 2 copies one" in notes_of(small_plan(), fused=False, cut=MeshShape(replicate=2, pipeline=4))[0]
+    assert "one by one" in notes_of(small_plan(), fused=False, split=MeshSplit(pipeline=4))[0]
+    assert "of 2 copies one" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
 
 
 @pytest.mark.soak
 def test_a_stage_holds_less_than_the_whole():
     plan = small_plan(**GPU)
-    assert sum(simulated_stage(plan, Place(1, 4), fused=True).values()) < simulated(plan)
+    assert sum(simulated_stage(plan, StagePosition(1, 4), fused=True).values()) < simulated(plan)

@@ -101,14 +101,14 @@ def _attend(tensors: list["Tensor"], kind: str, *, documents: "Tensor | None") -
     return attend(q, k, v, layout, backend=kind, window=None, softcap=None, scale=64**-0.5, dropout=0.0)
 
 
-def _documents(rows: int, tokens: int, where: str, *, packed: bool) -> "Tensor | None":
+def _documents(sequences: int, tokens: int, where: str, *, packed: bool) -> "Tensor | None":
     """A half, a quarter and a quarter of each row; None: one document a row."""
     import torch
 
     if not packed:
         return None
     lengths = torch.tensor([tokens // 2, tokens // 4, tokens - tokens // 2 - tokens // 4])
-    return torch.repeat_interleave(torch.arange(3), lengths).expand(rows, -1).to(where)
+    return torch.repeat_interleave(torch.arange(3), lengths).expand(sequences, -1).to(where)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ def main() -> int:
     try:
         tell(job, measure(job, on_phase=lambda name: tell(job, {"phase": name})))
     except UserError as error:
-        tell(job, {"outcome": "failed", "said": error.problem})
+        tell(job, {"outcome": "failed", "message": error.problem})
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         first = str(error).strip().partition("\n")[0] or type(error).__name__
-        tell(job, {"outcome": "memory", "said": first[:300]})
+        tell(job, {"outcome": "memory", "message": first[:300]})
     return 0
 
 

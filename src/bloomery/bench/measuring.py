@@ -14,7 +14,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.hardware.specs.calibration import calibration
 from bloomery.model.attention.support import SHORT, supports
 from bloomery.plan.estimate.calibrated import compile_gain
-from bloomery.plan.local import child_environment, plan_here
+from bloomery.plan.local import child_environment, local_plan
 from bloomery.plan.rules.objective import setting
 from bloomery.plan.rules.unsupported import refuse_several_devices
 from bloomery.plan.types import RunPlan
@@ -32,7 +32,7 @@ OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchResult:
     """One setting: what the plan said of it and what was measured. `plan` is None where the recipe was refused.
 
     `peak_gib`: on a GPU what tensors held, on a CPU what the process held; `step_seconds` is of one optimizer step.
@@ -41,7 +41,7 @@ class Row:
     words: tuple[str, ...]
     plan: RunPlan | None
     outcome: Outcome
-    said: str = ""
+    message: str = ""
     step_seconds: float | None = None
     fastest_seconds: float | None = None  # `step_seconds` is the median
     peak_gib: float | None = None
@@ -86,20 +86,20 @@ class Bench:
         """Raises UserError for what the recipe or this version refuses."""
         loaded = load_recipe(self.recipe, (*self.overrides, *words))
         refuse_several_devices(loaded.recipe)
-        plan, _ = plan_here(loaded, machine=self.machine)
+        plan, _ = local_plan(loaded, machine=self.machine)
         if self.memory_limit is None:
             return plan
         return plan.model_copy(update={"memory": plan.memory.model_copy(update={"limit": self.memory_limit})})
 
-    def point(self, *words: str, on_phase: OnPhase) -> Row:
+    def point(self, *words: str, on_phase: OnPhase) -> BenchResult:
         """The recipe with these overrides, measured."""
         try:
             plan = self.plan(*words)
         except UserError as error:
-            return Row(words=words, plan=None, outcome="refused", said=error.problem)
+            return BenchResult(words=words, plan=None, outcome="refused", message=error.problem)
         return run(plan, words, seconds=SECONDS, on_phase=on_phase)
 
-    def trial(self, rows: int, *, on_phase: OnPhase) -> Row:
+    def trial(self, rows: int, *, on_phase: OnPhase) -> BenchResult:
         """So many rows in a micro-batch, whether or not that divides the step; the step holds whole micro-batches."""
         base = self.plan()
         each = rows * base.data.sequence_length
@@ -111,7 +111,7 @@ class Bench:
         return replace(row, words=words[:1])
 
 
-def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[Row, ...]:
+def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[BenchResult, ...]:
     """The plan compiled and uncompiled, measured one after the other; empty where `train.compile` needs no trial.
 
     A trial is worth its minute when a run on a CPU would train for at least TRIAL_PAYS_SECONDS and no card of this
@@ -132,7 +132,7 @@ def sequences_per_step(plan: RunPlan) -> int:
     return plan.train.micro_batch_size * plan.train.accumulation
 
 
-def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> Row:
+def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> BenchResult:
     """One child from its start to its end, whatever that is."""
     prepared = (plan.data.prepared / "manifest.json").is_file()
     job = {
@@ -144,42 +144,44 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
     on_phase("starting")
     with Child(CHILD, job, environment=environment) as child:
         while True:
-            told = child.next(SILENCE_SECONDS)
-            if told == "silent":
-                return Row(words=words, plan=plan, outcome="hung", said=f"no word in {SILENCE_SECONDS:.0f} s")
-            if told == "ended":
+            reply = child.next(SILENCE_SECONDS)
+            if reply == "silent":
+                return BenchResult(
+                    words=words, plan=plan, outcome="hung", message=f"no word in {SILENCE_SECONDS:.0f} s"
+                )
+            if reply == "ended":
                 return _died(words, plan, child)
-            assert isinstance(told, dict)
-            if "phase" not in told:
-                return _row(words, plan, told)
-            on_phase(told["phase"])
+            assert isinstance(reply, dict)
+            if "phase" not in reply:
+                return _row(words, plan, reply)
+            on_phase(reply["phase"])
 
 
-def _died(words: tuple[str, ...], plan: RunPlan, child: Child) -> Row:
+def _died(words: tuple[str, ...], plan: RunPlan, child: Child) -> BenchResult:
     """SIGKILL from outside is what the system does when memory runs out."""
     if child.code == -9:
-        return Row(words=words, plan=plan, outcome="memory", said="the system killed the process (SIGKILL)")
-    return Row(words=words, plan=plan, outcome="crashed", said=child.ending()[:LONGEST])
+        return BenchResult(words=words, plan=plan, outcome="memory", message="the system killed the process (SIGKILL)")
+    return BenchResult(words=words, plan=plan, outcome="crashed", message=child.ending()[:LONGEST])
 
 
-def _row(words: tuple[str, ...], plan: RunPlan, told: dict[str, Any]) -> Row:
-    if told["outcome"] != "ok":
-        return Row(words=words, plan=plan, outcome=told["outcome"], said=told["said"])
-    times = told["step_seconds"]
-    row = Row(
+def _row(words: tuple[str, ...], plan: RunPlan, reply: dict[str, Any]) -> BenchResult:
+    if reply["outcome"] != "ok":
+        return BenchResult(words=words, plan=plan, outcome=reply["outcome"], message=reply["message"])
+    times = reply["step_seconds"]
+    row = BenchResult(
         words=words,
         plan=plan,
         outcome="ok",
         step_seconds=statistics.median(times),
         fastest_seconds=min(times),
-        peak_gib=told["peak_gib"],
-        reserved_gib=told["reserved_gib"],
-        core_wait=told["core_wait"],
+        peak_gib=reply["peak_gib"],
+        reserved_gib=reply["reserved_gib"],
+        core_wait=reply["core_wait"],
     )
     limit = plan.memory.limit / 2**30
     if row.peak_gib is not None and row.peak_gib > limit:
-        said = f"it took {row.peak_gib:.2f} GiB, and the limit is {limit:.2f}"
-        return replace(row, outcome="memory", said=said)
+        message = f"it took {row.peak_gib:.2f} GiB, and the limit is {limit:.2f}"
+        return replace(row, outcome="memory", message=message)
     return row
 
 
@@ -194,10 +196,10 @@ class Largest:
 
 
 def search(
-    trial: Callable[[int], Row],
+    trial: Callable[[int], BenchResult],
     *,
     most: int,
-    on_row: Callable[[Row], None],
+    on_row: Callable[[BenchResult], None],
     slowest: float = SLOWEST_STEP,
     time_left: Callable[[], bool] = lambda: True,
 ) -> Largest:
@@ -208,7 +210,7 @@ def search(
         row = trial(rows)
         on_row(row)
         if row.outcome != "ok":
-            fails, bound, reason = rows, "memory" if row.outcome == "memory" else "crash", row.said
+            fails, bound, reason = rows, "memory" if row.outcome == "memory" else "crash", row.message
             break
         fits = rows
         if row.step_seconds is not None and rows < most and _too_slow(row, slowest):
@@ -237,7 +239,7 @@ def _candidates(most: int) -> Iterator[int]:
     yield most
 
 
-def _too_slow(row: Row, slowest: float) -> bool:
+def _too_slow(row: BenchResult, slowest: float) -> bool:
     """Whether a micro-batch of twice the size would take longer than anyone waits for a trial."""
     assert row.plan is not None and row.step_seconds is not None
     return 2 * row.step_seconds / row.plan.train.accumulation > slowest

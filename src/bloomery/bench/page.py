@@ -5,7 +5,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 
-from bloomery.bench.measuring import Largest, Row
+from bloomery.bench.measuring import BenchResult, Largest
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
@@ -20,7 +20,9 @@ from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 ANONYMOUS = "anonymous"
 
 
-def make_card(rows: Sequence[Row], machine: Machine, *, contributor: str = ANONYMOUS) -> Card | None:
+def make_measurement_file(
+    rows: Sequence[BenchResult], machine: Machine, *, contributor: str = ANONYMOUS
+) -> Card | None:
     """The settings of one model shape that could be measured, the recipe as planned first; None: there are none.
 
     A point whose model differs from the first one's is left out: a card is of one model.
@@ -44,13 +46,13 @@ def make_card(rows: Sequence[Row], machine: Machine, *, contributor: str = ANONY
         model=plan.model_dump(mode="json")["model"]["config"],
         parameters=parameter_count(plan.model.config),
         text="prepared" if (plan.data.prepared / "manifest.json").is_file() else "random",
-        contributor=giver_name(contributor),
+        contributor=author_name(contributor),
         day=time.strftime("%Y-%m-%d"),
         points=tuple(_point(row) for row in measured if row.plan and row.plan.model.config == plan.model.config),
     )
 
 
-def giver_name(text: str) -> str:
+def author_name(text: str) -> str:
     """A name as people sign with. Raises UserError for what is none, or could be markup."""
     name = " ".join(text.split())
     if not re.fullmatch(r"[\w .,'@+-]{1,60}", name):
@@ -59,7 +61,7 @@ def giver_name(text: str) -> str:
     return name
 
 
-def _point(row: Row) -> Point:
+def _point(row: BenchResult) -> Point:
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
     train = row.plan.train
     return Point(
@@ -103,18 +105,18 @@ def heading(plan: RunPlan, label: str) -> Iterator[str]:
     yield f"{label:<{SETTING}}{'tokens/s':>10}{'plan':>9}{'ratio':>7}  {memory:>14}{'plan':>8}{'ratio':>7}"
 
 
-def line(row: Row) -> str:
+def line(row: BenchResult) -> str:
     """One setting."""
     name = ", ".join(_short(word) for word in row.words) or "as planned"
     if len(name) >= SETTING:
         name += "\n" + " " * SETTING
     if row.outcome != "ok":
         above, _, last = f"{name:<{SETTING}}".rpartition("\n")
-        return (above and above + "\n") + _wrapped(last, f"{WORDS[row.outcome]}: {row.said}")
+        return (above and above + "\n") + _wrapped(last, f"{WORDS[row.outcome]}: {row.message}")
     assert row.plan is not None and row.tokens_per_second is not None
     planned = planned_rate(row.plan)
-    speed = _beside(row.tokens_per_second, planned.value if planned else None, "{:,.0f}", (10, 9))
-    memory = _beside(row.peak_gib, row.planned_gib, "{:.2f}", (16, 8))
+    speed = _compared(row.tokens_per_second, planned.value if planned else None, "{:,.0f}", (10, 9))
+    memory = _compared(row.peak_gib, row.planned_gib, "{:.2f}", (16, 8))
     return f"{name:<{SETTING}}{speed}{memory}"
 
 
@@ -123,7 +125,7 @@ def _short(word: str) -> str:
     return word.removeprefix("train.")
 
 
-def _beside(measured: float | None, planned: float | None, form: str, widths: tuple[int, int]) -> str:
+def _compared(measured: float | None, planned: float | None, form: str, widths: tuple[int, int]) -> str:
     left = "" if measured is None else form.format(measured)
     right = "unknown" if planned is None else form.format(planned)
     ratio = "" if measured is None or not planned else f"{measured / planned:.2f}"
@@ -147,7 +149,7 @@ def largest_lines(found: Largest, plan: RunPlan) -> Iterator[str]:
     yield _line("largest", f"{tokens}{usable} ({bounds[found.bound]}{beyond}: {found.reason})")
 
 
-def verdict(row: Row) -> dict[str, str]:
+def verdict(row: BenchResult) -> dict[str, str]:
     """Of speed and memory: inside, above or below the plan's interval, unknown, or failed when nothing was measured."""
     if row.outcome != "ok" or row.plan is None:
         return {"speed": "failed", "memory": "failed"}
@@ -158,7 +160,7 @@ def verdict(row: Row) -> dict[str, str]:
     }
 
 
-def _planned_range(row: Row, memory: MemoryEstimate) -> tuple[float, float]:
+def _planned_range(row: BenchResult, memory: MemoryEstimate) -> tuple[float, float]:
     """GiB. The interval is of the total; what an allocator and a driver add is not in what tensors hold."""
     share = (row.planned_gib or 0.0) * GIB / memory.total if memory.total else 0.0
     return memory.low * share / GIB, memory.high * share / GIB
@@ -168,11 +170,11 @@ def _placed(value: float, low: float, high: float) -> str:
     return "below" if value < low else "above" if value > high else "inside"
 
 
-def verdict_lines(row: Row) -> Iterator[str]:
+def verdict_lines(row: BenchResult) -> Iterator[str]:
     """Whether the plan was right, in two sentences."""
     found = verdict(row)
     if found["speed"] == "failed":
-        yield _line("verdict", f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.said}")
+        yield _line("verdict", f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.message}")
         return
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
     rate, memory = planned_rate(row.plan), row.plan.memory
@@ -193,7 +195,7 @@ def _sentence(place: str) -> str:
     return {"inside": "inside the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}[place]
 
 
-def noise_line(rows: Sequence[Row]) -> Iterator[str]:
+def noise_line(rows: Sequence[BenchResult]) -> Iterator[str]:
     """A warning when other programs had the cores, or equal steps took unequal times."""
     disturbed = [row.core_wait for row in rows if row.disturbed and row.core_wait is not None]
     if disturbed:
@@ -210,7 +212,7 @@ def noise_line(rows: Sequence[Row]) -> Iterator[str]:
         yield _line("beware", text)
 
 
-def closing(row: Row, *, remembered: bool, source: str) -> Iterator[str]:
+def closing(row: BenchResult, *, remembered: bool, source: str) -> Iterator[str]:
     """What follows."""
     if row.outcome == "ok" and row.plan is not None and row.tokens_per_second:
         total = row.plan.total_tokens

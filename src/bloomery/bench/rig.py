@@ -109,22 +109,22 @@ def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
 
 
 def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
-    rows, length = plan.train.micro_batch_size, plan.data.sequence_length
-    text = torch.randint(plan.model.config.vocab_size, (rows, length + 1), generator=numbers)
+    sequences, length = plan.train.micro_batch_size, plan.data.sequence_length
+    text = torch.randint(plan.model.config.vocab_size, (sequences, length + 1), generator=numbers)
     return Batch(
         tokens=text[:, :-1].contiguous(),
         labels=text[:, 1:].contiguous(),
-        loss_mask=torch.ones(rows, length),
-        positions=torch.arange(length).repeat(rows, 1),
-        documents=torch.zeros(rows, length, dtype=torch.int64),
+        loss_mask=torch.ones(sequences, length),
+        positions=torch.arange(length).repeat(sequences, 1),
+        documents=torch.zeros(sequences, length, dtype=torch.int64),
     )
 
 
 def text_batches(plan: RunPlan, count: int) -> list[Batch]:
     """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
-    data, rows, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
+    data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
-    return [completed(loader.batch(Cursor(seed, number * rows), rows), plan) for number in range(count)]
+    return [completed(loader.batch(Cursor(seed, number * sequences), sequences), plan) for number in range(count)]
 
 
 def bound_memory(limit: float) -> None:

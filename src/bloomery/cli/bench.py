@@ -16,7 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from bloomery.bench.measuring import Bench, Largest, Row
+    from bloomery.bench.measuring import Bench, BenchResult, Largest
     from bloomery.plan.types import Estimate, RunPlan
 
 
@@ -48,17 +48,17 @@ def command(
     Example: bloomery bench go-coder-tiny --sweep train.compile=true,false
     """
     from bloomery.bench.measuring import Bench, points
-    from bloomery.bench.page import closing, giver_name, make_card, noise_line, verdict_lines
+    from bloomery.bench.page import author_name, closing, make_measurement_file, noise_line, verdict_lines
     from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.specs.calibration import remember, write_card
 
-    contributor = giver_name(contributor)
+    contributor = author_name(contributor)
     asked = points(sweeps) if sweeps else None
     bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
     table = Table(to_stderr=as_json, limit=seconds_of(limit))
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, asked)
-    made = make_card([*rows, *trials], bench.machine, contributor=contributor)
+    made = make_measurement_file([*rows, *trials], bench.machine, contributor=contributor)
     kept = made is not None and not rows[0].disturbed and remember(made)
     source = shlex.join((recipe, *overrides))
     table.say("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
@@ -89,7 +89,7 @@ class Table:
 
     def measure(
         self, bench: "Bench", plan: "RunPlan", asked: list[tuple[str, ...]] | None
-    ) -> tuple["Largest | None", list["Row"], list["Row"]]:
+    ) -> tuple["Largest | None", list["BenchResult"], list["BenchResult"]]:
         """The largest micro-batch and its trials (none when micro-batches are swept), then the rows of the sweep."""
         from bloomery.bench.measuring import search, sequences_per_step, usual_points
         from bloomery.bench.page import heading, largest_lines, line, opening
@@ -100,9 +100,9 @@ class Table:
         prepared = (plan.data.prepared / "manifest.json").is_file()
         self.say(*opening(plan, recipe=bench.recipe, device=named, prepared=prepared))
         largest: Largest | None = None
-        trials: list[Row] = []
+        trials: list[BenchResult] = []
 
-        def seen(row: "Row") -> None:
+        def seen(row: "BenchResult") -> None:
             trials.append(row)
             self.say(line(row))
 
@@ -127,9 +127,9 @@ class Table:
     def _time_left(self, *, share: float = 1.0) -> bool:
         return time.monotonic() - self._began < share * self._limit
 
-    def _points(self, bench: "Bench", wanted: list[tuple[str, ...]]) -> list["Row"]:
+    def _points(self, bench: "Bench", wanted: list[tuple[str, ...]]) -> list["BenchResult"]:
         """The first in any case, and what is begun within the limit."""
-        rows: list[Row] = []
+        rows: list[BenchResult] = []
         for at, words in enumerate(wanted):
             if rows and not self._time_left():
                 missing = "; ".join(", ".join(words) for words in wanted[at:])
@@ -138,7 +138,7 @@ class Table:
             rows.append(self._point(bench, words))
         return rows
 
-    def _point(self, bench: "Bench", words: tuple[str, ...]) -> "Row":
+    def _point(self, bench: "Bench", words: tuple[str, ...]) -> "BenchResult":
         from bloomery.bench.page import line
 
         name = ", ".join(words) or "the recipe as planned"
@@ -176,7 +176,7 @@ def _once(points: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(points))
 
 
-def document(largest: "Largest | None", trials: list["Row"], rows: list["Row"]) -> dict[str, Any]:
+def document(largest: "Largest | None", trials: list["BenchResult"], rows: list["BenchResult"]) -> dict[str, Any]:
     """The JSON of `bench --json`; `verdict` is that of the recipe as planned, the first of `points`."""
     from bloomery.bench.page import verdict
 
@@ -188,14 +188,14 @@ def document(largest: "Largest | None", trials: list["Row"], rows: list["Row"]) 
     }
 
 
-def _row(row: "Row") -> dict[str, Any]:
+def _row(row: "BenchResult") -> dict[str, Any]:
     from bloomery.bench.page import planned_rate
 
     plan = row.plan
     return {
         "overrides": row.words,
         "outcome": row.outcome,
-        "said": row.said,
+        "message": row.message,
         "micro_batch_size": row.micro_batch_size,
         "sequence_length": plan.data.sequence_length if plan else None,
         "step_seconds": row.step_seconds,

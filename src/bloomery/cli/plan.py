@@ -95,16 +95,16 @@ def show_cards(
 ) -> int:
     """Print one line for each named card, or each of the table where none is named; 0 when the run fits one."""
     from bloomery.hardware.specs.specs import find_gpu
-    from bloomery.plan.local import facts_here
-    from bloomery.plan.report.all_gpus import cards, cards_page
+    from bloomery.plan.local import local_facts
+    from bloomery.plan.report.all_gpus import compare_gpus, gpus_page
 
-    machine = facts_here(loaded).machine
+    machine = local_facts(loaded).machine
     chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
-    found = cards(loaded, machine, chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
+    found = compare_gpus(loaded, machine, chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
     if as_json:
         print_json([row.document() for row in found])
     else:
-        say("\n".join(cards_page(found, loaded, gpus=gpus, nodes=nodes, source=source)))
+        say("\n".join(gpus_page(found, loaded, gpus=gpus, nodes=nodes, source=source)))
     return 0 if any(row.fits for row in found) else 1
 
 
@@ -122,10 +122,10 @@ def show_plan(
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
     from bloomery.hardware.detect.detect import detect
     from bloomery.plan.advice.advise import advise
-    from bloomery.plan.local import plan_here
+    from bloomery.plan.local import local_plan
     from bloomery.runs.resume_plan import narrowed
 
-    plan, facts = plan_here(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
+    plan, facts = local_plan(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
     report, machine = advise(loaded, plan, facts), facts.machine
     found = simulated(plan, machine) if simulate else None
     if as_json:
@@ -138,17 +138,17 @@ def show_plan(
         elsewhere = {"train"} if gpu is not None else set[str]()  # nobody trains on a card that is not here
         if (source or "").startswith("--model "):  # bench reads a recipe by its name, and this one has none
             elsewhere |= {"bench"}
-        verbs = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
+        commands = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
         told, source = found.lines() if found else [], source or loaded.name
         words = _device_words(gpu, gpus, nodes)
-        say("\n".join(page(report, machine, source=source, verbs=verbs, devices=words, simulated=told)))
+        say("\n".join(page(report, machine, source=source, commands=commands, devices=words, simulated=told)))
         for model in unfetched(loaded.recipe):
             say(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
         for model in weightless(loaded.recipe):
             say(f"note: no weights lie in {model}: `bloomery train` would stop there", err=True)
         for line in left_aside(loaded.recipe):
             say(f"note: {line}", err=True)
-        for place in absent(loaded.recipe) if gpu is None and plan.corpus is None else ():
+        for place in absent(loaded.recipe) if gpu is None and plan.dataset is None else ():
             then = "train fetches it" if place.startswith("hub:") else "`bloomery train` would stop there"
             say(f"note: nothing lies at data.path {place}: {then}", err=True)
     return 0 if plan.fits and (found is None or found.fits) else 1
@@ -183,7 +183,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "choices": plan.choices,
         "step_parts": {name: _estimate(part) for name, part in report.step_parts.items()},
         "mfu": _utilisation(plan, machine),
-        "longest": report.longest,
+        "max_length": report.max_length,
         "mesh": None if plan.parallel is None else _mesh(plan.parallel),
     }  # fmt: skip
 

@@ -44,9 +44,9 @@ def command(
     loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     fetch_text(loaded.recipe)
     if check:
-        from bloomery.plan.local import facts_here
+        from bloomery.plan.local import local_facts
 
-        facts_here(loaded)
+        local_facts(loaded)
     folder = prepared_folder(loaded, Path())
     if count is not None:
         _preview(loaded, folder, count)
@@ -273,7 +273,7 @@ def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> 
 
     corpus = counted(manifest, loaded.recipe.data, folder)
     try:
-        plan = resolve(loaded, facts_of(loaded, detect(), prepared=folder, corpus=corpus))
+        plan = resolve(loaded, facts_of(loaded, detect(), prepared=folder, dataset=corpus))
     except UserError as error:
         say(f"epochs     unknown: {error.problem}")
         return

@@ -78,7 +78,7 @@ def command(
 def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile pays for this model."""
     from bloomery.bench.measuring import compile_trial
-    from bloomery.bench.page import make_card
+    from bloomery.bench.page import make_measurement_file
     from bloomery.hardware.specs.calibration import remember
 
     told = False
@@ -90,10 +90,10 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
         told = True
 
     rows = compile_trial(plan, machine, on_phase=begun)
-    figures = [f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.said})" for row in rows]
+    figures = [f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.message})" for row in rows]
     if rows:
         say(f"compile    step time compiled {figures[0]}, uncompiled {figures[1]}", err=True)
-    card = make_card(rows, machine)
+    card = make_measurement_file(rows, machine)
     if card is not None and not any(row.disturbed for row in rows):
         remember(card)
 

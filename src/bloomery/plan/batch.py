@@ -61,25 +61,25 @@ def _within_an_epoch(best: Choice[int], sequence_length: int, sequences_per_epoc
     """The largest power of two of sequences of which an epoch holds EPOCH_STEPS."""
     if sequences_per_epoch is None or sequences_per_epoch * sequence_length >= EPOCH_STEPS * best.value:
         return best
-    rows = 2 ** max(0, (sequences_per_epoch // EPOCH_STEPS).bit_length() - 1)
-    if rows * sequence_length >= best.value:
+    sequences = 2 ** max(0, (sequences_per_epoch // EPOCH_STEPS).bit_length() - 1)
+    if sequences * sequence_length >= best.value:
         return best
-    steps = counted(sequences_per_epoch // rows, "steps")
+    steps = counted(sequences_per_epoch // sequences, "steps")
     reason = f"an epoch of {counted(sequences_per_epoch, 'sequences')} has {steps} then; the model alone would take"
-    return Choice(rows * sequence_length, f"{reason} {best.value:,} tokens per step")
+    return Choice(sequences * sequence_length, f"{reason} {best.value:,} tokens per step")
 
 
 def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
     count = parameter_count(config)
     best = 0.2920 * (6 * TOKENS_PER_PARAMETER * count**2) ** 0.3271
-    rows = 1
-    while rows * 2 * sequence_length <= best * 2**0.5:  # the nearest power of two on a logarithmic scale
-        rows *= 2
+    sequences = 1
+    while sequences * 2 * sequence_length <= best * 2**0.5:  # the nearest power of two on a logarithmic scale
+        sequences *= 2
     reason = (
         f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each learn best in batches of about"
         f" {float(f'{best:.3g}'):,.0f} tokens (arXiv:2401.02954)"
     )
-    return Choice(rows * sequence_length, reason)
+    return Choice(sequences * sequence_length, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class MicroBatching:
     memory: MemoryEstimate
 
 
-def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure) -> MicroBatching:
+def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure) -> MicroBatching:
     """The largest micro-batch that fits, uncheckpointed where that is possible; `step` is everything but the cut.
 
     When nothing fits the smallest is planned and the plan says that it does not fit. Raises UserError for a micro-batch
@@ -101,12 +101,14 @@ def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure:
     """
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
     several = not step.mode.fused_backward
-    for mode, rows in ((mode, rows) for mode in modes for rows in _sizes(train, step, sequences_per_step)):
-        tokens = rows * step.sequence_length
+    for mode, sequences in (
+        (mode, sequences) for mode in modes for sequences in _sizes(train, step, sequences_per_step)
+    ):
+        tokens = sequences * step.sequence_length
         tried = replace(
             step,
-            accumulating=several and rows < sequences_per_step,
-            micro_batch_size=rows,
+            accumulating=several and sequences < sequences_per_step,
+            micro_batch_size=sequences,
             checkpointing=mode,
             score_chunk=min(SMALL_CHUNK, tokens),
         )
@@ -125,7 +127,7 @@ def cut_step(train: Train, step: StepShape, *, sequences_per_step: int, measure:
     )
     fit = "activations fit as they are" if mode == "none" else "activations do not fit otherwise"
     return MicroBatching(
-        micro_batch_size=Choice(rows, largest if train.micro_batch_size == "auto" else ASKED),
+        micro_batch_size=Choice(sequences, largest if train.micro_batch_size == "auto" else ASKED),
         checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
         score_chunk=chunk,
         step=tried,

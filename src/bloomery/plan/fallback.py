@@ -35,11 +35,11 @@ def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
 
     Tokens per step, order of the data and the gradient's mathematics are the same; sums are formed in another order.
     """
-    rows = plan.train.micro_batch_size
-    if rows == 1 or plan.optimizer.fused_backward:  # gradients that are freed at once cannot be added up
+    sequences = plan.train.micro_batch_size
+    if sequences == 1 or plan.optimizer.fused_backward:  # gradients that are freed at once cannot be added up
         return None
-    factor = next(number for number in range(2, rows + 1) if rows % number == 0)
-    fewer, more = rows // factor, plan.train.accumulation * factor
+    factor = next(number for number in range(2, sequences + 1) if sequences % number == 0)
+    fewer, more = sequences // factor, plan.train.accumulation * factor
     cut = {
         "train": plan.train.model_copy(update={"micro_batch_size": fewer, "accumulation": more}),
         "model": plan.model.model_copy(
@@ -47,18 +47,18 @@ def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
         ),
     }
     smaller = decided(plan.model_copy(update=cut), "train.micro_batch_size", fewer, reason)
-    action = f"micro-batch {fewer} instead of {rows}, accumulated {more} times: the same tokens a step"
+    action = f"micro-batch {fewer} instead of {sequences}, accumulated {more} times: the same tokens a step"
     return Fallback(smaller, action, only_time=True)
 
 
 def smaller_evaluation(plan: RunPlan, reason: str) -> Fallback | None:
     """Half the rows at once in an evaluation; None at one row."""
-    rows = plan.eval.micro_batch_size
-    if rows == 1:
+    sequences = plan.eval.micro_batch_size
+    if sequences == 1:
         return None
-    smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch_size": rows // 2})})
-    action = f"evaluation in micro-batches of {rows // 2} instead of {rows}: the same score"
-    return Fallback(decided(smaller, "eval.micro_batch_size", rows // 2, reason), action, only_time=True)
+    smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch_size": sequences // 2})})
+    action = f"evaluation in micro-batches of {sequences // 2} instead of {sequences}: the same score"
+    return Fallback(decided(smaller, "eval.micro_batch_size", sequences // 2, reason), action, only_time=True)
 
 
 def plainer(plan: RunPlan, reason: str) -> Fallback | None:
@@ -89,9 +89,9 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """
     fallback = smaller_micro_batch(plan, reason)
     if fallback is not None:
-        rows = min(plan.eval.micro_batch_size, fallback.plan.train.micro_batch_size)
+        sequences = min(plan.eval.micro_batch_size, fallback.plan.train.micro_batch_size)
         looked = fallback.plan.model_copy(
-            update={"eval": fallback.plan.eval.model_copy(update={"micro_batch_size": rows})}
+            update={"eval": fallback.plan.eval.model_copy(update={"micro_batch_size": sequences})}
         )
         return Fallback(looked, fallback.action, only_time=True)
     optimizer, gpu = plan.optimizer, plan.train.device != "cpu"

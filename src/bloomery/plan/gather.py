@@ -43,14 +43,14 @@ from bloomery.model.families.presets import build_config, known_config, publishe
 from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words, refuse_recipe
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a recipe is about, on a machine. `corpus`: None where nothing is known of the text.
+    """What a recipe is about, on a machine. `dataset`: None where nothing is known of the text.
 
     `known_vocabulary`: of the model that training starts from, None for a fresh one; `new_tokens`: those added to its
     tokenizer, of which `new_ids` are known; `teacher`: of distillation; `unrun`: sentences about programs that the
@@ -60,7 +60,7 @@ class Facts:
     machine: Machine
     profile: Profile
     config: ModelConfig
-    corpus: CorpusFacts | None
+    dataset: DatasetFacts | None
     prepared: Path
     source: Path | None
     known_vocabulary: int | None
@@ -76,31 +76,31 @@ class Facts:
 
 def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
     """With the text that lies in `prepared`, or that would be prepared. Raises UserError."""
-    return facts_of(loaded, machine, prepared=prepared, corpus=corpus_of(loaded, prepared))
+    return facts_of(loaded, machine, prepared=prepared, dataset=dataset_of(loaded, prepared))
 
 
 def facts_of(
-    loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, corpus: CorpusFacts | None = None
+    loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, dataset: DatasetFacts | None = None
 ) -> Facts:
-    """With a text of which `corpus` is known. Raises UserError for what no machine could train."""
+    """With a text of which `dataset` is known. Raises UserError for what no machine could train."""
     recipe, start = loaded.recipe, loaded.recipe.model.from_
     refuse_recipe(recipe)
-    if corpus is None or corpus.vocab_size is None:
+    if dataset is None or dataset.vocab_size is None:
         config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
     else:
         config = build_config(
             recipe.model,
-            vocab_size=corpus.vocab_size,
-            bos_token_id=corpus.bos_id,
-            eos_token_id=corpus.eos_id,
-            pad_token_id=corpus.pad_id,
+            vocab_size=dataset.vocab_size,
+            bos_token_id=dataset.bos_id,
+            eos_token_id=dataset.eos_id,
+            pad_token_id=dataset.pad_id,
         )
     teacher = recipe.objective.teacher if isinstance(recipe.objective, Distill) else None
     return Facts(
         machine=machine,
         profile=build_profile(machine),
         config=replace(config, head="values") if recipe.objective.spec.values else config,
-        corpus=corpus,
+        dataset=dataset,
         prepared=prepared or Path("prepared") / loaded.name,
         source=None if start is None else _place_of(start),
         known_vocabulary=None if start is None else known_config(start).vocab_size,
@@ -207,18 +207,18 @@ SKIPPED = 1000  # with data.on_error=skip it passes over so many bad ones on the
 FILES = 20  # of built-in text, which is mined from whole files
 
 
-def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
+def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     """The facts of prepared text in the recipe's layout."""
     laid = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
     rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
-    return CorpusFacts(
+    return DatasetFacts(
         sequences_per_epoch=sum(map(round, rows)),
         left_out=sum(fitted.dropped + fitted.unlearned for fitted in laid.fitted),
         cut_short=sum(fitted.truncated for fitted in laid.fitted),
         template=manifest.template,
         texts=manifest.texts,
         tokens=manifest.train.tokens,
-        learned=_learned(manifest),
+        loss_share=_loss_share(manifest),
         vocab_size=manifest.vocab_size,
         bos_id=manifest.bos_id,
         eos_id=manifest.eos_id,
@@ -227,12 +227,12 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> CorpusFacts:
     )
 
 
-def _learned(manifest: Manifest) -> float:
+def _loss_share(manifest: Manifest) -> float:
     learned, tokens = manifest.train.loss_tokens, manifest.train.tokens
     return 1.0 if learned is None or not tokens else learned / tokens
 
 
-def corpus_of(loaded: LoadedRecipe, prepared: Path) -> CorpusFacts | None:
+def dataset_of(loaded: LoadedRecipe, prepared: Path) -> DatasetFacts | None:
     """Counted facts when `prepared` holds the recipe's text, a guess when its files are here, else None.
 
     Raises UserError for a folder that holds another recipe's text.
@@ -258,7 +258,7 @@ def left_aside(recipe: Recipe) -> list[str]:
     return [line for line in told if line is not None]
 
 
-def guessed(recipe: Recipe) -> CorpusFacts | None:
+def guessed(recipe: Recipe) -> DatasetFacts | None:
     """From the bytes of the files, 30% to each side; None where they are not here. Raises UserError, also for what
     `prepare` would refuse of the first rows.
     """
@@ -269,7 +269,7 @@ def guessed(recipe: Recipe) -> CorpusFacts | None:
     template, texts = _checked_rows(recipe)
     size = sum(corpus.text_bytes * corpus.weight for corpus in open_corpora(data, wants_of(recipe)))
     tokens = round(size / BYTES_PER_TOKEN)
-    return CorpusFacts(
+    return DatasetFacts(
         sequences_per_epoch=max(1, tokens // data.sequence_length),
         tokens=tokens,
         vocab_size=planned_vocabulary(recipe),
@@ -279,16 +279,16 @@ def guessed(recipe: Recipe) -> CorpusFacts | None:
     )
 
 
-class _Enough(Exception):
+class _TooManyBadRows(Exception):
     """So many rows are bad that a plan does not look for good ones."""
 
 
 @dataclass
-class _Patience(ReadStats):
+class _BadRowLimit(ReadStats):
     def skip(self, bad_row: BadRow) -> None:
         super().skip(bad_row)
         if self.skipped >= SKIPPED:
-            raise _Enough
+            raise _TooManyBadRows
 
 
 def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
@@ -301,7 +301,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
         firsts = [_first_rows(corpus, data.on_error, 1) for corpus in corpora]
         kinds = kinds_among([rows[0] if rows else None for rows in firsts])
         found = [_first_rows(corpus, data.on_error, ROWS) for corpus in corpora]
-    except _Enough:
+    except _TooManyBadRows:
         return "", "none"
     for kind, rows in zip(kinds.sources, found, strict=True):
         for document in rows:
@@ -313,13 +313,13 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
     spec = recipe.tokenizer.train
     if spec is not None:
         refuse_few_tokens(spec)
-    tokenizer = tokenizer_here(recipe) or _expected(recipe)
+    tokenizer = local_tokenizer(recipe) or _expected(recipe)
     if tokenizer is None and "train" in tokenizer_spec(recipe) and all(row.tokens is not None for row in documents):
         raise untokenised()
     for document in documents:
         if document.tokens and tokenizer is not None:
             checked_tokens(document, tokenizer)
-    if tokenizer is not None and (teacher := _teacher_here(recipe)) is not None:
+    if tokenizer is not None and (teacher := _local_teacher(recipe)) is not None:
         refuse_other_words(load_tokenizer(teacher), tokenizer, where=str(teacher))
     examples = [row.example for row in documents if row.example is not None]
     return _template(recipe, kinds, examples, tokenizer), kinds.texts
@@ -327,7 +327,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
 
 def _first_rows(corpus: Corpus, on_error: str, count: int) -> list[Document]:
     some = replace(corpus, files=corpus.files[:FILES]) if corpus.builtin else corpus
-    return list(islice(read_documents(some, on_error=on_error, stats=_Patience()), count))
+    return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
 
 
 def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> str:
@@ -350,7 +350,7 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
     return found.origin
 
 
-def tokenizer_here(recipe: Recipe) -> Tokenizer | None:
+def local_tokenizer(recipe: Recipe) -> Tokenizer | None:
     """The tokenizer that the recipe names, where it is on this disk. Raises UserError for one that cannot be read."""
     spec = tokenizer_spec(recipe)
     folder = _folder_of(spec)
@@ -363,7 +363,7 @@ def tokenizer_here(recipe: Recipe) -> Tokenizer | None:
     return _loaded(folder, stamps, tuple(spec.get("additional_special_tokens", ())))
 
 
-def _teacher_here(recipe: Recipe) -> Path | None:
+def _local_teacher(recipe: Recipe) -> Path | None:
     """The folder of the teacher, whose tokenizer is the data's own; None where it is on the Hub alone."""
     objective = recipe.objective
     folder = cached_model(objective.teacher) if isinstance(objective, Distill) else None
@@ -407,7 +407,7 @@ def planned_vocabulary(recipe: Recipe) -> int | None:
         return known_config(recipe.model.from_).vocab_size + added if added else None
     if recipe.model.from_ is None and recipe.model.vocab_size is None:
         refuse_absent(spec["from"])
-    tokenizer = tokenizer_here(recipe)
+    tokenizer = local_tokenizer(recipe)
     return None if tokenizer is None else tokenizer.vocab_size
 
 

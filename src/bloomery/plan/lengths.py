@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_count
-from bloomery.plan.types import CorpusFacts, RunPlan
+from bloomery.plan.types import DatasetFacts, RunPlan
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
@@ -40,11 +40,11 @@ def in_epochs(plan: RunPlan) -> str:
 
 def too_many_epochs(plan: RunPlan) -> str | None:
     """A warning with the edit, where the dataset is repeated so often that it is learned by heart."""
-    repeats, epochs, corpus = REPEATS.get(plan.objective.kind), plan.epochs, plan.corpus
-    if repeats is None or epochs is None or corpus is None or epochs <= repeats.most * (1 + corpus.spread) + 0.05:
+    repeats, epochs, dataset = REPEATS.get(plan.objective.kind), plan.epochs, plan.dataset
+    if repeats is None or epochs is None or dataset is None or epochs <= repeats.most * (1 + dataset.spread) + 0.05:
         return None
     edit = f"set train.epochs={repeats.usual}"
-    return f"the run makes {in_epochs(plan)} of its {corpus.sequences_per_epoch:,} sequences: {repeats.reason}; {edit}"
+    return f"the run makes {in_epochs(plan)} of its {dataset.sequences_per_epoch:,} sequences: {repeats.reason}; {edit}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,13 @@ class Scale:
     guessed: bool = False  # rows_per_epoch, from the size of files
 
 
-def scale_of(length: Duration, sequence_length: int, corpus: CorpusFacts | None, tokens_per_step: int) -> Scale:
+def scale_of(length: Duration, sequence_length: int, dataset: DatasetFacts | None, tokens_per_step: int) -> Scale:
     """Of a run of `length`, before anybody knows how long its steps take. Raises UserError."""
     scale = Scale(
         tokens_per_step=tokens_per_step,
         sequences_per_step=tokens_per_step // sequence_length,
-        sequences_per_epoch=corpus.sequences_per_epoch if corpus else None,
-        guessed=bool(corpus and corpus.spread),
+        sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
+        guessed=bool(dataset and dataset.spread),
         steps=None,
         step_seconds=None,
     )
@@ -82,10 +82,10 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
     if length.unit == "epochs":
         if scale.sequences_per_epoch is None:
             return None
-        rows = int(scale.sequences_per_epoch * length.amount)
-        steps = rows // scale.sequences_per_step
+        sequences = int(scale.sequences_per_epoch * length.amount)
+        steps = sequences // scale.sequences_per_step
         if steps == 0 and not scale.guessed:
-            told = f"the text fills {format_count(rows)} rows in {length.amount:g} epochs"
+            told = f"the text fills {format_count(sequences)} rows in {length.amount:g} epochs"
             raise UserError(
                 f"{told}, less than the {scale.sequences_per_step} rows of one step",
                 where="train.epochs",
@@ -100,8 +100,8 @@ def left_out(length: Duration, scale: Scale) -> int:
     """Rows at the end of so many epochs that fill no step; 0 for any other length."""
     if length.unit != "epochs" or scale.sequences_per_epoch is None:
         return 0
-    rows = int(scale.sequences_per_epoch * length.amount)
-    return rows % scale.sequences_per_step if rows >= scale.sequences_per_step else 0
+    sequences = int(scale.sequences_per_epoch * length.amount)
+    return sequences % scale.sequences_per_step if sequences >= scale.sequences_per_step else 0
 
 
 def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
@@ -142,7 +142,7 @@ def provisional_steps(length: Duration, step_seconds: float | None) -> int | Non
     return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
 
 
-def evaluation_rows(every_steps: int | None, scale: Scale, *, tokens: int | None) -> int | None:
+def evaluation_sequences(every_steps: int | None, scale: Scale, *, tokens: int | None) -> int | None:
     """Rows that an evaluation reads at most: as many as hold the `tokens` that were asked for; else a tenth of those
     trained on since the last (3% of the time), or 64.
     """
@@ -171,7 +171,7 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
     decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
     checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
     evaluation = None if wanted.evaluation is None else steps_of(wanted.evaluation, scale, key="eval.every")
-    rows = evaluation_rows(evaluation, scale, tokens=wanted.evaluation_tokens)
+    sequences = evaluation_sequences(evaluation, scale, tokens=wanted.evaluation_tokens)
     logged = steps_of(wanted.logging, scale, key="logging.every")
     shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")
     update = {
@@ -179,7 +179,7 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
         "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
         "train": plan.train.model_copy(update={"steps": steps}),
         "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
-        "eval": plan.eval.model_copy(update={"every_steps": evaluation, "rows": rows}),
+        "eval": plan.eval.model_copy(update={"every_steps": evaluation, "sequences": sequences}),
         "logging": plan.logging.model_copy(update={"every_steps": logged}),
         "total_tokens": steps * plan.train.tokens_per_step,
     }

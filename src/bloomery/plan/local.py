@@ -27,7 +27,7 @@ def child_environment(plan: RunPlan, own: Mapping[str, str]) -> dict[str, str]:
     return private_caches(wanted(plan)) | dict(own)
 
 
-def facts_here(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
+def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
     """The facts for `machine` (default: this one), with the text as far as it lies here.
 
     Raises UserError for all that `train` would refuse on any machine before its first step: of the recipe, the headers
@@ -39,14 +39,14 @@ def facts_here(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
     return facts
 
 
-def plan_here(
+def local_plan(
     loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None, gpus: int = 1, nodes: int = 1
 ) -> tuple[RunPlan, Facts]:
     """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
 
-    Raises UserError as `facts_here` does, and for what this machine cannot do.
+    Raises UserError as `local_facts` does, and for what this machine cannot do.
     """
-    facts = facts_here(loaded, machine)
+    facts = local_facts(loaded, machine)
     if gpu is not None:
         facts = facts.on(with_gpu(facts.machine, find_gpu(gpu)))
     return resolve(loaded, facts, gpus=gpus, nodes=nodes), facts

@@ -25,7 +25,7 @@ _SPEED = "optimizer: {{learning_rate: {rate}, weight_decay: {decay}, schedule: c
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Method:
     """How rows of one kind are trained on."""
 
     method: str
@@ -35,17 +35,17 @@ class _Way:
     epochs: int
 
 
-def _way(method: str, objective: str, reason: str, *, rate: str, epochs: int, warmup: str = "3%") -> _Way:
+def _method(method: str, objective: str, reason: str, *, rate: str, epochs: int, warmup: str = "3%") -> _Method:
     decay, adapter = ("0.1", "") if objective == "{kind: pretrain}" else ("0.0", _LORA)
-    return _Way(method, objective, reason, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
+    return _Method(method, objective, reason, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
 
 
-_SFT = _way("lora", "{kind: sft}", "the answers are trained on", rate="2e-4", epochs=3)
-_TEXT = _way("text", "{kind: pretrain}", "plain text: every token is trained on", rate="2e-5", epochs=1)
-_WAYS = {
-    "preference": _way("dpo-lora", "{kind: dpo, beta: 0.1}", "each row has a chosen and a rejected answer",
+_SFT = _method("lora", "{kind: sft}", "the answers are trained on", rate="2e-4", epochs=3)
+_TEXT = _method("text", "{kind: pretrain}", "plain text: every token is trained on", rate="2e-5", epochs=1)
+_METHODS = {
+    "preference": _method("dpo-lora", "{kind: dpo, beta: 0.1}", "each row has a chosen and a rejected answer",
                        rate="5e-5", epochs=1, warmup="10%"),
-    "kto": _way("kto-lora", "{kind: kto, beta: 0.1}", "each answer is marked as desirable or not",
+    "kto": _method("kto-lora", "{kind: kto, beta: 0.1}", "each answer is marked as desirable or not",
                 rate="5e-5", epochs=1, warmup="10%"),
 }  # fmt: skip
 
@@ -54,7 +54,7 @@ def made_recipe(model: str, data: str) -> tuple[str, str]:
     """The recipe as YAML, and its name. Raises UserError where the data are not here or hold nothing to read."""
     source = Source(path=_place(data))
     found = peek(source)
-    way = _TEXT if found is None else _WAYS.get(found[0], _SFT)
+    way = _TEXT if found is None else _METHODS.get(found[0], _SFT)
     format, columns = found or ("auto", {})
     facts = _facts(model)
     length = min(_LENGTH, int(facts.get("positions") or _LENGTH))

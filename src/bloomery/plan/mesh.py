@@ -9,9 +9,9 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs.specs import GpuSpec
 from bloomery.model.counting import parameter_count
-from bloomery.plan.batch import MicroBatching, cut_step
+from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.mesh_memory import Split, mesh_memory
+from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape, learning_bytes
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
@@ -130,12 +130,12 @@ Seconds = dict[str, Estimate]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One layout, planned: `cut` is one device's, `parts` are seconds of a step."""
+class LayoutCandidate:
+    """One layout, planned: `micro_batching` is one device's, `parts` are seconds of a step."""
 
     name: str
-    split: Split
-    cut: MicroBatching
+    split: MeshSplit
+    micro_batching: MicroBatching
     parts: Seconds | None  # None: nothing is known of the device's speed
 
     @property
@@ -144,7 +144,7 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        return self.cut.memory.fits
+        return self.micro_batching.memory.fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class MeshWorkload:
             limit=limit,
         )
 
-    def memory(self, split: Split) -> Callable[[StepShape], MemoryEstimate]:
+    def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
         rows = self.sequences_per_step // split.data_parallel
         return lambda step: mesh_memory(
             step, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // step.micro_batch_size
@@ -196,46 +196,53 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     return gpus, nodes
 
 
-def _splits(job: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, Split]]:
+def _splits(workload: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, MeshSplit]]:
     """The one that the recipe asks for, else every one that the devices allow."""
-    fabric = job.fabric
+    fabric = workload.fabric
     if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
         copies, shards, stages = parallel.replicate, parallel.shard, parallel.pipeline
         left = fabric.devices // stages
         if copies == "auto":
             copies = left // (1 if shards == "auto" else shards)
-        split = Split(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
+        split = MeshSplit(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
         both = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
         return
-    yield "replicate", Split(replicate=fabric.devices)
-    yield "shard", Split(shard=fabric.devices)
+    yield "replicate", MeshSplit(replicate=fabric.devices)
+    yield "shard", MeshSplit(shard=fabric.devices)
     if fabric.nodes > 1 and fabric.per_node > 1:
-        yield "shard in nodes", Split(replicate=fabric.nodes, shard=fabric.per_node)
+        yield "shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)
     stages = 2
-    while stages <= min(fabric.per_node, job.step.config.num_layers):
+    while stages <= min(fabric.per_node, workload.step.config.num_layers):
         if fabric.devices % stages == 0:
-            yield "pipeline", Split(replicate=fabric.devices // stages, pipeline=stages)
+            yield "pipeline", MeshSplit(replicate=fabric.devices // stages, pipeline=stages)
         stages *= 2
 
 
-def _lay(job: MeshWorkload, asked: Train, name: str, split: Split) -> Layout | None:
+def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSplit) -> LayoutCandidate | None:
     """None where some device would have no row of the step."""
-    if job.sequences_per_step % split.data_parallel:
+    if workload.sequences_per_step % split.data_parallel:
         return None
-    rows = job.sequences_per_step // split.data_parallel
-    best: Layout | None = None
+    rows = workload.sequences_per_step // split.data_parallel
+    best: LayoutCandidate | None = None
     for train in _micro_batches(asked, rows, split):
-        cut = cut_step(train, job.step, sequences_per_step=rows, measure=job.memory(split))
-        laid = Layout(name=name, split=split, cut=cut, parts=layout_parts(job, split, cut.step, rows))
-        if best is None or _order(laid) < _order(best):
-            best = laid
-        if not laid.fits:  # nor will a larger one
+        micro_batching = choose_micro_batching(
+            train, workload.step, sequences_per_step=rows, measure=workload.memory(split)
+        )
+        candidate = LayoutCandidate(
+            name=name,
+            split=split,
+            micro_batching=micro_batching,
+            parts=layout_parts(workload, split, micro_batching.step, rows),
+        )
+        if best is None or _order(candidate) < _order(best):
+            best = candidate
+        if not candidate.fits:  # nor will a larger one
             break
     return best
 
 
-def _micro_batches(train: Train, rows: int, split: Split) -> Iterator[Train]:
+def _micro_batches(train: Train, rows: int, split: MeshSplit) -> Iterator[Train]:
     """A pipeline wants many small micro-batches, everything else the largest that fits."""
     if split.pipeline == 1 or train.micro_batch_size != "auto":
         if train.micro_batch_size == "auto" or rows % train.micro_batch_size == 0:
@@ -247,32 +254,37 @@ def _micro_batches(train: Train, rows: int, split: Split) -> Iterator[Train]:
         size *= 2
 
 
-def _order(laid: Layout) -> tuple[bool, float]:
-    seconds = laid.seconds
-    return not laid.fits, seconds.value if laid.fits and seconds is not None else laid.cut.memory.total
+def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
+    seconds = candidate.seconds
+    return (
+        not candidate.fits,
+        seconds.value if candidate.fits and seconds is not None else candidate.micro_batching.memory.total,
+    )
 
 
-def choose(found: list[Layout]) -> tuple[Layout, str]:
+def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
     """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits."""
-    best = min(found, key=_order)
+    best = min(candidates, key=_order)
     if not best.fits:
         return best, "no layout fits; this one needs the least memory"
     if best.seconds is None:
         return best, "nothing is known of this device's speed: the one that needs the least memory"
-    for laid in found:  # simplest first
-        if laid.fits and laid.seconds is not None and laid.seconds.value <= best.seconds.value * NEARLY:
-            fitting = {other.name for other in found if other.fits}
-            others = [other.name for other in found if other.name not in fitting]
-            reason = "the fastest that fits" if laid is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
-            return laid, reason + (f"; {', '.join(dict.fromkeys(others))} would not fit" if others else "")
+    for candidate in candidates:  # simplest first
+        if candidate.fits and candidate.seconds is not None and candidate.seconds.value <= best.seconds.value * NEARLY:
+            fitting = {other.name for other in candidates if other.fits}
+            others = [other.name for other in candidates if other.name not in fitting]
+            reason = (
+                "the fastest that fits" if candidate is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
+            )
+            return candidate, reason + (f"; {', '.join(dict.fromkeys(others))} would not fit" if others else "")
     raise AssertionError("the best layout is one of those found")
 
 
 def layout_parts(
-    job: MeshWorkload, split: Split, step: StepShape, rows: int, *, work: speed.Work | None = None
+    workload: MeshWorkload, split: MeshSplit, step: StepShape, rows: int, *, work: speed.Work | None = None
 ) -> Seconds | None:
     """Seconds of a step over `rows` rows of each data-parallel rank, by what takes them."""
-    if job.rate is None:
+    if workload.rate is None:
         return None
     tokens = rows * step.sequence_length
     whole, stages = work or work_of(step, tokens=tokens), split.pipeline
@@ -284,18 +296,18 @@ def layout_parts(
         launches=whole.launches / stages,
         update=whole.update / (stages * split.shard),
     )
-    parts = step_parts(share, job.rate)
+    parts = step_parts(share, workload.rate)
     passes = max(1, rows // step.micro_batch_size)
     computing = total({name: part for name, part in parts.items() if name != "optimizer"})
-    parts["exposed communication"] = _exposed(job, split, step, passes, computing.value)
+    parts["exposed communication"] = _exposed(workload, split, step, passes, computing.value)
     if split.pipeline > 1:
         parts["pipeline bubble"] = computing.scaled((split.pipeline - 1) / passes)
     return parts
 
 
-def _exposed(job: MeshWorkload, split: Split, step: StepShape, passes: int, computing: float) -> Estimate:
+def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: int, computing: float) -> Estimate:
     """Communication that computing does not hide; what cannot overlap at all, a pipeline's hand-over, counts whole."""
-    fabric, config = job.fabric, step.config
+    fabric, config = workload.fabric, step.config
     learning, layers = learning_bytes(config, step.mode, step.precision), config.num_layers
     bare, window = 0.0, computing
     if split.shard > 1:
@@ -319,19 +331,19 @@ def _exposed(job: MeshWorkload, split: Split, step: StepShape, passes: int, comp
     return Estimate(value=typical, low=low, high=high, origin="table")
 
 
-def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
+def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, ParallelPlan]:
     """The best layout over the devices, and every one that they, the batch and the recipe allow.
 
     Raises UserError where the step has too few rows for so many devices.
     """
-    fabric, sequences_per_step = job.fabric, job.sequences_per_step
-    found = [
-        laid
-        for name, split in _splits(job, recipe.parallel)
-        if (laid := _lay(job, recipe.train, name, split)) is not None
+    fabric, sequences_per_step = workload.fabric, workload.sequences_per_step
+    candidates = [
+        candidate
+        for name, split in _splits(workload, recipe.parallel)
+        if (candidate := _plan_layout(workload, recipe.train, name, split)) is not None
     ]
-    if not found:
-        need = -(-sequences_per_step // fabric.devices) * fabric.devices * job.step.sequence_length
+    if not candidates:
+        need = -(-sequences_per_step // fabric.devices) * fabric.devices * workload.step.sequence_length
         raise UserError(
             f"{sequences_per_step:,} rows of a step cannot be shared by {fabric.devices:,} devices",
             where="train.tokens_per_step",
@@ -339,31 +351,35 @@ def plan_mesh(job: MeshWorkload, recipe: Recipe) -> tuple[Layout, ParallelPlan]:
             code=2,
         )
 
-    def entry(laid: Layout) -> LayoutPlan:
-        split, parts, micro_batch_size = laid.split, laid.parts or {}, laid.cut.micro_batch_size.value
+    def entry(candidate: LayoutCandidate) -> LayoutPlan:
+        split, parts, micro_batch_size = (
+            candidate.split,
+            candidate.parts or {},
+            candidate.micro_batching.micro_batch_size.value,
+        )
         waits, bubble = parts.get("exposed communication"), parts.get("pipeline bubble")
         return LayoutPlan(
-            name=laid.name,
+            name=candidate.name,
             replicate=split.replicate,
             shard=split.shard,
             pipeline=split.pipeline,
             micro_batch_size=micro_batch_size,
             accumulation=sequences_per_step // split.data_parallel // micro_batch_size,
-            activation_checkpointing=laid.cut.checkpointing.value,
-            memory=laid.cut.memory,
-            step_seconds=laid.seconds,
+            activation_checkpointing=candidate.micro_batching.checkpointing.value,
+            memory=candidate.micro_batching.memory,
+            step_seconds=candidate.seconds,
             exposed_seconds=waits.value if waits else 0.0,
             bubble_seconds=bubble.value if bubble else 0.0,
         )
 
-    chosen, reason = choose(found)
+    chosen, reason = choose(candidates)
     inside, between = fabric.inside, fabric.between
     return chosen, ParallelPlan(
         gpus=fabric.per_node,
         nodes=fabric.nodes,
         link=f"{inside.name}: {inside.gbs:g} GB/s ({inside.reason})",
         network=f"{between.name}: {between.gbs:g} GB/s ({between.reason})" if between else "",
-        layouts=tuple(map(entry, found)),
-        chosen=found.index(chosen),
+        layouts=tuple(map(entry, candidates)),
+        chosen=candidates.index(chosen),
         reason=reason,
     )

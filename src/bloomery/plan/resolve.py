@@ -28,12 +28,12 @@ from bloomery.plan.rules.choices import (
     choose_attention,
     choose_compile,
     choose_deterministic,
-    lean_choices,
+    optimizer_memory_choices,
 )
 from bloomery.plan.types import (
     CheckpointPlan,
-    CorpusFacts,
     DataPlan,
+    DatasetFacts,
     Decision,
     Estimate,
     EvalPlan,
@@ -63,7 +63,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     unsupported.refuse_mesh(profile, gpus=gpus, nodes=nodes)
     refuse(recipe, facts, devices=gpus * nodes)
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
-    scale, cut = step.scale, step.cut
+    scale, micro_batching = step.scale, step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         adapters.refuse_settings(recipe, config, steps=scale.steps)
     asked, evaluates = recipe.train, recipe.eval.every
@@ -76,7 +76,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             config=config,
             source=facts.source,
             attention=step.attention.value,
-            score_chunk=cut.score_chunk.value,
+            score_chunk=micro_batching.score_chunk.value,
             new_ids=facts.new_ids,
         ),
         data=DataPlan(
@@ -92,15 +92,15 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             seconds=asked.length.amount if timed else None,
             min_steps=asked.min_steps,
             tokens_per_step=step.tokens.value,
-            micro_batch_size=cut.micro_batch_size.value,
+            micro_batch_size=micro_batching.micro_batch_size.value,
             accumulation=(
                 step.parallel.layout.accumulation
                 if step.parallel
-                else scale.sequences_per_step // cut.micro_batch_size.value
+                else scale.sequences_per_step // micro_batching.micro_batch_size.value
             ),
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
-            activation_checkpointing=cut.checkpointing.value,
+            activation_checkpointing=micro_batching.checkpointing.value,
             max_grad_norm=asked.max_grad_norm,
             seed=asked.seed,
             deterministic=choose_deterministic(recipe, profile).value,
@@ -115,23 +115,23 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
         ),
         eval=EvalPlan(
             every_steps=every_eval,
-            rows=lengths.evaluation_rows(every_eval, scale, tokens=_number(recipe.eval.tokens)),
+            sequences=lengths.evaluation_sequences(every_eval, scale, tokens=_number(recipe.eval.tokens)),
             early_stopping_patience=_number(recipe.eval.early_stopping_patience),
-            micro_batch_size=cut.micro_batch_size.value,
+            micro_batch_size=micro_batching.micro_batch_size.value,
         ),
         sample=SamplePlan(**recipe.sample.model_dump()),
         logging=_logging(recipe, scale),
         objective=recipe.objective,
         adapter=recipe.adapter,
         quantize=recipe.quantize,
-        quantised_by=step.reader.value,
+        quantized_by=step.reader.value,
         torch=facts.machine.software.torch or "",
-        memory=cut.memory,
+        memory=micro_batching.memory,
         step_seconds=step.seconds,
         total_tokens=None if steps is None else steps * step.tokens.value,
         choices=tuple(_decisions(recipe, facts, step)),
         lengths=_lengths(recipe, facts),
-        corpus=facts.corpus,
+        dataset=facts.dataset,
         environment=profile.environment.value,
         parallel=step.parallel,
     )
@@ -140,7 +140,9 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
 def refuse(recipe: Recipe, facts: Facts, *, devices: int = 1) -> None:
     """Raises UserError for what no machine could train, and for what several devices could not."""
     unsupported.refuse_recipe(recipe)
-    unsupported.refuse_misfits(recipe, facts.config, facts.corpus, known=facts.known_vocabulary, added=facts.new_tokens)
+    unsupported.refuse_misfits(
+        recipe, facts.config, facts.dataset, known=facts.known_vocabulary, added=facts.new_tokens
+    )
     refuse_transformers_misfits(recipe, facts.config, devices=devices)
     length = recipe.train.length
     adapters.refuse_settings(recipe, facts.config, steps=round(length.amount) if length.unit == "steps" else None)
@@ -156,50 +158,52 @@ class _Step:
     compiled: Choice[bool]
     reader: Choice[Reader]
     scale: lengths.Scale
-    cut: batch.MicroBatching
+    micro_batching: batch.MicroBatching
     seconds: Estimate | None
     parallel: ParallelPlan | None
 
 
 def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
     """In the order in which the choices depend on each other."""
-    profile, config, corpus, torch = facts.profile, facts.config, facts.corpus, facts.machine.software.torch
+    profile, config, dataset, torch = facts.profile, facts.config, facts.dataset, facts.machine.software.torch
     train, length = recipe.train, recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
     tokens = batch.choose_tokens_per_step(
         recipe.tokens_per_step, config, length,
-        sequences_per_epoch=corpus.sequences_per_epoch if corpus else None,
+        sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
     )  # fmt: skip
     precision = profile.dtype if train.precision == "auto" else Choice[str](train.precision, ASKED)
     attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
     shape = shape_of(
-        recipe, config, profile, corpus, facts.teacher, precision=precision.value, attention=attention.value
+        recipe, config, profile, dataset, facts.teacher, precision=precision.value, attention=attention.value
     )
-    scale = lengths.scale_of(train.length, length, corpus, tokens.value)
+    scale = lengths.scale_of(train.length, length, dataset, tokens.value)
     compiled = _compiled(recipe, facts, estimator, shape, scale)
     shape = replace(shape, compiled=compiled.value)
 
-    def laid_out(rows: int) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
+    def laid_out(sequences: int) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
         """How the step is cut and how long it takes: on one device, or in the best layout over several."""
         if gpus * nodes > 1:
-            job = mesh.MeshWorkload.of(
+            workload = mesh.MeshWorkload.of(
                 profile, shape, estimator.rate(shape),
-                sequences_per_step=rows, gpus=gpus, nodes=nodes, limit=estimator.limit,
+                sequences_per_step=sequences, gpus=gpus, nodes=nodes, limit=estimator.limit,
             )  # fmt: skip
-            best, plan = mesh.plan_mesh(job, recipe)
-            return best.cut, best.seconds, plan
-        cut = batch.cut_step(train, shape, sequences_per_step=rows, measure=estimator.memory)
-        parts = estimator.step_parts(cut.step, rows * length)
-        return cut, speed.total(parts) if parts else None, None
+            best, plan = mesh.plan_mesh(workload, recipe)
+            return best.micro_batching, best.seconds, plan
+        micro_batching = batch.choose_micro_batching(
+            train, shape, sequences_per_step=sequences, measure=estimator.memory
+        )
+        parts = estimator.step_parts(micro_batching.step, sequences * length)
+        return micro_batching, speed.total(parts) if parts else None, None
 
-    cut, seconds, parallel = laid_out(scale.sequences_per_step)
+    micro_batching, seconds, parallel = laid_out(scale.sequences_per_step)
     freed = shape.mode.fused_backward and train.auto_batch
-    if freed and cut.micro_batch_size.value < scale.sequences_per_step:
+    if freed and micro_batching.micro_batch_size.value < scale.sequences_per_step:
         reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
-        tokens = Choice(cut.step.tokens_per_micro_batch, reason)
-        scale = lengths.scale_of(train.length, length, corpus, tokens.value)
-        cut, seconds, parallel = laid_out(scale.sequences_per_step)
+        tokens = Choice(micro_batching.step.tokens_per_micro_batch, reason)
+        scale = lengths.scale_of(train.length, length, dataset, tokens.value)
+        micro_batching, seconds, parallel = laid_out(scale.sequences_per_step)
     typical = seconds.value if seconds else None
     return _Step(
         tokens=tokens,
@@ -210,7 +214,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         scale=replace(
             scale, steps=scale.steps or lengths.provisional_steps(train.length, typical), step_seconds=typical
         ),
-        cut=cut,
+        micro_batching=micro_batching,
         seconds=seconds,
         parallel=parallel,
     )
@@ -220,7 +224,7 @@ def shape_of(
     asked: Recipe | RunPlan,
     config: ModelConfig,
     profile: Profile,
-    corpus: CorpusFacts | None,
+    dataset: DatasetFacts | None,
     teacher: ModelConfig | None,
     *,
     precision: str,
@@ -244,8 +248,8 @@ def shape_of(
         mode=mode_of(asked, config),
         offloading=asked.train.offload_activations,
         teacher=teacher,
-        looks=objective.looks(asked),
-        learned=1.0 if corpus is None else corpus.learned,
+        extra_forwards=objective.extra_forwards(asked),
+        loss_share=1.0 if dataset is None else dataset.loss_share,
     )
 
 
@@ -273,27 +277,27 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
             value = "yes" if value else "no"
         return Decision(key=key, value=str(value), reason=choice.reason)
 
-    profile, config, cut = facts.profile, facts.config, step.cut
+    profile, config, micro_batching = facts.profile, facts.config, step.micro_batching
     scaled = step.precision.value == "float16"  # which never trains without loss scaling
     yield told("train.precision", Choice("float16 + loss scaling", step.precision.reason) if scaled else step.precision)
     attention = step.attention
-    if profile.attention.value == "plain" and not keeps_scores(cut.step):
-        layers = max(1, kept_layers(cut.step.checkpointing, config.num_layers))
-        price = quadratic_bytes(cut.step) * layers / GIB
+    if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
+        layers = max(1, kept_layers(micro_batching.step.checkpointing, config.num_layers))
+        price = quadratic_bytes(micro_batching.step) * layers / GIB
         added = f"PyTorch's fallback would add {int(price * 10 + 0.5) / 10:.1f} GiB"
         attention = Choice(attention.value, f"{attention.reason}; {added}")
     yield told("train.attention", attention)
     yield told("train.compile", Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason))
     yield told("train.tokens_per_step", step.tokens)
-    rows = lengths.left_out(recipe.train.length, step.scale)
-    if rows and step.scale.steps is not None:
-        reason = f"the last {rows:,} rows of {recipe.train.length} fill no step and are left out"
+    sequences = lengths.left_out(recipe.train.length, step.scale)
+    if sequences and step.scale.steps is not None:
+        reason = f"the last {sequences:,} rows of {recipe.train.length} fill no step and are left out"
         yield told(f"train.{recipe.train.length_key}", Choice(f"{step.scale.steps:,} steps", reason))
-    yield told("train.micro_batch_size", cut.micro_batch_size)
-    yield told("train.activation_checkpointing", cut.checkpointing)
+    yield told("train.micro_batch_size", micro_batching.micro_batch_size)
+    yield told("train.activation_checkpointing", micro_batching.checkpointing)
     yield told("train.deterministic", choose_deterministic(recipe, profile))
     yield told("train.device", profile.device)
-    yield told("model.score_chunk", cut.score_chunk)
+    yield told("model.score_chunk", micro_batching.score_chunk)
     workers, reads = recipe.data.num_proc, profile.workers.reason
     by_size = f"small texts are prepared in one process, large ones on every core; {reads}"
     prepares = Choice(str(workers), f"{ASKED}: processes that prepare the text; {reads}")
@@ -304,12 +308,12 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
     if words := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
         yield told("environment", Choice(words, profile.environment.reason))
     for key, choice in (
-        *adapters.quantised_choices(recipe, step.reader),
+        *adapters.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
         *adapters.adapter_choices(recipe, config, known=facts.known_vocabulary, added=facts.new_tokens),
-        *objective.objective_choices(recipe, facts.corpus, facts.teacher),
+        *objective.objective_choices(recipe, facts.dataset, facts.teacher),
         *arithmetic_choices(recipe, config, precision=step.precision.value),
-        *lean_choices(recipe, accelerator=profile.accelerator is not None, precision=step.precision.value),
+        *optimizer_memory_choices(recipe, accelerator=profile.accelerator is not None, precision=step.precision.value),
     ):
         yield told(key, choice)
 
@@ -360,7 +364,7 @@ def _lengths(recipe: Recipe, facts: Facts) -> Lengths:
         evaluation=None if recipe.eval.every == "none" else recipe.eval.every,
         evaluation_tokens=_number(recipe.eval.tokens),
         logging=recipe.logging.every,
-        sequences_per_epoch=facts.corpus.sequences_per_epoch if facts.corpus else None,
+        sequences_per_epoch=facts.dataset.sequences_per_epoch if facts.dataset else None,
     )
 
 

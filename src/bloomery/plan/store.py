@@ -16,13 +16,13 @@ from bloomery.core.seals import digest_of, stamped, unstamped
 from bloomery.core.version import __version__
 from bloomery.plan.types import RunPlan
 
-HEAD = "run.json"
-PLAN = "plan.json"
+RUN_FILE = "run.json"
+PLAN_FILE = "plan.json"
 FORMAT = 2  # of recipe.yaml and plan.json in a run's folder
 _AS_IT_WAS = "put it back as it was; to train with other settings, start a new run: `bloomery train RECIPE key=value`"
 
 
-class Head(BaseModel, frozen=True):
+class RunIdentity(BaseModel, frozen=True):
     """`format`: that of the run's other files. `version`: the Bloomery that began the run. `files`: the digests that
     each small file may have. `plans`: of every plan so far, the newest last. `models`: of the weights that the run
     began with, by what they are to it.
@@ -36,14 +36,14 @@ class Head(BaseModel, frozen=True):
     models: dict[str, str] = {}
 
 
-def read_head(folder: Path) -> Head | None:
+def read_identity(folder: Path) -> RunIdentity | None:
     """None in a folder without one: not every plan is trained by `bloomery train`.
 
     Raises UserError when it is damaged or has another format.
     """
-    path = folder / HEAD
+    path = folder / RUN_FILE
     try:
-        head = Head.model_validate(unstamped(path))
+        head = RunIdentity.model_validate(unstamped(path))
     except FileNotFoundError:
         return None
     except (ValueError, ValidationError) as error:
@@ -56,31 +56,31 @@ def read_head(folder: Path) -> Head | None:
     return head
 
 
-def require_head(folder: Path) -> Head:
+def require_identity(folder: Path) -> RunIdentity:
     """Raises UserError in a folder without one."""
-    head = read_head(folder)
+    head = read_identity(folder)
     if head is None:
         problem = "the seal of the run is missing: its other files cannot be checked"
-        raise UserError(problem, where=str(folder / HEAD), fix="put it back from a copy, or start a new run")
+        raise UserError(problem, where=str(folder / RUN_FILE), fix="put it back from a copy, or start a new run")
     return head
 
 
 def begin(folder: Path, files: Mapping[str, str]) -> None:
     """A new run, with its first files."""
-    _write(folder, Head(run=secrets.token_hex(8), format=FORMAT, version=__version__))
+    _write(folder, RunIdentity(run=secrets.token_hex(8), format=FORMAT, version=__version__))
     write_sealed(folder, files)
 
 
 def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
     """Replaces files of a run, each in one step. Where there is no head there are no seals, either."""
-    head = read_head(folder)
+    head = read_identity(folder)
     if head is None:
         for name, text in files.items():
             write_durably(folder / name, text)
         return
     new = {name: digest_of(text.encode()) for name, text in files.items()}
     both = {name: (*head.files.get(name, ()), digest) for name, digest in new.items()}
-    plans = (*head.plans, new[PLAN]) if PLAN in new and new[PLAN] not in head.plans[-1:] else head.plans
+    plans = (*head.plans, new[PLAN_FILE]) if PLAN_FILE in new and new[PLAN_FILE] not in head.plans[-1:] else head.plans
     head = head.model_copy(update={"files": head.files | both, "plans": plans})
     _write(folder, head)
     for name, text in files.items():
@@ -91,7 +91,7 @@ def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
 
 def read_sealed(path: Path, *, fix: str = _AS_IT_WAS) -> bytes:
     """A file of a run, as it was written. Raises UserError when it changed since, and OSError."""
-    content, head = read_whole(path), read_head(path.parent)
+    content, head = read_whole(path), read_identity(path.parent)
     if head is not None and digest_of(content) not in head.files.get(path.name, ()):
         raise UserError(f"{path.name} has changed since the run wrote it", where=str(path), fix=fix)
     return content
@@ -99,7 +99,7 @@ def read_sealed(path: Path, *, fix: str = _AS_IT_WAS) -> bytes:
 
 def note_model(folder: Path, role: str, digest: str) -> None:
     """Remembers the weights of a run when they are first read, and raises UserError when they are others later."""
-    head = read_head(folder)
+    head = read_identity(folder)
     if head is None or head.models.get(role) == digest:
         return
     if role in head.models:
@@ -111,8 +111,8 @@ def note_model(folder: Path, role: str, digest: str) -> None:
     _write(folder, head.model_copy(update={"models": head.models | {role: digest}}))
 
 
-def _write(folder: Path, head: Head) -> None:
-    write_durably(folder / HEAD, stamped(head.model_dump(mode="json")))
+def _write(folder: Path, head: RunIdentity) -> None:
+    write_durably(folder / RUN_FILE, stamped(head.model_dump(mode="json")))
 
 
 def write_plan(plan: RunPlan, path: Path) -> None:

@@ -15,11 +15,11 @@ Origin = Literal["table", "probe", "measured"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Part(BaseModel, frozen=True, extra="forbid"):
+class PlanPart(BaseModel, frozen=True, extra="forbid"):
     """A part of the plan; holds no "auto"."""
 
 
-class Estimate(Part):
+class Estimate(PlanPart):
     """An interval that should hold four of five outcomes, and where its figures come from."""
 
     value: float
@@ -41,7 +41,7 @@ class Estimate(Part):
 NOT_TENSORS = ("fragmentation", "context", "runtime", "kernels", "collectives")  # parts of memory that no tensor holds
 
 
-class MemoryEstimate(Part):
+class MemoryEstimate(PlanPart):
     """Bytes on one device at the peak of a training step, by what holds them."""
 
     parts: dict[str, float]
@@ -64,7 +64,7 @@ class MemoryEstimate(Part):
         return self.total - sum(self.parts.get(part, 0.0) for part in NOT_TENSORS)
 
 
-class CorpusFacts(Part):
+class DatasetFacts(PlanPart):
     """What the prepared text is like, as far as a plan needs it. Ids are those of the tokenizer, None when absent.
 
     `sequences_per_epoch`: those of the training split. `spread`: the relative half-width of an estimate from the
@@ -79,7 +79,7 @@ class CorpusFacts(Part):
     eos_id: int | None = None
     pad_id: int | None = None
     spread: float = 0.0
-    learned: float = 1.0  # the share of the tokens that an objective learns from
+    loss_share: float = 1.0  # the share of the tokens that an objective learns from
     left_out: int = 0
     cut_short: int = 0
     template: str = ""  # the chat template that formats its rows, in words
@@ -87,7 +87,7 @@ class CorpusFacts(Part):
     digest: str = ""  # of the prepared text; empty before it is prepared
 
 
-class Decision(Part):
+class Decision(PlanPart):
     """One choice of the plan as a person sees it: the recipe key, the value, the reason."""
 
     key: str
@@ -95,7 +95,7 @@ class Decision(Part):
     reason: str
 
 
-class Verdict(Part):
+class Verdict(PlanPart):
     """A claim of the recipe, judged with arithmetic."""
 
     claim: str
@@ -103,7 +103,7 @@ class Verdict(Part):
     reason: str
 
 
-class ModelPlan(Part):
+class ModelPlan(PlanPart):
     config: ModelConfig
     source: Path | None  # a folder of pretrained weights; None: fresh weights
     attention: str  # a backend of model.attention
@@ -111,7 +111,7 @@ class ModelPlan(Part):
     new_ids: tuple[int, ...] = ()  # of added tokens: their rows begin as the mean of those before, whatever they held
 
 
-class DataPlan(Part):
+class DataPlan(PlanPart):
     prepared: Path
     sequence_length: int
     layout: Literal["packed", "padded", "fixed"]
@@ -119,7 +119,7 @@ class DataPlan(Part):
     prefetch: int
 
 
-class OptimizerPlan(Part):
+class OptimizerPlan(PlanPart):
     kind: Literal["adamw", "muon", "adafactor"]
     learning_rate: NotNegative
     muon_learning_rate: NotNegative
@@ -139,7 +139,7 @@ class OptimizerPlan(Part):
     stochastic_rounding: bool = False
 
 
-class ScheduleBlock(Part):
+class ScheduleBlock(PlanPart):
     """Steps of a wall-time run whose learning rates are fixed, and written to plan.json, before the first of them.
 
     After `step` steps the `share` of the training is done; from there to step `until` it grows as if the run had
@@ -153,7 +153,7 @@ class ScheduleBlock(Part):
     step_seconds: float | None = None
 
 
-class TrainPlan(Part):
+class TrainPlan(PlanPart):
     """`steps` is None while a wall-time length waits for its first measured steps; then `seconds` is set.
 
     Later it is the newest estimate. `blocks`: what was decided of a wall-time run so far, for a resumed run to repeat.
@@ -177,29 +177,29 @@ class TrainPlan(Part):
     offload_activations: bool = False
 
 
-class CheckpointPlan(Part):
+class CheckpointPlan(PlanPart):
     every_steps: PositiveInt
     keep: int
     async_save: bool
 
 
-class EvalPlan(Part):
-    """`every_steps`: None turns evaluation off. `rows`: how many sequences of the validation set it reads at most."""
+class EvalPlan(PlanPart):
+    """`every_steps`: None turns evaluation off. `sequences`: of the validation set, at most."""
 
     every_steps: PositiveInt | None
-    rows: int | None = None
+    sequences: int | None = None
     early_stopping_patience: int | None
     micro_batch_size: PositiveInt
 
 
-class SamplePlan(Part):
+class SamplePlan(PlanPart):
     prompts: tuple[str, ...]
     max_new_tokens: int
     temperature: float
     top_p: float
 
 
-class LoggingPlan(Part):
+class LoggingPlan(PlanPart):
     every_steps: PositiveInt
     trackers: tuple[str, ...]
     commands: tuple[str, ...]
@@ -208,7 +208,7 @@ class LoggingPlan(Part):
     profile_steps: tuple[int, int] | None = None  # the first and the last
 
 
-class Lengths(Part):
+class Lengths(PlanPart):
     """The recipe's own lengths, kept because shares of a run wait for its number of steps (`plan.lengths.complete`)."""
 
     train: Duration
@@ -221,7 +221,7 @@ class Lengths(Part):
     sequences_per_epoch: int | None
 
 
-class LayoutPlan(Part):
+class LayoutPlan(PlanPart):
     """One way to lay a step over several devices. Memory is that of the device that needs most."""
 
     name: str  # replicate, shard, shard in nodes, pipeline
@@ -237,7 +237,7 @@ class LayoutPlan(Part):
     bubble_seconds: float = 0.0
 
 
-class ParallelPlan(Part):
+class ParallelPlan(PlanPart):
     """Several devices: what joins them, every layout, and the one that the plan's other figures are of."""
 
     gpus: int  # of a node
@@ -257,7 +257,7 @@ class ParallelPlan(Part):
         return self.layouts[self.chosen]
 
 
-class RunPlan(Part):
+class RunPlan(PlanPart):
     """What a run executes. Stored as `plan.json`; what only a page shows of it is in `PlanReport`."""
 
     name: str
@@ -272,7 +272,7 @@ class RunPlan(Part):
     objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
-    quantised_by: Reader = "torch"  # whose code reads a quantised base
+    quantized_by: Reader = "torch"  # whose code reads a quantised base
     torch: str  # the version that the plan was made for
     memory: MemoryEstimate
     step_seconds: Estimate | None  # None: nothing is known of this device
@@ -280,7 +280,7 @@ class RunPlan(Part):
     choices: tuple[Decision, ...]
     suggestions: tuple[str, ...] = ()  # edits of the recipe that make it fit where it may not, cheapest first
     lengths: Lengths | None = None
-    corpus: CorpusFacts | None = None  # None: neither counted nor guessed
+    dataset: DatasetFacts | None = None  # None: neither counted nor guessed
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
     recovered: tuple[str, ...] = ()  # keys that a fallback has changed so that numbers differ, once for each time
     parallel: ParallelPlan | None = None  # None: one device
@@ -303,46 +303,46 @@ class RunPlan(Part):
     def epochs(self) -> float | None:
         """How often the run trains on its dataset; an estimate where `epochs_about`. None where nothing can tell."""
         asked = None if self.lengths is None else self.lengths.train
-        if self.corpus is None or not self.corpus.sequences_per_epoch:
+        if self.dataset is None or not self.dataset.sequences_per_epoch:
             return asked.amount if asked is not None and asked.unit == "epochs" else None
         steps: float | None = self.train.steps
         if steps is None and self.train.seconds is not None and self.step_seconds is not None:
             steps = max(self.train.seconds / self.step_seconds.value, self.train.min_steps or 1)
-        rows = self.train.tokens_per_step // self.data.sequence_length
-        return None if steps is None else steps * rows / self.corpus.sequences_per_epoch
+        sequences = self.train.tokens_per_step // self.data.sequence_length
+        return None if steps is None else steps * sequences / self.dataset.sequences_per_epoch
 
     @property
     def epochs_about(self) -> bool:
         """Whether the dataset is not counted yet, or the steps are not."""
-        return self.train.seconds is not None or (self.corpus is not None and self.corpus.spread > 0)
+        return self.train.seconds is not None or (self.dataset is not None and self.dataset.spread > 0)
 
 
-class Remedy(Part):
+class Suggestion(PlanPart):
     """Recipe overrides ("train.micro_batch=8") and in words what they save."""
 
     edit: str
     saves: str
 
 
-class Longest(Part):
+class MaxLength(PlanPart):
     """The longest row that fits, one at a time: as planned, and with every layer computed again."""
 
     as_planned: int
     checkpointed: int
 
 
-class PlanReport(Part):
+class PlanReport(PlanPart):
     """A plan with what a page shows beside it; nothing that trains reads it.
 
-    `step_parts`: seconds of a step by what takes them, empty where unknown; `disk`: bytes of shards and checkpoints;
-    `energy_kwh`: None where the board's power is unknown; `longest`: on one device, in the chosen layout, None: no GPU.
+    `step_parts`: seconds of a step by operation, empty where unknown; `disk`: bytes of shards and checkpoints;
+    `energy_kwh`: None where the board's power is unknown; `max_length`: on one device of the chosen layout, None: CPU.
     """
 
     plan: RunPlan
     claims: tuple[Verdict, ...]
     warnings: tuple[str, ...]
-    suggestions: tuple[Remedy, ...]
-    longest: Longest | None
+    suggestions: tuple[Suggestion, ...]
+    max_length: MaxLength | None
     step_parts: dict[str, Estimate]
     disk: dict[str, float]
     energy_kwh: float | None

@@ -29,7 +29,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.summary import Elapsed, RunSummary, summary_of
-from bloomery.plan.advice.claims import ROUNDING, Claim, Known, judged
+from bloomery.plan.advice.claims import ROUNDING, Claim, KnownRange, compare_claims
 from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.load import load_recipe
@@ -231,12 +231,12 @@ def judge_run(record: Record) -> tuple[Verdict, ...]:
     summary, manifest, text = record.summary, record.manifest, record.manifest.train.tokens if record.manifest else 0
     each = summary.tokens / summary.step if summary.step else None
 
-    def at_the_end(claimed: ClaimedRange, value: float, told: str) -> Known | str:
+    def at_the_end(claimed: ClaimedRange, value: float, told: str) -> KnownRange | str:
         """A claim about the whole run: too much is wrong at any time, too little only when it has ended."""
         ended = record.state == "done" or value > claimed[1] * (1 + ROUNDING)
-        return Known(value, value, told) if ended else f"{told} so far"
+        return KnownRange(value, value, told) if ended else f"{told} so far"
 
-    def known(claim: Claim, claimed: ClaimedRange) -> Known | str:
+    def known(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
         match claim:
             case "tokens":
                 return at_the_end(claimed, summary.tokens, f"{format_count(summary.tokens)} tokens")
@@ -247,12 +247,16 @@ def judge_run(record: Record) -> tuple[Verdict, ...]:
                 return at_the_end(claimed, seen, f"{seen:.2f} times the {format_count(text)} tokens of the text")
             case "tokens_per_second":
                 speed = record.tokens_per_second
-                return "nothing was measured" if speed is None else Known(speed, speed, f"{speed:,.0f} tokens/s")
+                return "nothing was measured" if speed is None else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
             case "duration":
                 return at_the_end(claimed, summary.seconds, f"it took {format_seconds(summary.seconds)}")
             case "memory":
                 peak = summary.peak_gib
-                return Known(peak * GIB, peak * GIB, f"{peak:.2f} GiB at the peak") if peak else "nothing was measured"
+                return (
+                    KnownRange(peak * GIB, peak * GIB, f"{peak:.2f} GiB at the peak")
+                    if peak
+                    else "nothing was measured"
+                )
         began, steps = summary.began or 0.0, summary.steps
         at: float | None = {
             "steps": claim.amount,
@@ -267,6 +271,6 @@ def judge_run(record: Record) -> tuple[Verdict, ...]:
         step, value = min(measured, key=lambda one: abs(one[0] - at))
         if abs(step - at) > max(_NEAR * at, 1):
             return f"the nearest evaluation is of step {step:,}"
-        return Known(value, value, f"{value:.4g} at step {step:,}")
+        return KnownRange(value, value, f"{value:.4g} at step {step:,}")
 
-    return judged(record.expected, known)
+    return compare_claims(record.expected, known)

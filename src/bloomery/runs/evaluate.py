@@ -157,7 +157,7 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
     loader, sizes = open_loader(plan, "validation"), tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
     found = evaluate_validation(
-        decoder, loader, objective, plan=plan.eval, precision="float32", token_bytes=sizes, limit=plan.eval.rows
+        decoder, loader, objective, plan=plan.eval, precision="float32", token_bytes=sizes, limit=plan.eval.sequences
     )  # the decoder computes in the run's precision by itself
     where = str(plan.data.prepared)
     if found is None:
@@ -165,7 +165,7 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
     if not math.isfinite(found.loss) or found.perplexity is None:
         fix = "evaluate an earlier checkpoint with --step"
         raise UserError("the model's loss is not a finite number: its weights are damaged", where=where, fix=fix)
-    rows = min(plan.eval.rows or loader.rows, loader.rows)
+    rows = min(plan.eval.sequences or loader.rows, loader.rows)
     note = (
         f"as the run evaluates: {rows:,} of {loader.rows:,} packed sequences of {plan.data.sequence_length:,} tokens;"
         f" --data {where} scores each validation text whole"

@@ -17,7 +17,7 @@ from typing import Any, final
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, irregular, open_regular, read_whole, remove, try_lock, write_durably
 from bloomery.core.text import expanded
-from bloomery.plan.store import HEAD, begin
+from bloomery.plan.store import RUN_FILE, begin
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
 from bloomery.runs.signals import can_hear
 from bloomery.train.run import name_of
@@ -127,7 +127,7 @@ def _refuse_occupied(folder: RunFolder) -> None:
     entries = folder.path.iterdir() if folder.path.is_dir() else ()
     names = {entry.name for entry in entries if not _FIRST_DRAFTS.fullmatch(entry.name)}
     own = {folder.lock.name, folder.recipe.name}
-    if own <= names <= {*own, HEAD, *_BEFORE_A_PLAN}:  # a log beside a lock alone is another program's
+    if own <= names <= {*own, RUN_FILE, *_BEFORE_A_PLAN}:  # a log beside a lock alone is another program's
         return  # a run ended here before it had a plan: nothing was computed yet, and nothing else lies here
     if folder.recipe.exists():
         raise UserError(
@@ -135,7 +135,7 @@ def _refuse_occupied(folder: RunFolder) -> None:
             where=str(folder.path),
             fix=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
         )
-    if names - {folder.lock.name, HEAD}:
+    if names - {folder.lock.name, RUN_FILE}:
         raise UserError(
             "the run folder is not empty, and nothing in it is overwritten",
             where=str(folder.path),

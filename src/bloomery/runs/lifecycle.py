@@ -35,7 +35,7 @@ from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.local import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
 from bloomery.plan.rules.unsupported import refuse_several_devices
-from bloomery.plan.store import dumped, read_plan, read_sealed, require_head, write_plan, write_sealed
+from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
@@ -266,7 +266,7 @@ def resume(
     refuse_overrides(overrides)
     folder = existing(path)
     with stop_requests() as requests, locked(folder) as lock:
-        require_head(folder.path)
+        require_identity(folder.path)
         read_sealed(folder.recipe)
         loaded = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
@@ -396,7 +396,7 @@ def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequ
 def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
     """Raises UserError when the prepared text is not what the run has learned from, or has another tokenizer."""
     data, checkpoints = plan.data.prepared, flow.folder.checkpoints
-    same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.corpus
+    same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.dataset
     saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
     used = [path for path in saved if path.is_file()]  # one may be damaged, all are copies of the same
     here = {name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()}

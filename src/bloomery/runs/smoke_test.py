@@ -139,7 +139,7 @@ def shortened(plan: RunPlan) -> RunPlan:
             "eval": looks.model_copy(
                 update={
                     "every_steps": STEPS - 1,
-                    "rows": min(looks.rows or limit, limit),
+                    "sequences": min(looks.sequences or limit, limit),
                     "early_stopping_patience": None,
                 }
             ),
@@ -248,4 +248,4 @@ def validation_rows(plan: RunPlan, folder: Path) -> int:
 
     tokens = read_manifest(read_plan(folder / "plan.json").data.prepared).validation.tokens
     rows = -(-tokens // plan.data.sequence_length)
-    return min(rows, plan.eval.rows or rows)
+    return min(rows, plan.eval.sequences or rows)

@@ -17,24 +17,13 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
+from bloomery.plan.estimate.mesh_memory import MeshSplit
 from bloomery.plan.report.page import joined, unit_of
 from bloomery.plan.types import RunPlan
 
 SECONDS = 300.0  # that a simulation may take; the packaged recipes take under 20
 MODULE = "bloomery.simulate.run"
 FLASH_LIKE = {"sdpa", "varlen", "flex"}  # attention that a GPU's fused kernels compute
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Over how many devices: copies, and shards or stages of each."""
-
-    replicate: int = 1
-    shard: int = 1
-    pipeline: int = 1
-
-
-ONE = MeshShape()
 
 
 @dataclass(frozen=True)
@@ -87,40 +76,44 @@ def simulate(
             "the simulation runs the training code itself, and PyTorch is not installed here",
             fix="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
         )
-    cut = ONE
+    split = MeshSplit()
     if plan.parallel is not None:
         layout = plan.parallel.layout
-        cut = MeshShape(layout.replicate, layout.shard, layout.pipeline)
-    if cut.shard > 1 and plan.optimizer.kind != "adamw":  # this version has no code for it that could run
+        split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
+    if split.shard > 1 and plan.optimizer.kind != "adamw":  # this version has no code for it that could run
         missing = f"{plan.optimizer.kind} over shards"
         return Simulated({}, (f"not yet for {missing}: this layout is counted from shapes alone",))
     started = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
-    job = {"plan": plan.model_dump(mode="json"), "fused": fused, "cut": (cut.replicate, cut.shard, cut.pipeline)}
+    job = {
+        "plan": plan.model_dump(mode="json"),
+        "fused": fused,
+        "split": vars(split),
+    }
     with Child(MODULE, job, environment=os.environ) as child:
         while True:
-            told = child.next(max(0.0, started + seconds - time.monotonic()))
-            if told == "silent":
+            reply = child.next(max(0.0, started + seconds - time.monotonic()))
+            if reply == "silent":
                 raise UserError(
                     f"the simulation took longer than {seconds:.0f} s and was ended",
                     fix="plan without --simulate, or simulate fewer layers: model.num_layers=4",
                 )
-            if told == "ended":
+            if reply == "ended":
                 raise UserError(
                     f"the simulation failed: {child.ending()}",
                     fix="plan without --simulate: the analytic figure stands without it",
                 )
-            assert isinstance(told, dict)
-            if "stages" in told:
+            assert isinstance(reply, dict)
+            if "stages" in reply:
                 break
-            progress(f"simulating on fake tensors: {told['doing']}")
-    stages = tuple(Stage(*stage) for stage in told["stages"])
+            progress(f"simulating on fake tensors: {reply['doing']}")
+    stages = tuple(Stage(*stage) for stage in reply["stages"])
     parts = max(stages, key=lambda stage: stage.peak).parts
-    notes = tuple(notes_of(plan, fused=fused, cut=cut))
-    return Simulated(parts, notes, time.monotonic() - started, stages if cut.pipeline > 1 else ())
+    notes = tuple(notes_of(plan, fused=fused, split=split))
+    return Simulated(parts, notes, time.monotonic() - started, stages if split.pipeline > 1 else ())
 
 
-def notes_of(plan: RunPlan, *, fused: bool, cut: MeshShape) -> list[str]:
+def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     """What stands in for something else; nothing where the code ran as it is."""
     notes, gpu, attention = [], plan.train.device != "cpu", plan.model.attention
     if gpu and attention in FLASH_LIKE and fused:
@@ -129,16 +122,16 @@ def notes_of(plan: RunPlan, *, fused: bool, cut: MeshShape) -> list[str]:
         notes.append(f"{attention} attention is counted with every score kept: this GPU has no fused kernel")
     if plan.train.compile:
         notes.append("compiled blocks are counted as torch.compile cuts their graphs, without its kernels")
-    if cut.shard > 1:
+    if split.shard > 1:
         whole = "on a process group of that size that is not there"
-        copies = f"in {cut.replicate} copies, on a process group that is not there"
-        shared = whole if cut.replicate == 1 else copies
-        notes.append(f"FSDP2 cuts weights, gradients and states over {cut.shard} devices, {shared}")
-    elif cut.pipeline > 1:
-        beside = f"; of {cut.replicate} copies one, without the buckets of gradients" if cut.replicate > 1 else ""
+        copies = f"in {split.replicate} copies, on a process group that is not there"
+        shared = whole if split.replicate == 1 else copies
+        notes.append(f"FSDP2 cuts weights, gradients and states over {split.shard} devices, {shared}")
+    elif split.pipeline > 1:
+        beside = f"; of {split.replicate} copies one, without the buckets of gradients" if split.replicate > 1 else ""
         notes.append(f"stages are simulated one by one, with what 1F1B has under way on each{beside}")
-    elif cut.replicate > 1:
-        notes.append(f"one of {cut.replicate} whole copies; the buckets in which gradients are summed are not in it")
+    elif split.replicate > 1:
+        notes.append(f"one of {split.replicate} whole copies; the buckets in which gradients are summed are not in it")
     return notes
 
 
@@ -152,9 +145,9 @@ class SimulationResult:
     @property
     def total(self) -> float:
         """With what a device holds beside tensors, as the plan counts it: fragmentation's share, and contexts."""
-        told = self.plan.memory
-        loose = told.parts.get("fragmentation", 0.0)
-        return self.found.peak * (1 + loose / told.allocated) + told.total - told.allocated - loose
+        reply = self.plan.memory
+        loose = reply.parts.get("fragmentation", 0.0)
+        return self.found.peak * (1 + loose / reply.allocated) + reply.total - reply.allocated - loose
 
     @property
     def fits(self) -> bool:
@@ -219,20 +212,20 @@ def main() -> None:
     tell(job, {"doing": "PyTorch is starting"})
 
     with loading():
-        from bloomery.simulate.step import places, simulated_stage, simulated_step
+        from bloomery.simulate.step import simulated_stage, simulated_step, stage_positions
 
-    plan, cut, fused = RunPlan.model_validate(job["plan"]), MeshShape(*job["cut"]), job["fused"]
+    plan, split, fused = RunPlan.model_validate(job["plan"]), MeshSplit(**job["split"]), job["fused"]
 
-    def say(doing: str) -> None:
+    def on_progress(doing: str) -> None:
         tell(job, {"doing": doing})
 
-    if cut.pipeline > 1:
+    if split.pipeline > 1:
         stages = [
-            (place.index + 1, place.under_way(plan), simulated_stage(plan, place, fused=fused, say=say))
-            for place in places(cut.pipeline)
+            (place.index + 1, place.under_way(plan), simulated_stage(plan, place, fused=fused, on_progress=on_progress))
+            for place in stage_positions(split.pipeline)
         ]
     else:
-        stages = [(1, 1, simulated_step(plan, fused=fused, cut=cut, say=say))]
+        stages = [(1, 1, simulated_step(plan, fused=fused, split=split, on_progress=on_progress))]
     tell(job, {"stages": stages})
 
 

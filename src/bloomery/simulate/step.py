@@ -22,10 +22,10 @@ from bloomery.data.loading.loader import Batch
 from bloomery.model.acting import acting_as
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.parallel.apply import apply
-from bloomery.plan.estimate.mesh_memory import kinds_of_stages, stage_config
+from bloomery.plan.estimate.mesh_memory import MeshSplit, kinds_of_stages, stage_config
 from bloomery.plan.types import RunPlan
-from bloomery.simulate.run import FLASH_LIKE, ONE, MeshShape
-from bloomery.simulate.tensors import Answers, GpuFunctions, Tracker, compile_blocks, flash
+from bloomery.simulate.run import FLASH_LIKE
+from bloomery.simulate.tensors import FakeResults, GpuFunctions, MemoryTracker, compile_blocks, flash
 from bloomery.train.forward import forward
 from bloomery.train.objectives.build import build_objective, completed, meta_teacher
 from bloomery.train.optim.build import build_optimizer
@@ -33,18 +33,18 @@ from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-Say = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 def simulated_step(
-    plan: RunPlan, *, fused: bool, cut: MeshShape = ONE, say: Say = lambda _text: None
+    plan: RunPlan, *, fused: bool, split: MeshSplit = MeshSplit(), on_progress: OnProgress = lambda _text: None
 ) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 
     Two micro-batches stand for any number of them: from the second one on gradients are added to gradients. The first
     step makes the optimizer's states, for which one is enough.
     """
-    mesh = _fake_mesh(cut) if cut.shard > 1 else None
+    mesh = _fake_mesh(split) if split.shard > 1 else None
     with _fake_tensors(plan) as tracker:
         model_and_optimizer = _model_and_optimizer(plan, tracker, mesh=mesh, fused=fused)
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
@@ -56,11 +56,11 @@ def simulated_step(
         def step(count: int) -> None:
             train_step(model_and_optimizer, batches[:count], objective, plan=plan.train, lr_scale=1.0)
 
-        return _peak(plan, model_and_optimizer, tracker, step, len(batches), say)
+        return _peak(plan, model_and_optimizer, tracker, step, len(batches), on_progress)
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePosition:
     """Which of so many stages."""
 
     index: int
@@ -76,12 +76,14 @@ class Place:
         return min(self.ahead + 1, plan.train.accumulation)
 
 
-def places(stages: int) -> list[Place]:
+def stage_positions(stages: int) -> list[StagePosition]:
     """One of each kind."""
-    return [Place(index, stages) for index in kinds_of_stages(stages)]
+    return [StagePosition(index, stages) for index in kinds_of_stages(stages)]
 
 
-def simulated_stage(plan: RunPlan, place: Place, *, fused: bool, say: Say = lambda _text: None) -> dict[str, float]:
+def simulated_stage(
+    plan: RunPlan, place: StagePosition, *, fused: bool, on_progress: OnProgress = lambda _text: None
+) -> dict[str, float]:
     """Bytes by part at the peak of the stage's second step; `fused` as in `simulated_step`.
 
     One micro-batch after the first backward stands for all that follow: from then on gradients are added to gradients.
@@ -121,13 +123,13 @@ def simulated_stage(plan: RunPlan, place: Place, *, fused: bool, say: Say = lamb
 
         named = f"stage {place.index + 1} of {place.stages}, "
         return _peak(
-            plan, model_and_optimizer, tracker, step, min(place.ahead + 2, plan.train.accumulation), say, named
+            plan, model_and_optimizer, tracker, step, min(place.ahead + 2, plan.train.accumulation), on_progress, named
         )
 
 
 @contextmanager
-def _fake_tensors(plan: RunPlan) -> Iterator[Tracker]:
-    tracker, kind = Tracker(), "cpu" if plan.train.device == "cpu" else "cuda"
+def _fake_tensors(plan: RunPlan) -> Iterator[MemoryTracker]:
+    tracker, kind = MemoryTracker(), "cpu" if plan.train.device == "cpu" else "cuda"
     functions = nullcontext() if kind == "cpu" else GpuFunctions()
     with FakeTensorMode(allow_non_fake_inputs=True), functions, acting_as(kind, fuse=tracker.fuse):
         yield tracker
@@ -136,17 +138,17 @@ def _fake_tensors(plan: RunPlan) -> Iterator[Tracker]:
 def _peak(
     plan: RunPlan,
     model_and_optimizer: ModelAndOptimizer,
-    tracker: Tracker,
+    tracker: MemoryTracker,
     step: Callable[[int], None],
     most: int,
-    say: Say,
+    on_progress: OnProgress,
     named: str = "",
 ) -> dict[str, float]:
     """Of a second step of so many micro-batches, after a first of one."""
     for number, count in (("first", 1), ("second", most)):
-        say(f"{named}the {number} of two steps")
+        on_progress(f"{named}the {number} of two steps")
         tracker.forget_peak()
-        with tracker, Answers(tracker):
+        with tracker, FakeResults(tracker):
             step(count)
         tracker.call("optimizer", _states(model_and_optimizer))
     away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)  # in the processor's memory
@@ -154,7 +156,12 @@ def _peak(
 
 
 def _model_and_optimizer(
-    plan: RunPlan, tracker: Tracker, *, fused: bool, mesh: DeviceMesh | None = None, place: Place | None = None
+    plan: RunPlan,
+    tracker: MemoryTracker,
+    *,
+    fused: bool,
+    mesh: DeviceMesh | None = None,
+    place: StagePosition | None = None,
 ) -> ModelAndOptimizer:
     """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
     model, train, attention = empty_model(plan), plan.train, plan.model.attention
@@ -187,7 +194,7 @@ def _model_and_optimizer(
     return ModelAndOptimizer(model, optimizer, LossScale() if train.precision == "float16" else None)
 
 
-def _keep_stage(model: Decoder, place: Place) -> None:
+def _keep_stage(model: Decoder, place: StagePosition) -> None:
     """In place: the first stage alone embeds, the last alone scores."""
     assert isinstance(model.model, Backbone), "transformers' layers are planned on one device"
     if place.index:
@@ -200,16 +207,16 @@ def _keep_stage(model: Decoder, place: Place) -> None:
         model.judged = lambda hidden_BTD, head: hidden_BTD  # type: ignore[method-assign]  # noqa: ARG005
 
 
-def _fake_mesh(cut: MeshShape) -> DeviceMesh:
+def _fake_mesh(split: MeshSplit) -> DeviceMesh:
     """So many devices that are not there, this one the first; made outside fake tensors, for it asks its own."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cut.replicate * cut.shard)
-    if cut.replicate == 1:
-        return init_device_mesh("cpu", (cut.shard,))
-    return init_device_mesh("cpu", (cut.replicate, cut.shard), mesh_dim_names=("replicate", "shard"))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=split.replicate * split.shard)
+    if split.replicate == 1:
+        return init_device_mesh("cpu", (split.shard,))
+    return init_device_mesh("cpu", (split.replicate, split.shard), mesh_dim_names=("replicate", "shard"))
 
 
 def _batch(plan: RunPlan) -> Batch:

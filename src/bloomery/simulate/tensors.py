@@ -32,7 +32,7 @@ _aten, _ours = torch.ops.aten, torch.ops.bloomery
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
-class Tracker(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Bytes by kind at the moment when most are alive: `peak`.
 
     Storages are counted once, however many tensors look at them. What is first seen while autograd runs backward is
@@ -99,7 +99,7 @@ class Tracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._flat:
-            self._look_again()
+            self._check_resized()
         result = func(*args, **(kwargs or {}))
         if self.hidden:
             return result
@@ -112,7 +112,7 @@ class Tracker(TorchDispatchMode):
         self._note_peak()
         return result
 
-    def _look_again(self) -> None:
+    def _check_resized(self) -> None:
         """A storage is resized where no dispatch mode sees it."""
         for key, reference in list(self._flat.items()):
             storage = reference()
@@ -136,13 +136,13 @@ def storages_of(things: Iterable[object]) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-class Answers(TorchDispatchMode):
+class FakeResults(TorchDispatchMode):
     """Answers what only numbers could tell, and shows memory that operators take for themselves.
 
     A step asks its tensors two things: whether loss and norm are finite (they are), and which labels are learned (all).
     """
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._tracker = tracker
         self._answers: dict[object, Callable[..., Any]] = {
@@ -290,7 +290,7 @@ def _flash_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor
 # partitioner of AOTAutograd, which Inductor uses too). The same two graphs run here operator by operator.
 
 
-def compile_blocks(blocks: Iterable[Block], tracker: Tracker) -> None:
+def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker) -> None:
     """In place: blocks that are alike share a pair of graphs, traced when the first of them runs."""
     shared: dict[object, _Graphs] = {}
     for block in blocks:
@@ -301,7 +301,7 @@ def compile_blocks(blocks: Iterable[Block], tracker: Tracker) -> None:
 class _Graphs:
     """A block as two graphs of tensors alone: parameters, buffers of a quantised base, and what a forward is given."""
 
-    def __init__(self, block: Block, tracker: Tracker) -> None:
+    def __init__(self, block: Block, tracker: MemoryTracker) -> None:
         self._tracker, self._inside = tracker, nn.Module()
         self._inside.block, self._inside.forward = block, block.forward
         self._names = [name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())]
@@ -353,7 +353,7 @@ class _Fused(torch.fx.Interpreter):
     out: the rest Inductor keeps in registers.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule, tracker: Tracker) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, tracker: MemoryTracker) -> None:
         super().__init__(graph)
         self._tracker = tracker
         self._stored = {node for node in graph.graph.nodes if _library(node) or _is_read(node)}

@@ -26,7 +26,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import flush_to_disk, read_whole
 from bloomery.core.units import format_bytes
 from bloomery.monitor.events import Emit, Event, Saved, Warned
-from bloomery.plan.store import Head, read_head
+from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.process import out_of_memory
 from bloomery.train.sealed import (
     NOT_SAVED,
@@ -104,7 +104,7 @@ class Saver:
         self._events: list[Event] = []  # made by the writing thread, emitted by the caller's
         self._crash: BaseException | None = None
         self._failed: str | None = None  # why the last save does not stand
-        self._head: Head | None = None
+        self._head: RunIdentity | None = None
         self._before: tuple[int, str] | None = None  # step and seal of the checkpoint that the next one follows
         if folder.exists():
             clear_drafts(folder)
@@ -134,7 +134,7 @@ class Saver:
 
     def _lineage(self) -> Lineage:
         try:
-            self._head = read_head(self.folder.parent)
+            self._head = read_identity(self.folder.parent)
         except UserError:
             """Damaged while the run goes on: its last state counts, and who resumes the run hears of it."""
         head = self._head

@@ -23,7 +23,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
-from bloomery.plan.store import note_model, read_head
+from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
@@ -148,7 +148,7 @@ def open_context(
     splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
     tokenizer = load_tokenizer(prepared)
     prompts = open_prompts(plan, tokenizer)
-    head = read_head(run_dir)
+    head = read_identity(run_dir)
     run = "" if head is None else head.run  # a plan may be trained without one
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
     loaders = {split: open_loader(plan, split, references.get(split), run) for split in splits}

@@ -39,7 +39,7 @@ class Costs:
     end: float = 0.0  # of the last checkpoint besides, which is waited for
 
     def evaluation(self, plan: RunPlan) -> float:
-        return min(plan.eval.rows or self.rows, self.rows) * self.row + self.samples
+        return min(plan.eval.sequences or self.rows, self.rows) * self.row + self.samples
 
     def until_the_end(self, plan: RunPlan, *, done: int, share: float = 0.0) -> float:
         """Seconds from the end of step `done` to that of the run, with an evaluation and a checkpoint at the end.
@@ -130,7 +130,7 @@ class Timer:
     def note_evaluation(self, seconds: float, plan: RunPlan) -> None:
         """What one really took."""
         if self.costs is not None and self.costs.rows:
-            self.costs.row = seconds / min(plan.eval.rows or self.costs.rows, self.costs.rows)
+            self.costs.row = seconds / min(plan.eval.sequences or self.costs.rows, self.costs.rows)
 
     def note_samples(self, seconds: float) -> None:
         if self.costs is not None:

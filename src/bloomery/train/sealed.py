@@ -16,7 +16,7 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import flush_to_disk, remove, write_durably
 from bloomery.core.seals import added_to, stamped, unstamped
-from bloomery.plan.store import read_head
+from bloomery.plan.store import read_identity
 
 MANIFEST = "MANIFEST.json"
 BEST = "best.json"
@@ -72,7 +72,7 @@ def damage(folder: Path) -> str | None:
 def refuse_other_run(folder: Path) -> None:
     """Raises UserError for an undamaged checkpoint that another run saved, or another past of this one."""
     checkpoints, said = folder.parent, unstamped(folder / MANIFEST)
-    head = read_head(checkpoints.parent)
+    head = read_identity(checkpoints.parent)
     if head is None:
         return
     problem = None

@@ -274,7 +274,7 @@ def empty_model(plan: RunPlan) -> Decoder:
         if isinstance(plan.adapter, Peft):
             model.requires_grad_(False)  # PEFT adds to weights that are there, so its method comes when they are read
     if plan.quantize.kind != "none":
-        quantise(model, plan.quantize, reader=plan.quantised_by)
+        quantise(model, plan.quantize, reader=plan.quantized_by)
     prepare_weights(model, plan.train.precision)
     return model
 

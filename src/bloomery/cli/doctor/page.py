@@ -14,7 +14,7 @@ from bloomery.hardware.doctor.software import OVERRIDE
 from bloomery.hardware.doctor.symptoms import PROBE, Finding
 from bloomery.hardware.machine import Machine, Probe
 from bloomery.hardware.profile import best_device, with_gpu
-from bloomery.plan.local import plan_here
+from bloomery.plan.local import local_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
@@ -43,7 +43,7 @@ def prospect(machine: Machine, findings: tuple[Finding, ...]) -> Prospect:
     alike = [one for one in machine.accelerators if device is not None and one.arch == device.arch]
     found = Prospect(recipe=recipe, machine=there, plan=None, waits=not known, alike=len(alike))
     try:
-        return replace(found, plan=plan_here(load_recipe(recipe, ()), machine=there)[0])
+        return replace(found, plan=local_plan(load_recipe(recipe, ()), machine=there)[0])
     except UserError as error:
         return replace(found, problem=error.problem)
 

@@ -14,12 +14,12 @@ from bloomery.plan.advice import claims
 from bloomery.plan.advice.warnings import warnings
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.estimate.calibrated import StepEstimator
-from bloomery.plan.estimate.mesh_memory import Split
+from bloomery.plan.estimate.mesh_memory import MeshSplit
 from bloomery.plan.estimate.states import StepShape, learning_bytes, optimizer_bytes
 from bloomery.plan.gather import Facts
 from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.rules.objective import reference_of, teacher_of
-from bloomery.plan.types import Estimate, Longest, PlanReport, Remedy, RunPlan, Verdict
+from bloomery.plan.types import Estimate, MaxLength, PlanReport, RunPlan, Suggestion, Verdict
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Claims, Recipe
 
@@ -62,7 +62,7 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
         claims=verdicts,
         warnings=tuple(warnings(recipe, plan, facts, verdicts)),
         suggestions=suggestions,
-        longest=_longest(step, measure) if profile.accelerator else None,
+        max_length=_longest(step, measure) if profile.accelerator else None,
         step_parts=parts or {},
         disk=_disk_bytes(recipe, plan, step),
         energy_kwh=energy_kwh(plan, profile),
@@ -76,10 +76,10 @@ def claims_of(plan: RunPlan, expected: Claims, machine: Machine) -> tuple[Verdic
 
 
 def _verdicts(expected: Claims, plan: RunPlan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
-    def need(rows: int) -> float:
-        return measure(replace(step, micro_batch_size=rows)).total
+    def need(sequences: int) -> float:
+        return measure(replace(step, micro_batch_size=sequences)).total
 
-    return claims.judge(expected, plan, corpus=plan.corpus, need=need)
+    return claims.check_claims(expected, plan, dataset=plan.dataset, need=need)
 
 
 def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
@@ -95,7 +95,7 @@ def _planned_step(
     """The step on one device, what any step like it holds there, and its seconds by what takes them."""
     config, train, parallel = plan.model.config, plan.train, plan.parallel
     plain = shape_of(
-        plan, config, profile, plan.corpus, teacher, precision=train.precision, attention=plan.model.attention
+        plan, config, profile, plan.dataset, teacher, precision=train.precision, attention=plan.model.attention
     )
     step = replace(
         plain,
@@ -105,19 +105,19 @@ def _planned_step(
         score_chunk=plan.model.score_chunk,
         accumulating=train.accumulation > 1 and not plain.mode.fused_backward,
     )
-    estimator, rows = StepEstimator.of(plan, machine, profile), train.tokens_per_step // plan.data.sequence_length
+    estimator, sequences = StepEstimator.of(plan, machine, profile), train.tokens_per_step // plan.data.sequence_length
     if parallel is None:
         return step, estimator.memory, estimator.step_parts(step, train.tokens_per_step)
     layout = parallel.layout
-    split = Split(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
-    job = mesh.MeshWorkload.of(
+    split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
+    workload = mesh.MeshWorkload.of(
         profile, step, estimator.rate(step),
-        sequences_per_step=rows, gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
+        sequences_per_step=sequences, gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
     )  # fmt: skip
-    return step, job.memory(split), mesh.layout_parts(job, split, step, rows // split.data_parallel)
+    return step, workload.memory(split), mesh.layout_parts(workload, split, step, sequences // split.data_parallel)
 
 
-def _longest(step: StepShape, measure: Measure) -> Longest:
+def _longest(step: StepShape, measure: Measure) -> MaxLength:
     """One row at a time, its logits in chunks; 0 where not even `STEP` tokens fit."""
 
     def fits(length: int, checkpointing: str) -> bool:
@@ -130,24 +130,24 @@ def _longest(step: StepShape, measure: Measure) -> Longest:
     def search(checkpointing: str) -> int:
         return STEP * bisect_left(range(1, MOST // STEP), True, key=lambda n: not fits(n * STEP, checkpointing))
 
-    return Longest(as_planned=search(step.checkpointing), checkpointed=search("full"))
+    return MaxLength(as_planned=search(step.checkpointing), checkpointed=search("full"))
 
 
 def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, float]:
     """Shards of the text, checkpoints of all that learns (those kept, the best one, the one being written), and what
     the model of the start says of each token where that is computed once.
     """
-    corpus, claimed, config = plan.corpus, recipe.claims.epochs, step.config
-    tokens = None if corpus is None else corpus.tokens
-    if corpus is None and plan.total_tokens and claimed and claimed[0]:  # what they make of the run's length
+    dataset, claimed, config = plan.dataset, recipe.claims.epochs, step.config
+    tokens = None if dataset is None else dataset.tokens
+    if dataset is None and plan.total_tokens and claimed and claimed[0]:  # what they make of the run's length
         tokens = round(plan.total_tokens / claimed[0])
     each = learning_bytes(config, step.mode, step.precision)
     each += optimizer_bytes(config, step.mode, recipe.optimizer.kind, step.precision)
     wide = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
     disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}
-    if corpus is not None and reference_of(recipe.objective, recipe.adapter).value == "precomputed":
-        disk["reference"] = float(REFERENCE_BYTES * corpus.tokens)
+    if dataset is not None and reference_of(recipe.objective, recipe.adapter).value == "precomputed":
+        disk["reference"] = float(REFERENCE_BYTES * dataset.tokens)
     return disk
 
 
@@ -161,7 +161,7 @@ def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
     return LoadedRecipe(Recipe.model_validate(data), loaded.name, loaded.provenance)
 
 
-def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
+def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
     """What is enough alone, shorter rows only where nothing else is; or each edit, and the fewest that are together."""
     best: dict[str, tuple[str, str, RunPlan]] = {}  # of each key the first that is enough, else what saves most
     for edit, cost in _ladder(recipe, plan):
@@ -179,13 +179,13 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
     others = {key: found for key, found in enough.items() if key != "data.sequence_length"}
     shown = enough if recipe.model.from_ is not None else others  # of a tuning, rows are the user's choice, too
     for edit, cost, after in (shown or enough or best).values():
-        yield Remedy(edit=edit, saves=_saved(plan, after, cost))
+        yield Suggestion(edit=edit, saves=_saved(plan, after, cost))
     edits = [edit for edit, _, _ in best.values()]
     for count in range(2, 0 if enough else len(edits) + 1):
         together = " ".join(edits[:count])
         tried = plan_of(together)
         if tried is not None and tried.fits:
-            yield Remedy(edit=together, saves=_saved(plan, tried, "all of these"))
+            yield Suggestion(edit=together, saves=_saved(plan, tried, "all of these"))
             return
 
 
@@ -198,10 +198,10 @@ def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Edits that this version accepts, by what they cost, with that cost in words."""
     train, asked, optimizer, adapter = plan.train, recipe.train, recipe.optimizer, recipe.adapter.kind
-    rows, gpu = train.micro_batch_size, train.device != "cpu"
-    while asked.micro_batch_size != "auto" and rows % 2 == 0:
-        rows //= 2
-        yield f"train.micro_batch_size={rows}", "the same training"
+    sequences, gpu = train.micro_batch_size, train.device != "cpu"
+    while asked.micro_batch_size != "auto" and sequences % 2 == 0:
+        sequences //= 2
+        yield f"train.micro_batch_size={sequences}", "the same training"
     if train.activation_checkpointing not in ("full", "selective"):
         yield "train.activation_checkpointing=selective", "a sixth more compute"
     if train.activation_checkpointing != "full":
@@ -236,7 +236,7 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield f"data.sequence_length={length}", f"another training: the model never sees more than {length:,} tokens"
 
 
-def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
+def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
     """What the recipe asks for and pays with time, where the plan's own choice is quicker and fits."""
     before = plan.step_seconds
     if before is None:
@@ -259,4 +259,4 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Remedy]:
                 saves += f": {format_seconds(plan.seconds.value - tried.seconds.value)}"
             if edit == NO_DROPOUT:
                 saves += "; another training: it learns a text seen many times by heart sooner"
-            yield Remedy(edit=edit, saves=saves)
+            yield Suggestion(edit=edit, saves=saves)

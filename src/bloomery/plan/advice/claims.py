@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.core.units import GIB, Duration, format_count, format_seconds, two_digits
-from bloomery.plan.types import CorpusFacts, RunPlan, Verdict
+from bloomery.plan.types import DatasetFacts, RunPlan, Verdict
 from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 
@@ -19,7 +19,7 @@ Claim = (
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownRange:
     """What a claim is held against: a figure, or the range of an estimate, with the sentence that says it.
 
     A claim outside of it is wrong; one that `near` times the range would hold is low or high. `otherwise` has the
@@ -34,7 +34,7 @@ class Known:
     near: float = 1.0
 
 
-def judged(expected: Claims, known: Callable[[Claim, ClaimedRange], Known | str]) -> tuple[Verdict, ...]:
+def compare_claims(expected: Claims, known: Callable[[Claim, ClaimedRange], KnownRange | str]) -> tuple[Verdict, ...]:
     """Every claim of a recipe in the order of its keys. `known` gives a sentence where a claim cannot be judged yet."""
 
     def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
@@ -75,18 +75,18 @@ def judged(expected: Claims, known: Callable[[Claim, ClaimedRange], Known | str]
     return tuple(verdicts)
 
 
-def judge(expected: Claims, plan: RunPlan, *, corpus: CorpusFacts | None, need: Need) -> tuple[Verdict, ...]:
+def check_claims(expected: Claims, plan: RunPlan, *, dataset: DatasetFacts | None, need: Need) -> tuple[Verdict, ...]:
     """By the plan's arithmetic, before the run."""
     timed = "known once the first steps are timed"
     open_length = timed if plan.train.seconds is not None else "known once the text is counted"
 
-    def known(claim: Claim, claimed: ClaimedRange) -> Known | str:
+    def known(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
         match claim:
             case "tokens":
                 unknown = plan.total_tokens is None or plan.train.steps is None
                 return open_length if unknown else _tokens(claimed, plan)
             case "epochs":
-                return _epochs(claimed, plan, corpus, open_length)
+                return _epochs(claimed, plan, dataset, open_length)
             case "tokens_per_second":
                 return _speed(claimed, plan)
             case "duration":
@@ -95,26 +95,28 @@ def judge(expected: Claims, plan: RunPlan, *, corpus: CorpusFacts | None, need: 
                 low, high = plan.seconds.low, plan.seconds.high
                 where = "inside" if claimed[0] >= low and claimed[1] <= high else "overlaps"
                 planned = span((low, high))
-                return Known(low, high, f"{where} {planned}", lambda _: f"it takes {planned}", slack=0.0, near=1e30)
+                return KnownRange(
+                    low, high, f"{where} {planned}", lambda _: f"it takes {planned}", slack=0.0, near=1e30
+                )
             case "memory":
-                total, rows = plan.memory.total, plan.train.micro_batch_size
-                reason = f"{total / GIB:.1f} GiB at micro-batch {rows}"
+                total, sequences = plan.memory.total, plan.train.micro_batch_size
+                reason = f"{total / GIB:.1f} GiB at micro-batch {sequences}"
 
                 def otherwise(_: str) -> str:
-                    return reason + (f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}" if rows > 1 else "")
+                    return reason + (f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}" if sequences > 1 else "")
 
-                return Known(total, total, reason, otherwise, near=1e30)
+                return KnownRange(total, total, reason, otherwise, near=1e30)
         vocabulary, steps = plan.model.config.vocab_size, plan.train.steps
         if claimed[0] > vocabulary:
-            return Known(0.0, vocabulary, f"guessing among {vocabulary:,} tokens is already better", slack=0.0)
+            return KnownRange(0.0, vocabulary, f"guessing among {vocabulary:,} tokens is already better", slack=0.0)
         if claim.unit == "steps" and steps is not None and claim.amount > steps:
-            return Known(math.inf, math.inf, f"the run ends at step {steps:,}")
+            return KnownRange(math.inf, math.inf, f"the run ends at step {steps:,}")
         return "only the run can tell; its report does"
 
-    return judged(expected, known)
+    return compare_claims(expected, known)
 
 
-def _tokens(claimed: ClaimedRange, plan: RunPlan) -> Known:
+def _tokens(claimed: ClaimedRange, plan: RunPlan) -> KnownRange:
     assert plan.total_tokens is not None
     tokens = plan.total_tokens
     length, each = plan.data.sequence_length, plan.train.tokens_per_step
@@ -123,24 +125,24 @@ def _tokens(claimed: ClaimedRange, plan: RunPlan) -> Known:
     needed = f"{product}; {format_count(claimed[0])} are {steps:,} steps"
     if plan.step_seconds is not None:
         needed += f", {format_seconds(plan.step_seconds.value * steps)}"
-    return Known(tokens, tokens, product, lambda _: needed)
+    return KnownRange(tokens, tokens, product, lambda _: needed)
 
 
-def _epochs(claimed: ClaimedRange, plan: RunPlan, corpus: CorpusFacts | None, open_length: str) -> Known | str:
+def _epochs(claimed: ClaimedRange, plan: RunPlan, dataset: DatasetFacts | None, open_length: str) -> KnownRange | str:
     if plan.total_tokens is None:
         wanted = plan.lengths.train if plan.lengths is not None else None
         if wanted is None or wanted.unit != "epochs":
             return open_length
-        return Known(wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0)
-    if corpus is None:
+        return KnownRange(wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0)
+    if dataset is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
         return f"true for a corpus of {size} tokens; there is none here to count"
-    seen = plan.total_tokens / (corpus.sequences_per_epoch * plan.data.sequence_length)
-    reason = f"{format_count(plan.total_tokens)} tokens are {seen:.2g} epochs of {format_count(corpus.tokens)}"
-    return Known(seen, seen, reason, slack=ROUNDING + corpus.spread)
+    seen = plan.total_tokens / (dataset.sequences_per_epoch * plan.data.sequence_length)
+    reason = f"{format_count(plan.total_tokens)} tokens are {seen:.2g} epochs of {format_count(dataset.tokens)}"
+    return KnownRange(seen, seen, reason, slack=ROUNDING + dataset.spread)
 
 
-def _speed(claimed: ClaimedRange, plan: RunPlan) -> Known | str:
+def _speed(claimed: ClaimedRange, plan: RunPlan) -> KnownRange | str:
     if plan.step_seconds is None:
         return "nothing is known of this device's speed"
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step)
@@ -154,7 +156,7 @@ def _speed(claimed: ClaimedRange, plan: RunPlan) -> Known | str:
         time = roughly(plan.total_tokens / max(claimed[1], 1e-9))
         return f"{format_count(plan.total_tokens)} tokens would take {time}"
 
-    return Known(rate.low, rate.high, f"inside {planned}", otherwise, slack=0.0, near=3.0)
+    return KnownRange(rate.low, rate.high, f"inside {planned}", otherwise, slack=0.0, near=3.0)
 
 
 def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:

@@ -10,7 +10,7 @@ from bloomery.plan.advice.claims import roughly, span
 from bloomery.plan.gather import Facts
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.rules.adapters import adapted
-from bloomery.plan.rules.choices import idle_lean_settings
+from bloomery.plan.rules.choices import ineffective_settings
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.schema import Lora, Recipe
 
@@ -31,7 +31,7 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     # Variables of this environment that do nothing on this device, slow it or harm.
     yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.does != "works")
     device = profile.accelerator is not None
-    yield from idle_lean_settings(recipe, accelerator=device, precision=plan.train.precision)
+    yield from ineffective_settings(recipe, accelerator=device, precision=plan.train.precision)
 
 
 def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:
@@ -65,11 +65,11 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
 
 def _rows(plan: RunPlan) -> Iterator[str]:
     """What of prepared conversations and pairs no row holds."""
-    corpus, length = plan.corpus, plan.data.sequence_length
-    if corpus is not None and corpus.left_out:
-        yield f"{corpus.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
-    if corpus is not None and corpus.cut_short:
-        yield f"{corpus.cut_short:,} rows of the data are longer than {length:,} tokens and lose their ends"
+    dataset, length = plan.dataset, plan.data.sequence_length
+    if dataset is not None and dataset.left_out:
+        yield f"{dataset.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
+    if dataset is not None and dataset.cut_short:
+        yield f"{dataset.cut_short:,} rows of the data are longer than {length:,} tokens and lose their ends"
 
 
 def _rank(recipe: Recipe, plan: RunPlan) -> Iterator[str]:

@@ -30,7 +30,7 @@ TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so man
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class NearestMeasurement:
     """The measurement that lies nearest to what is planned."""
 
     card: Card
@@ -55,7 +55,7 @@ def corrected(
     Without a measurement that is near enough they stay as they are. The shares of the parts stay the table's.
     """
     known = nearest(step, cards)
-    factor = None if known is None else missed_by(known, step, seconds)
+    factor = None if known is None else table_error(known, step, seconds)
     if known is None or factor is None:
         return dict(parts)
     spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
@@ -68,7 +68,7 @@ def corrected_memory(
     """The table's bytes times how far it missed the measured peak of the same model at nearly as many tokens."""
     known = nearest(step, [card for card in cards if _shape(_config(card)) == _shape(step.config)])
     unlike = known is None or known.distance > NEAR or known.point.setting != step.setting
-    there = None if known is None or unlike else occupancy(known, step)
+    there = None if known is None or unlike else measured_step(known, step)
     if known is None or there is None:
         return table
     expected = memory(there)
@@ -86,9 +86,9 @@ def _around(value: float, spread: float, *, by: str) -> Estimate:
     return Estimate(value=value, low=value / spread, high=value * spread, origin="measured", by=by)
 
 
-def missed_by(known: Known, step: StepShape, seconds: TableSeconds) -> float | None:
+def table_error(known: NearestMeasurement, step: StepShape, seconds: TableSeconds) -> float | None:
     """The measured seconds over the table's; None where the table has none or the card's model cannot be read."""
-    there, point = occupancy(known, step), known.point
+    there, point = measured_step(known, step), known.point
     tokens = point.micro_batch_size * point.accumulation * point.sequence_length
     expected = None if there is None else seconds(there, tokens)
     return None if not expected else tokens / point.tokens_per_second / expected
@@ -111,10 +111,10 @@ def compile_gain(cards: Sequence[Card], *, model: ModelConfig, precision: str, s
     return None
 
 
-def nearest(step: StepShape, cards: Sequence[Card]) -> Known | None:
+def nearest(step: StepShape, cards: Sequence[Card]) -> NearestMeasurement | None:
     """Among the points of the same precision, compiled or not; own cards before given ones."""
     found = [
-        Known(card=card, point=point, distance=_distance(step, card, point))
+        NearestMeasurement(card=card, point=point, distance=_distance(step, card, point))
         for card in cards
         for point in card.points
         if (point.precision, point.compiled) == (step.precision, step.compiled)
@@ -125,13 +125,13 @@ def nearest(step: StepShape, cards: Sequence[Card]) -> Known | None:
     return min(near, key=lambda k: (not k.own, k.point.setting != step.setting, k.distance), default=None)
 
 
-def occupancy(known: Known, step: StepShape) -> StepShape | None:
+def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | None:
     """What the measured step held, on the device of `step`; None for a model that this version cannot read."""
     config = _config(known.card)
     if config is None:
         return None
     point = known.point
-    plain = replace(step, mode=FULL, looks=0, teacher=None, offloading=False, learned=1.0)
+    plain = replace(step, mode=FULL, extra_forwards=0, teacher=None, offloading=False, loss_share=1.0)
     return replace(
         step if point.setting else plain,
         config=config,
@@ -145,9 +145,9 @@ def occupancy(known: Known, step: StepShape) -> StepShape | None:
 
 
 def _distance(step: StepShape, card: Card, point: Point) -> float:
-    rows = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
+    sequences = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
     settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
-    return _width_doublings(step, card) + rows + 0.5 * settings
+    return _width_doublings(step, card) + sequences + 0.5 * settings
 
 
 def _width_doublings(step: StepShape, card: Card) -> float:

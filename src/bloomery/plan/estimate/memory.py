@@ -253,7 +253,7 @@ CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a docu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class StepMoment:
     """What is alive beside weights and states."""
 
     gradients: float
@@ -305,7 +305,7 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
     return tensors_at(step, max(moments(step), key=lambda moment: moment.total))
 
 
-def tensors_at(step: StepShape, moment: Moment) -> dict[str, float]:
+def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     """All live tensors at a moment."""
     config, mode = step.config, step.mode
     states = optimizer_bytes(config, mode, step.optimizer, step.precision)
@@ -327,7 +327,7 @@ def tensors_at(step: StepShape, moment: Moment) -> dict[str, float]:
     return parts
 
 
-def moments(step: StepShape) -> Iterator[Moment]:
+def moments(step: StepShape) -> Iterator[StepMoment]:
     """Every moment of a step at which memory can peak, in the order in which they come."""
     config, mode = step.config, step.mode
     by_layer, ends = kept_by_layer(step), end_bytes(step)
@@ -345,8 +345,8 @@ def moments(step: StepShape) -> Iterator[Moment]:
     activations = sum(by_layer) + ends
     scores, in_backward = score_bytes(step)
     # Autocast keeps its copies until forward ends, afterwards those that backward will read.
-    yield Moment(gradients=before, activations=activations, scores=scores, copies=copy * len(by_layer))
-    yield Moment(gradients=before or head, activations=activations, scores=in_backward, copies=copy * kept)
+    yield StepMoment(gradients=before, activations=activations, scores=scores, copies=copy * len(by_layer))
+    yield StepMoment(gradients=before or head, activations=activations, scores=in_backward, copies=copy * kept)
     inside, passing, last = layer_bytes(step), backward_bytes(step), last_norm_bytes(step)
     before_it = [0.0, *accumulate(by_layer)]
     for done in range(len(by_layer)):
@@ -354,7 +354,7 @@ def moments(step: StepShape) -> Iterator[Moment]:
         reached = before or head + done * layer
         if mode.fused_backward:  # the head's moves with the next one; each later one at once
             reached = head if done == 0 else 0.0
-        yield Moment(
+        yield StepMoment(
             gradients=reached,
             activations=before_it[left - 1] + inside + ends - last,
             copies=copy * max(1.0, kept * left / len(by_layer)),
@@ -362,8 +362,8 @@ def moments(step: StepShape) -> Iterator[Moment]:
         )
     doubled = head if step.accumulating or config.tie_embeddings else 0
     stream = step.tokens_per_micro_batch * config.hidden_size * step.stream
-    yield Moment(gradients=whole, activations=ends - last, temporaries=stream + doubled)
-    yield Moment(gradients=whole, activations=0.0, temporaries=update)
+    yield StepMoment(gradients=whole, activations=ends - last, temporaries=stream + doubled)
+    yield StepMoment(gradients=whole, activations=0.0, temporaries=update)
 
 
 def copied_numbers(step: StepShape) -> int:

@@ -10,7 +10,7 @@ from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.plan.estimate.memory import (
     INPUT_BYTES,
     SPREAD,
-    Moment,
+    StepMoment,
     activation_bytes,
     around,
     estimate_memory,
@@ -38,7 +38,7 @@ REDUCED = 4  # of a number whose gradient is summed over shards: float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class MeshSplit:
     """How many devices hold copies, shards and stages."""
 
     replicate: int = 1
@@ -58,7 +58,7 @@ class Split:
 
 
 def mesh_memory(
-    step: StepShape, split: Split, *, vendor: str, limit: float, micro_batches: int | None = None
+    step: StepShape, split: MeshSplit, *, vendor: str, limit: float, micro_batches: int | None = None
 ) -> MemoryEstimate:
     """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
     if split.pipeline > 1:
@@ -75,7 +75,7 @@ def mesh_memory(
     return MemoryEstimate(parts=found, low=whole * (1 - SPREAD), high=whole * (1 + SPREAD), limit=limit, origin="table")
 
 
-def _sharded(step: StepShape, split: Split) -> dict[str, float]:
+def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
     """Full shards of weights, gradients and states, and what is whole at the fullest moment."""
     peak = max(sharded_moments(step, split.shard), key=lambda moment: moment.total)
     config, mode = step.config, step.mode
@@ -93,7 +93,7 @@ def _sharded(step: StepShape, split: Split) -> dict[str, float]:
     return parts | around(step, parts)
 
 
-def sharded_moments(step: StepShape, shards: int) -> list[Moment]:
+def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     """The moments of a step under FSDP2, block by block; `copies` are weights and gradients that are whole meanwhile.
 
     Weights are gathered in the type of the products, and so are the residual stream and gradients. The embeddings stay
@@ -145,8 +145,8 @@ def kinds_of_stages(stages: int) -> list[int]:
 def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
     """A stage of 1F1B: its layers, and what as many micro-batches keep as are under mode on it."""
     part = stage_config(step.config, stages)
-    shapes = {name: shape for name, shape in parameter_shapes(part).items() if _stands_on(name, index, stages)}
-    learning = {n: shape for n, shape in parameters(part, step.mode).learning.items() if _stands_on(n, index, stages)}
+    shapes = {name: shape for name, shape in parameter_shapes(part).items() if _on_stage(name, index, stages)}
+    learning = {n: shape for n, shape in parameters(part, step.mode).learning.items() if _on_stage(n, index, stages)}
     adapters = {name: shape for name, shape in learning.items() if name not in shapes}
     whole = gradient_bytes(learning, step.mode, step.precision)
     own = replace(step, config=part)
@@ -175,14 +175,14 @@ def _stage_held(step: StepShape, part: ModelConfig, shapes: Mapping[str, Shape])
     return held_bytes(part, step.mode, step.precision) - elsewhere
 
 
-def _stands_on(name: str, index: int, stages: int) -> bool:
+def _on_stage(name: str, index: int, stages: int) -> bool:
     """The first stage alone embeds, the last alone scores."""
     if ".layers." in name:
         return True
     return index == 0 if ".embed_" in name else index == stages - 1
 
 
-def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[Moment]:
+def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[StepMoment]:
     """Those of the stage; `whole`: bytes of its gradients.
 
     Where micro-batches are left once the stage is full, it is full again while gradients are there. Else it is full
@@ -191,15 +191,19 @@ def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, 
     full = stages - index
     if micro_batches <= full:
         head, first = own.config.vocab_size * own.config.hidden_size * own.weight, replace(own, accumulating=False)
-        for moment in _beside(first, index, stages, micro_batches - 1):
+        for moment in _stage_with_waiting(first, index, stages, micro_batches - 1):
             reached = moment.gradients - (0 if index == stages - 1 else head)
             yield replace(moment, gradients=max(0.0, min(reached, whole)))
     waiting = min(full, micro_batches - 1) - 1
-    for moment in _beside(replace(own, accumulating=True), index, stages, max(0, waiting)) if micro_batches > 1 else ():
+    for moment in (
+        _stage_with_waiting(replace(own, accumulating=True), index, stages, max(0, waiting))
+        if micro_batches > 1
+        else ()
+    ):
         yield replace(moment, gradients=whole)
 
 
-def _beside(own: StepShape, index: int, stages: int, waiting: int) -> Iterator[Moment]:
+def _stage_with_waiting(own: StepShape, index: int, stages: int, waiting: int) -> Iterator[StepMoment]:
     """The moments of one device that the stage has, beside the micro-batches that wait for their backward.
 
     Each of them keeps its inputs and, under autocast, the half-precision copies that its own forward made.

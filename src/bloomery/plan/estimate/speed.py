@@ -67,7 +67,7 @@ def score_traffic(step: StepShape) -> float:
     return 0.0
 
 
-def dequantised_traffic(step: StepShape) -> float:
+def dequantized_traffic(step: StepShape) -> float:
     """Bytes of making every quantised matrix readable once: it is read as it is kept, and written."""
     if step.mode.base == "none":
         return 0.0
@@ -175,15 +175,17 @@ def work_of(
     loss = loss or ("kept" if step.score_chunk >= step.tokens_per_micro_batch else "chunked")
     products = product_flops(step, again, chunked=loss == "chunked")
     quadratic = 4.0 * _keys(step) * config.query_width * config.num_layers
-    attention = quadratic * (1 + step.looks + (2.0 if keeps_scores(step) else FLASH_BACKWARD) + again.attention)
+    attention = quadratic * (
+        1 + step.extra_forwards + (2.0 if keeps_scores(step) else FLASH_BACKWARD) + again.attention
+    )
     between = config.num_layers * (layer_traffic(step) + score_traffic(step)) * (1 + again.between / 3)
     passes = tokens / step.tokens_per_micro_batch
     states = optimizer_bytes(config, mode, step.optimizer, step.precision) / max(1, trained)
     weight = learning_bytes(config, mode, step.precision) / max(1, trained)
     casts = CASTS * (trained if mode.frozen else count) * passes if weight > step.element else 0.0
-    casts += dequantised_traffic(step) * (2 + again.products) * passes
-    between += loss_traffic(step.outputs, loss, compiled=step.compiled) * step.learned
-    between = between * (1 + step.looks / 3) * tokens + casts
+    casts += dequantized_traffic(step) * (2 + again.products) * passes
+    between += loss_traffic(step.outputs, loss, compiled=step.compiled) * step.loss_share
+    between = between * (1 + step.extra_forwards / 3) * tokens + casts
     return Work(
         products=products * tokens,
         attention=attention * tokens,
@@ -199,12 +201,12 @@ def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     products = 2.0 * sum(layer.active_products for layer in layers(config))
     learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
     beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
-    head = 2.0 * step.outputs * config.hidden_size * step.learned
+    head = 2.0 * step.outputs * config.hidden_size * step.loss_share
     scored = head * (2 + head_learns(config, step.mode) + chunked)
-    looked = step.looks * (products + head)  # without the adapters
+    extra = step.extra_forwards * (products + head)  # without the adapters
     if step.teacher is not None:
-        looked += flops_per_token(step.teacher, step.sequence_length, backward=False)
-    return products * (2 + again.products) + learning + beside * (3 + again.products) + scored + looked
+        extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
+    return products * (2 + again.products) + learning + beside * (3 + again.products) + scored + extra
 
 
 def useful_flops(config: ModelConfig, mode: TrainingMode, sequence_length: int) -> float:

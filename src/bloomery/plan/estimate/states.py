@@ -209,8 +209,8 @@ def frozen_element(name: str, precision: str) -> int:
 def adapter_bytes(config: ModelConfig, mode: TrainingMode) -> float:
     """PiSSA keeps what its pairs began with; DoRA a number for each row of the matrix."""
     found = parameters(config, mode).adapter
-    rows = numbers({name: shape for name, shape in found.items() if len(shape) == 1})
-    return float(numbers(found) * mode.adapter_bytes * (2 if mode.pissa else 1) + 4 * rows)
+    sequences = numbers({name: shape for name, shape in found.items() if len(shape) == 1})
+    return float(numbers(found) * mode.adapter_bytes * (2 if mode.pissa else 1) + 4 * sequences)
 
 
 @cache
@@ -273,12 +273,12 @@ def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
 
 @cache
 def setting_of(
-    mode: TrainingMode, *, looks: int = 0, teacher: ModelConfig | None = None, offloading: bool = False
+    mode: TrainingMode, *, extra_forwards: int = 0, teacher: ModelConfig | None = None, offloading: bool = False
 ) -> str:
     """A few letters that are equal for equal ways to train."""
-    if (mode, looks, teacher, offloading) == (FULL, 0, None, False):
+    if (mode, extra_forwards, teacher, offloading) == (FULL, 0, None, False):
         return ""
-    return sha256(repr((mode, looks, teacher, offloading)).encode()).hexdigest()[:12]
+    return sha256(repr((mode, extra_forwards, teacher, offloading)).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +301,8 @@ class StepShape:
     mode: TrainingMode = FULL
     offloading: bool = False  # what layers keep for backward waits in the processor's memory
     teacher: ModelConfig | None = None  # of distillation
-    looks: int = 0  # forwards beside the step's own: the model of the start, by the base without its adapters
-    learned: float = 1.0  # the share of positions that are scored: counted for time, memory is of the fullest batch
+    extra_forwards: int = 0  # forwards beside the step's own: the model of the start, by the base without its adapters
+    loss_share: float = 1.0  # the share of positions that are scored: counted for time, memory is of the fullest batch
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -312,7 +312,9 @@ class StepShape:
     @property
     def setting(self) -> str:
         """What a measurement must share to tell of this one's memory; empty: every weight is trained, plainly."""
-        return setting_of(self.mode, looks=self.looks, teacher=self.teacher, offloading=self.offloading)
+        return setting_of(
+            self.mode, extra_forwards=self.extra_forwards, teacher=self.teacher, offloading=self.offloading
+        )
 
     @property
     def outputs(self) -> int:

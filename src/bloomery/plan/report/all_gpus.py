@@ -21,7 +21,7 @@ HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'l
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuPlan:
     """One card, and the plan for so many of it; `refused` says why there is none."""
 
     spec: GpuSpec
@@ -68,9 +68,9 @@ class Card:
         }
 
 
-def cards(
+def compare_gpus(
     loaded: LoadedRecipe, machine: Machine, *, chosen: Sequence[Accelerator] = (), gpus: int = 1, nodes: int = 1
-) -> list[Card]:
+) -> list[GpuPlan]:
     """The chosen cards, or every card of the table with its own memory: the fastest that fits first, then what does
     not fit.
 
@@ -83,13 +83,13 @@ def cards(
         there = facts.on(with_gpu(machine, device))
         try:
             plan = resolve(loaded, there, gpus=gpus, nodes=nodes)
-            found.append(Card(spec, memory, plan, energy_kwh(plan, there.profile)))
+            found.append(GpuPlan(spec, memory, plan, energy_kwh(plan, there.profile)))
         except UserError as refused:
-            found.append(Card(spec, memory, None, refused=refused.problem))
+            found.append(GpuPlan(spec, memory, None, refused=refused.problem))
     if all(card.plan is None for card in found):
         resolve(loaded, facts.on(with_gpu(machine, compared[0])), gpus=gpus, nodes=nodes)
 
-    def order(card: Card) -> tuple[int, float]:
+    def order(card: GpuPlan) -> tuple[int, float]:
         if card.plan is None:
             return 3, 0.0
         if not card.fits:
@@ -109,13 +109,13 @@ def devices() -> Iterator[Accelerator]:
             yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
 
 
-def _origin(found: list[Card]) -> str:
+def _origin(found: list[GpuPlan]) -> str:
     speeds = [card.plan.step_seconds for card in found if card.plan and card.plan.step_seconds]
     measured = sum(speed.origin == "measured" for speed in speeds)
     return f"From the table, {measured} from measurements" if measured else "From the table"
 
 
-def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
+def gpus_page(found: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
     """The table that people compare cards with."""
     count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
     many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
@@ -139,7 +139,7 @@ def cards_page(found: list[Card], loaded: LoadedRecipe, *, gpus: int, nodes: int
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
 
-def _line(card: Card) -> str:
+def _line(card: GpuPlan) -> str:
     head = f"{card.spec.short_name:<26}{card.memory_gib:>5.0f}  "
     if card.plan is None:
         return f"{head}{card.refused}"[:100]

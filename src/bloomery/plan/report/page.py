@@ -13,7 +13,7 @@ from bloomery.plan.advice.claims import span
 from bloomery.plan.estimate.speed import useful_flops
 from bloomery.plan.estimate.states import mode_of
 from bloomery.plan.lengths import in_epochs
-from bloomery.plan.types import Decision, Estimate, LayoutPlan, Longest, ParallelPlan, PlanReport, RunPlan, Verdict
+from bloomery.plan.types import Decision, Estimate, LayoutPlan, MaxLength, ParallelPlan, PlanReport, RunPlan, Verdict
 
 WIDTH = 100
 LABEL = 10
@@ -63,9 +63,9 @@ def _memory_remarks(plan: RunPlan, profile: Profile, unit: str, size: float, dig
     ]
 
 
-def bar(value: float, longest: float) -> str:
+def bar(value: float, max_length: float) -> str:
     """A bar of eighths of a cell, `BAR` cells for the longest."""
-    eighths = round(value / longest * BAR * 8)
+    eighths = round(value / max_length * BAR * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
@@ -163,12 +163,12 @@ def dtype_of(plan: RunPlan) -> str:
     return "bfloat16" if plan.train.precision.startswith("bfloat16") else plan.train.precision
 
 
-def longest_line(plan: RunPlan, longest: Longest) -> str:
-    if longest.as_planned == longest.checkpointed == 0:
+def max_length_line(plan: RunPlan, max_length: MaxLength) -> str:
+    if max_length.as_planned == max_length.checkpointed == 0:
         return "not even a row of 256 tokens fits"
-    if plan.train.activation_checkpointing == "full" or longest.as_planned == longest.checkpointed:
-        return f"rows of {longest.checkpointed:,} tokens would fit, one at a time"
-    line = f"rows of {longest.as_planned:,} tokens would fit, one at a time; {longest.checkpointed:,}"
+    if plan.train.activation_checkpointing == "full" or max_length.as_planned == max_length.checkpointed:
+        return f"rows of {max_length.checkpointed:,} tokens would fit, one at a time"
+    line = f"rows of {max_length.as_planned:,} tokens would fit, one at a time; {max_length.checkpointed:,}"
     again = " with every layer computed again"
     return line + (again if LABEL + len(line + again) <= WIDTH else " with layers computed again")
 
@@ -212,7 +212,7 @@ def _row(layout: LayoutPlan, plan: RunPlan) -> str:
     return f"{head}{rate:>12,.0f}{layout.exposed_seconds / step.value:>9.0%}{layout.bubble_seconds / step.value:>7.0%}"
 
 
-LEAN = (
+EXTRA_SETTINGS = (
     "model.implementation",
     "objective.reference",
     "objective.teacher",
@@ -237,14 +237,14 @@ def page(
     machine: Machine,
     *,
     source: str,
-    verbs: list[str],
+    commands: list[str],
     devices: str = "",
     simulated: Sequence[str] = (),
 ) -> list[str]:
     """The lines of `bloomery plan`.
 
-    `source`: the recipe and its overrides as they were typed; `devices`: the words that chose devices; `verbs`: those
-    that may be suggested; `simulated`: lines below memory's.
+    `source`: the recipe and its overrides as typed; `devices`: the options that chose devices; `commands`: those that
+    may be suggested; `simulated`: lines below memory's.
     """
     plan, profile = report.plan, build_profile(machine)
     sentence, remark = headline(report), "nothing was run"
@@ -258,8 +258,8 @@ def page(
     lines += [*_block("step", step_lines(plan)), ""]
     lines += _block("memory", list(memory_lines(plan, profile)))
     lines += _block("simulated", list(simulated))
-    if report.longest is not None:
-        lines += _block("longest", joined([longest_line(plan, report.longest)]))
+    if report.max_length is not None:
+        lines += _block("max_length", joined([max_length_line(plan, report.max_length)]))
     lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
     lines += [*_block("disk", list(disk_lines(report))), ""]
     if plan.parallel is not None:
@@ -272,7 +272,7 @@ def page(
     if report.suggestions:
         lines += [*_block("faster" if plan.fits else "to fit", list(fix_lines(report))), ""]
     lines += [*_block("chosen", list(chosen_lines(plan, profile, machine))), ""]
-    commands = [part for line in next_lines(report, source, verbs, devices) for part in broken(line, WIDTH - LABEL)]
+    commands = [part for line in next_lines(report, source, commands, devices) for part in broken(line, WIDTH - LABEL)]
     lines += [*textwrap.wrap(confidence(plan, profile), WIDTH), *_block("next", commands)]
     return [line.rstrip() for line in lines]
 
@@ -295,7 +295,7 @@ def headline(report: PlanReport) -> str:
     ):
         claimed = next(v.claim for v in report.claims if v.claim.endswith(" tokens")).removesuffix(" tokens")
         sentence += (
-            f" It trains on {in_words(plan.total_tokens)} tokens, not {in_words_like(claimed, plan.total_tokens)}."
+            f" It trains on {spelled(plan.total_tokens)} tokens, not {spelled_like(claimed, plan.total_tokens)}."
         )
     return sentence
 
@@ -308,18 +308,18 @@ def about(seconds: float) -> str:
     return f"{float(number):.0f} {unit}" if float(number) >= 3 else f"{number} {unit}".replace(".0 ", " ")
 
 
-def in_words(count: float) -> str:
+def spelled(count: float) -> str:
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.3g} {word}"
     return f"{count:,.0f}"
 
 
-def in_words_like(claimed: str, count: float) -> str:
+def spelled_like(claimed: str, count: float) -> str:
     """ "10 B" beside 3.19 billion is "10"; beside 3.19 million it is "10 billion"."""
     number, _, suffix = claimed.partition(" ")
     own = {"T": "trillion", "B": "billion", "M": "million", "": ""}.get(suffix, suffix)
-    return number if own and in_words(count).endswith(own) else f"{number} {own}".rstrip()
+    return number if own and spelled(count).endswith(own) else f"{number} {own}".rstrip()
 
 
 def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]:
@@ -380,7 +380,7 @@ def _total(plan: RunPlan) -> str:
     if plan.train.steps is None:
         return "no text here to count steps"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
-    if in_epochs and plan.corpus is not None and plan.corpus.spread > 0:
+    if in_epochs and plan.dataset is not None and plan.dataset.spread > 0:
         return f"about {two_digits(plan.train.steps)} steps"
     length = next((choice for choice in plan.choices if choice.key == "train.epochs"), None)
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.reason}"
@@ -433,7 +433,7 @@ def chosen_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator[
     if plan.train.activation_checkpointing != "none":
         checkpointing = decided["train.activation_checkpointing"]
         rows.append((f"{checkpointing.value} checkpointing", checkpointing.reason))
-    rows += [(decided[key].value, decided[key].reason) for key in LEAN if key in decided]
+    rows += [(decided[key].value, decided[key].reason) for key in EXTRA_SETTINGS if key in decided]
     if profile.accelerator is not None:
         build = fitting_builds(machine, profile.accelerator)[0]
         overridden = any("HSA_OVERRIDE_GFX_VERSION" in text for text in build.never)
@@ -494,7 +494,7 @@ def confidence(plan: RunPlan, profile: Profile) -> str:
     return "From the table: nobody has measured this card with Bloomery yet."
 
 
-def next_lines(report: PlanReport, source: str, verbs: list[str], devices: str) -> Iterator[str]:
+def next_lines(report: PlanReport, source: str, commands: list[str], devices: str) -> Iterator[str]:
     """Commands that exist and make sense after this plan."""
     plan = report.plan
     if not plan.fits:
@@ -503,9 +503,9 @@ def next_lines(report: PlanReport, source: str, verbs: list[str], devices: str) 
             yield f"bloomery plan {source} {enough[0].edit}{devices}"
         yield _remarked(f"bloomery plan {source} --gpu all", "which cards of the table hold it")
         return
-    if plan.parallel is None and "train" in verbs:
+    if plan.parallel is None and "train" in commands:
         yield f"bloomery train {source}"
-    if plan.parallel is None and "bench" in verbs and not _measured(plan):
+    if plan.parallel is None and "bench" in commands and not _measured(plan):
         yield _remarked(f"bloomery bench {source}", "on the machine itself, minutes: ranges become figures")
     wrong = [v for v in report.claims if v.verdict == "wrong" and v.claim.endswith(" tokens")]
     if wrong:

@@ -64,7 +64,7 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
         method_settings(recipe.adapter, config, steps=steps)
 
 
-def refuse_quantised_misfits(recipe: Recipe) -> None:
+def refuse_quantized_misfits(recipe: Recipe) -> None:
     """Raises UserError where the quantised weights themselves would have to learn."""
     if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
         raise UserError(
@@ -75,7 +75,7 @@ def refuse_quantised_misfits(recipe: Recipe) -> None:
         )
 
 
-def quantised_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
+def quantized_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
     """By key, in how many bits what is kept, and who reads it."""
     base, double = recipe.quantize.kind, recipe.quantize.double_quant
     if base == "none":

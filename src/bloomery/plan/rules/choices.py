@@ -64,7 +64,7 @@ def choose_attention(
             float32=precision == "float32",
             torch=torch,
         )
-        reason = choice.reason if choice.value != "blockwise" else _because_unfused(unfit_for)
+        reason = choice.reason if choice.value != "blockwise" else _unfused_reason(unfit_for)
         return Choice(choice.value, _because_plain(profile, reason))
     unfit = unfit_for(asked)
     if unfit is not None:
@@ -77,7 +77,7 @@ def choose_attention(
     return Choice(asked, ASKED)
 
 
-def _because_unfused(unfit_for: Callable[[str], str | None]) -> str:
+def _unfused_reason(unfit_for: Callable[[str], str | None]) -> str:
     """Why none of PyTorch's fused kernels does what is asked."""
     reasons = dict.fromkeys(reason for backend in ("varlen", "flex") if (reason := unfit_for(backend)))
     return "; ".join((*reasons, "blockwise does all, in memory that grows with the length alone"))
@@ -122,7 +122,7 @@ def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
     return Choice(recipe.train.deterministic, f"{ASKED}; {slower}" if recipe.train.deterministic else ASKED)
 
 
-def lean_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[tuple[str, Choice[str]]]:
+def optimizer_memory_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[tuple[str, Choice[str]]]:
     """By key, what is asked for and what it means in this run."""
     optimizer = recipe.optimizer
     if optimizer.state_dtype != "float32" and optimizer.kind == "adamw":
@@ -156,7 +156,7 @@ def _fused_backward(recipe: Recipe) -> str:
     return f"{freed}; {limit} holds for each gradient alone, not for their common norm"
 
 
-def idle_lean_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
+def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
     """What is asked for and changes nothing here, a sentence each."""
     optimizer = recipe.optimizer
     away = [f"optimizer.{key}" for key in ("paged", "offload") if getattr(optimizer, key)]

@@ -10,7 +10,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.states import mode_of, setting_of
-from bloomery.plan.types import CorpusFacts, RunPlan
+from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.schema import Adapter, Distill, Lora, Objective, Peft, Recipe
 
 Reference = Literal["none", "precomputed", "adapters"]
@@ -33,7 +33,7 @@ def teacher_of(recipe: RunPlan) -> ModelConfig | None:
     return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
 
 
-def looks(recipe: Recipe | RunPlan) -> int:
+def extra_forwards(recipe: Recipe | RunPlan) -> int:
     """Forwards of a step beside its own."""
     return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
 
@@ -41,11 +41,11 @@ def looks(recipe: Recipe | RunPlan) -> int:
 def setting(plan: RunPlan) -> str:
     """As `StepShape.setting`, of a step that was planned."""
     mode, away = mode_of(plan, plan.model.config), plan.train.offload_activations
-    return setting_of(mode, looks=looks(plan), teacher=teacher_of(plan), offloading=away)
+    return setting_of(mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=away)
 
 
 def objective_choices(
-    recipe: Recipe, corpus: CorpusFacts | None, teacher: ModelConfig | None
+    recipe: Recipe, dataset: DatasetFacts | None, teacher: ModelConfig | None
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key, what the objective means for this run."""
     reference = reference_of(recipe.objective, recipe.adapter)
@@ -56,23 +56,23 @@ def objective_choices(
     if teacher is not None and isinstance(recipe.objective, Distill):
         reason = f"{recipe.objective.teacher} stays in memory beside the model"
         yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", reason)
-    if corpus is not None:
-        yield from _chat_choice(recipe, corpus)
-    if corpus is not None and corpus.learned < 1:
+    if dataset is not None:
+        yield from _chat_choice(recipe, dataset)
+    if dataset is not None and dataset.loss_share < 1:
         reason = "of the tokens are learned; the output layer runs on these alone"
-        yield "data.chat.train_on", Choice(f"{corpus.learned:.0%} learned", f"{corpus.learned:.1%} {reason}")
+        yield "data.chat.train_on", Choice(f"{dataset.loss_share:.0%} learned", f"{dataset.loss_share:.1%} {reason}")
 
 
-def _chat_choice(recipe: Recipe, corpus: CorpusFacts) -> Iterator[tuple[str, Choice[str]]]:
+def _chat_choice(recipe: Recipe, dataset: DatasetFacts) -> Iterator[tuple[str, Choice[str]]]:
     """Whether a chat template formats rows of a prompt and an answer; nothing of plain text."""
     key = "data.chat.template"
-    if corpus.template:
-        kept = f"; {key}={NONE} trains on texts as they are" if corpus.texts == "prompts" else ""
+    if dataset.template:
+        kept = f"; {key}={NONE} trains on texts as they are" if dataset.texts == "prompts" else ""
         reason = f"prompts are formatted as the user's turn and answers as the assistant's, in every data format{kept}"
-        yield key, Choice(corpus.template, reason)
-    elif corpus.texts == "whole":
+        yield key, Choice(dataset.template, reason)
+    elif dataset.texts == "whole":
         yield key, Choice(NONE, "pairs of whole texts without a prompt column are trained on as they are")
-    elif corpus.texts == "prompts":
+    elif dataset.texts == "prompts":
         reason = "the tokenizer has no chat template"
         if recipe.data.chat.template == NONE:
             reason = "the recipe sets none"

@@ -4,20 +4,20 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
-from bloomery.plan.rules.adapters import refuse_method_misfits, refuse_new_rows, refuse_quantised_misfits
-from bloomery.plan.types import CorpusFacts
+from bloomery.plan.rules.adapters import refuse_method_misfits, refuse_new_rows, refuse_quantized_misfits
+from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import Recipe
 
-LEAN_KEYS = ("paged", "offload", "fused_backward", "stochastic_rounding")
+OPTIMIZER_MEMORY_KEYS = ("paged", "offload", "fused_backward", "stochastic_rounding")
 
 
 def refuse_recipe(recipe: Recipe) -> None:
     """Raises UserError for what a recipe may say and this version has not, and for keys that contradict each other."""
     keys = [f"objective.kind={recipe.objective.kind}"] if recipe.objective.spec.rollouts else []
     _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "pipeline_microbatches")])
-    refuse_lean_misfits(recipe)
+    refuse_optimizer_memory_misfits(recipe)
     refuse_method_misfits(recipe)
-    refuse_quantised_misfits(recipe)
+    refuse_quantized_misfits(recipe)
 
 
 def refuse_several_devices(recipe: Recipe) -> None:
@@ -42,10 +42,10 @@ def _refuse_keys(keys: list[str]) -> None:
         )
 
 
-def refuse_lean_misfits(recipe: Recipe) -> None:
+def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     """Raises UserError where an optimizer cannot do what is asked of it, or where a step would be cut in backward."""
     optimizer, train = recipe.optimizer, recipe.train
-    asked = [f"optimizer.{key}" for key in LEAN_KEYS if getattr(optimizer, key)]
+    asked = [f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)]
     asked += [f"optimizer.state_dtype={optimizer.state_dtype}"] if optimizer.state_dtype != "float32" else []
     if optimizer.kind == "muon" and asked:
         raise UserError(
@@ -84,7 +84,7 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
 
 
 def refuse_misfits(
-    recipe: Recipe, config: ModelConfig, corpus: CorpusFacts | None, *, known: int | None, added: int
+    recipe: Recipe, config: ModelConfig, dataset: DatasetFacts | None, *, known: int | None, added: int
 ) -> None:
     """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions.
 
@@ -101,11 +101,11 @@ def refuse_misfits(
     if recipe.objective.spec.values and recipe.sample.prompts:
         problem = "a reward model writes no text that sample.prompts could show"
         raise UserError(problem, where="sample.prompts", fix="set sample.prompts=[]", code=2)
-    if corpus is not None and (corpus.vocab_size or 0) > config.vocab_size:
+    if dataset is not None and (dataset.vocab_size or 0) > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {corpus.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
+            f"the tokenizer has {dataset.vocab_size:,} ids and the model {config.vocab_size:,} embeddings",
             where="model.vocab_size",
-            fix=f"set model.vocab_size={corpus.vocab_size}, or prepare with the model's own tokenizer",
+            fix=f"set model.vocab_size={dataset.vocab_size}, or prepare with the model's own tokenizer",
         )
     refuse_new_rows(recipe, config, known=known, added=added)
     if config.positions == "learned" and length > config.max_positions:

@@ -135,7 +135,7 @@ def evaluate_and_sample(context: RunContext) -> None:
 
     try:
         with interruptible(context), context.timer.aside() as seconds:
-            found = evaluate_validation(context, context.plan.eval.rows)
+            found = evaluate_validation(context, context.plan.eval.sequences)
             if found is not None:
                 context.evaluated = (context.step, found.loss)
                 context.state.progress.note_evaluation(found.loss)
