@@ -12,7 +12,7 @@ from plan_help import loaded, machine, planned
 from bloomery.data.loading.loader import Batch
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.memory import tensor_bytes
-from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory, stage_bytes
+from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit, mesh_memory, stage_bytes
 from bloomery.plan.estimate.states import StepShape, mode_of
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
@@ -74,15 +74,15 @@ def load_of(plan: RunPlan) -> StepShape:
     )  # fmt: skip
 
 
-def counted(plan: RunPlan, *, split: MeshSplit = MeshSplit()) -> float:
+def counted(plan: RunPlan, *, split: MeshSplit = ONE_DEVICE) -> float:
     """Bytes from shapes alone."""
-    if split == MeshSplit():
+    if split == ONE_DEVICE:
         return sum(tensor_bytes(load_of(plan)).values())
     split = MeshSplit(replicate=split.replicate, shard=split.shard)
     return mesh_memory(load_of(plan), split, vendor="amd", limit=0.0).allocated
 
 
-def simulated(plan: RunPlan, *, fused: bool = True, split: MeshSplit = MeshSplit()) -> float:
+def simulated(plan: RunPlan, *, fused: bool = True, split: MeshSplit = ONE_DEVICE) -> float:
     """Bytes on fake tensors."""
     return sum(simulated_step(plan, fused=fused, split=split).values())
 

@@ -14,8 +14,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
-from bloomery.simulate.run import ONE, MeshSplit, notes_of, simulate
+from bloomery.simulate.run import notes_of, simulate
 from bloomery.simulate.step import simulated_step
 from bloomery.simulate.tensors import MemoryTracker
 
@@ -38,11 +39,11 @@ def _parameters(plan):
 
 
 def test_nothing_stands_in_on_a_cpu():
-    assert notes_of(small_plan(), fused=False, split=ONE) == []
+    assert notes_of(small_plan(), fused=False, split=ONE_DEVICE) == []
 
 
 def test_several_devices_say_how_they_were_cut():
-    assert "in 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(2, 4))[0]
+    assert "in 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, shard=4))[0]
     assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, split=MeshSplit(8))[0]
 
 

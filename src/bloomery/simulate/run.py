@@ -17,7 +17,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.plan.estimate.mesh_memory import MeshSplit
+from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit
 from bloomery.plan.report.page import joined, unit_of
 from bloomery.plan.types import RunPlan
 
@@ -76,7 +76,7 @@ def simulate(
             "the simulation runs the training code itself, and PyTorch is not installed here",
             fix="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
         )
-    split = MeshSplit()
+    split = ONE_DEVICE
     if plan.parallel is not None:
         layout = plan.parallel.layout
         split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)

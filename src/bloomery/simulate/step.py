@@ -22,7 +22,7 @@ from bloomery.data.loading.loader import Batch
 from bloomery.model.acting import acting_as
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.parallel.apply import apply
-from bloomery.plan.estimate.mesh_memory import MeshSplit, kinds_of_stages, stage_config
+from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit, kinds_of_stages, stage_config
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
 from bloomery.simulate.tensors import FakeResults, GpuFunctions, MemoryTracker, compile_blocks, flash
@@ -37,7 +37,7 @@ OnProgress = Callable[[str], None]
 
 
 def simulated_step(
-    plan: RunPlan, *, fused: bool, split: MeshSplit = MeshSplit(), on_progress: OnProgress = lambda _text: None
+    plan: RunPlan, *, fused: bool, split: MeshSplit = ONE_DEVICE, on_progress: OnProgress = lambda _text: None
 ) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 

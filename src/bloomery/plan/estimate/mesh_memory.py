@@ -57,6 +57,9 @@ class MeshSplit:
         return pipeline + (self.replicate > 1) + (self.shard > 1)
 
 
+ONE_DEVICE = MeshSplit()
+
+
 def mesh_memory(
     step: StepShape, split: MeshSplit, *, vendor: str, limit: float, micro_batches: int | None = None
 ) -> MemoryEstimate:
