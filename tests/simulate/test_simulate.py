@@ -44,7 +44,7 @@ def test_nothing_stands_in_on_a_cpu():
 
 def test_several_devices_say_how_they_were_cut():
     assert "in 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, shard=4))[0]
-    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, split=MeshSplit(8))[0]
+    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=8))[0]
 
 
 def test_whoever_simulates_needs_no_torch_of_its_own():
