@@ -81,10 +81,12 @@ def all_agree(plan, *, apart):
 
 SHARDED = {
     "bfloat16": (MeshSplit(shard=8), {"precision": "bfloat16"}),
-    "compiled, small batches": (MeshSplit(shard=8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}),
+    "compiled, small batches": (
+        MeshSplit(shard=8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}
+    ),
     "accumulated": (MeshSplit(shard=4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
     "a large vocabulary": (MeshSplit(shard=64), {"precision": "bfloat16", "activation_checkpointing": "full",
-                                        "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
+                                                "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
     "float32": (MeshSplit(shard=2), {"rows": 2, "sizes": WIDE}),
     "copies of shards": (MeshSplit(replicate=2, shard=8), {"precision": "bfloat16-pure", "family": "gpt2"}),
 }  # fmt: skip
