@@ -86,7 +86,7 @@ SHARDED = {
     ),
     "accumulated": (MeshSplit(shard=4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
     "a large vocabulary": (MeshSplit(shard=64), {"precision": "bfloat16", "activation_checkpointing": "full",
-                                                "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
+                                   "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
     "float32": (MeshSplit(shard=2), {"rows": 2, "sizes": WIDE}),
     "copies of shards": (MeshSplit(replicate=2, shard=8), {"precision": "bfloat16-pure", "family": "gpt2"}),
 }  # fmt: skip
