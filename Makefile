@@ -3,7 +3,7 @@ PYTHON ?= python3
 JOBS ?= 2
 PY := .venv/bin/python
 
-.PHONY: setup demo test check soak bench clean clean-venv
+.PHONY: setup demo test check docs soak bench clean clean-venv
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -24,6 +24,11 @@ check:
 	@$(PY) scripts/house.py
 	@$(PY) scripts/words.py
 
+docs:
+	@$(PYTHON) scripts/setup.py docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 soak:
 	@$(PYTHON) scripts/setup.py test
 	@$(PY) -m pytest -m soak --timeout=7200
@@ -33,7 +38,7 @@ bench:
 	@$(PY) benchmarks/pretrain_cpu.py
 
 clean:
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
 clean-venv:

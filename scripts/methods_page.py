@@ -1,4 +1,4 @@
-"""Rewrites tables and pictures of docs/methods.md and how-lora-works.md: `python scripts/methods_page.py [--draw]`.
+"""Rewrites tables and pictures of docs/explanation/methods-compared.md and how-lora-works.md: `python scripts/methods_page.py [--draw]`.
 
 Measured figures come from benchmarks/results/methods.json, which benchmarks/methods.py writes; planned figures come
 from the planner of this version. Block NAME is between `<!-- methods: NAME -->` and `<!-- end -->`. `--draw` draws the
@@ -31,7 +31,7 @@ from bloomery.recipe.load import load_recipe
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "methods.json"
 FIGURES = ROOT / "docs" / "figures"
-PAGES = [ROOT / "docs" / "methods.md", ROOT / "docs" / "how-lora-works.md"]
+PAGES = [ROOT / "docs/explanation/methods-compared.md", ROOT / "docs/explanation/lora.md"]
 BLOCK = re.compile(r"<!-- methods: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 DRAWN = re.compile(r"<!-- drawn from (\w+) -->")
 SMALL, LARGE = "RX 7900 XTX", "MI300X"

@@ -1,6 +1,6 @@
 """Makes .venv once: the PyTorch build that fits this machine, Bloomery, and what the tests need when asked for it.
 
-    python3 scripts/setup.py [test] [check]
+    python3 scripts/setup.py [test] [check] [docs]
 
 Standard library only. TORCH=2.9.1 or TORCH="any words for pip install" chooses another PyTorch. The build that was
 chosen is pinned in .venv/pip.conf, so that no later `pip install` in that environment replaces it.
@@ -31,7 +31,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP, LOG, PIN = VENV / "set-up.json", VENV / "set-up.log", VENV / "torch-pin.txt"
 PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
-EXTRAS = {"test": "pytest and what the tests compare with", "check": "ruff, mypy, import-linter"}
+EXTRAS = {"test": "pytest and what the tests compare with", "check": "ruff, mypy, import-linter", "docs": "mkdocs"}
 SUPPORTED = ((3, 11), (3, 14))
 WIDTH = 100
 

@@ -1,4 +1,4 @@
-"""Rewrites docs/symptoms.md from the table of symptoms: `python scripts/symptoms.py`."""
+"""Rewrites docs/reference/error-messages.md from the table of symptoms: `python scripts/symptoms.py`."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from bloomery.hardware.doctor.symptoms import Symptom, filled, symptoms  # noqa: E402
 
 TABLE = ROOT / "src/bloomery/hardware/doctor/symptoms.toml"
-PAGE = ROOT / "docs/symptoms.md"
+PAGE = ROOT / "docs/reference/error-messages.md"
 LEVELS = {"blocks": "stops training", "slows": "slows it down", "note": "worth knowing"}
 HEAD = """\
 # What messages mean

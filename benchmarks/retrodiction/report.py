@@ -1,4 +1,4 @@
-"""Writes docs/plan-accuracy.md: every published figure beside the plan's. `python benchmarks/retrodiction/report.py`"""
+"""Writes docs/explanation/plan-accuracy.md: every published figure beside the plan's. `python benchmarks/retrodiction/report.py`"""
 
 import sys
 import textwrap
@@ -9,7 +9,7 @@ from typing import Any
 from ask import HERE, Answer, answers, table
 from fitted import blind_speed, family_of, fitted, rows
 
-PAGE = HERE.parents[1] / "docs" / "plan-accuracy.md"
+PAGE = HERE.parents[1] / "docs/explanation/plan-accuracy.md"
 INSIDE = 0.80  # of the figures
 ERROR = {"speed": 0.15, "memory": 0.08}  # at the median
 

@@ -28,7 +28,7 @@ GUIDES = {
 
 def rows_of(page: str) -> dict[int, list[str]]:
     """Number -> the cells there, here, correction."""
-    text = (ROOT / "docs/coming-from" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
     rows = [cells_of(line) for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     return {int(row[0]): row[1:] for row in rows}
 
@@ -92,7 +92,7 @@ def test_precisions_that_the_page_names_are_the_ones_chosen() -> None:
 
 
 def test_the_plan_of_the_frontier_workbook_is_the_one_on_its_page(tmp_path):
-    page = (ROOT / "docs/coming-from/frontier-workbook.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/frontier-workbook.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "frontier.yaml").write_text(recipe)
     words = ["plan", str(tmp_path / "frontier.yaml"), "--gpu", "MI250X", "--gpus", "8", "--nodes", "64", "--json"]

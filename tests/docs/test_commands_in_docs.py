@@ -29,7 +29,7 @@ def test_a_recipe_key_on_a_page_exists(page) -> None:
 
 
 def test_every_verb_has_a_page() -> None:
-    index = (ROOT / "docs/README.md").read_text()
+    index = (ROOT / "docs/index.md").read_text()
     named = {words_of(text)[0] for text in quoted(index) if text.startswith("bloomery ")}
     assert {verb for verb in VERBS if cli.get_command(None, verb)} <= named  # type: ignore[arg-type]  # asked without a context
     for link in re.findall(r"\]\(([\w./-]+\.md)\)", index):

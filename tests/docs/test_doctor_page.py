@@ -1,4 +1,4 @@
-"""docs/doctor.md shows what `bloomery doctor` answers today to the machines below tests/machines."""
+"""docs/how-to/check-your-machine.md shows what `bloomery doctor` answers today to the machines below tests/machines."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from words_of_docs import ROOT, shown_equals
 from bloomery.cli import cli
 from bloomery.hardware.doctor.diagnose import RULES
 
-PAGE = ROOT / "docs/doctor.md"
+PAGE = ROOT / "docs/how-to/check-your-machine.md"
 BLOCKS = re.findall(r"```\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```", PAGE.read_text(encoding="utf-8"))
 
 

@@ -7,11 +7,11 @@ from words_of_docs import ROOT, quoted
 
 from bloomery.monitor.events import KINDS
 
-ELSEWHERE = {"StepHealth"}  # docs/when-it-goes-wrong.md
+ELSEWHERE = {"StepHealth"}  # docs/how-to/troubleshooting.md
 
 
 def test_every_event_stands_there_with_its_fields() -> None:
-    page = (ROOT / "docs/monitor.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/logging.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([A-Z]\w+)` \| (.*) \|$", page, re.MULTILINE))
     assert set(rows) == set(KINDS)
     for kind in set(KINDS) - ELSEWHERE:

@@ -13,11 +13,11 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in plan_pages.pages()]
 
 
 def test_the_pages_that_people_buy_by_show_real_output() -> None:
-    assert {"docs/plan.md", "docs/which-gpu.md", "docs/i-have-an-rx-6700-xt.md", "docs/i-have-an-mi50.md"} <= set(PAGES)
+    assert {"docs/explanation/planner.md", "docs/how-to/plan-a-gpu.md", "docs/how-to/amd-rx-6700-xt.md", "docs/how-to/amd-mi50.md"} <= set(PAGES)
 
 
-# docs/memory.md simulates steps for its figures, which takes longer than all other pages together.
-SHOWN = [pytest.param(page, marks=pytest.mark.soak) if page == "docs/memory.md" else page for page in PAGES]
+# docs/explanation/memory.md simulates steps for its figures, which takes longer than all other pages together.
+SHOWN = [pytest.param(page, marks=pytest.mark.soak) if page == "docs/explanation/memory.md" else page for page in PAGES]
 
 
 @pytest.mark.parametrize("page", SHOWN)

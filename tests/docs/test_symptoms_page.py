@@ -1,4 +1,4 @@
-"""docs/symptoms.md is what `python scripts/symptoms.py` writes today."""
+"""docs/reference/error-messages.md is what `python scripts/symptoms.py` writes today."""
 
 import importlib.util
 from types import ModuleType
@@ -18,11 +18,11 @@ def script() -> ModuleType:
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs/symptoms.md").read_text(encoding="utf-8") == script().page(), "run python scripts/symptoms.py"
+    assert (ROOT / "docs/reference/error-messages.md").read_text(encoding="utf-8") == script().page(), "run python scripts/symptoms.py"
 
 
 def test_every_symptom_is_on_it_once_with_its_message() -> None:
-    page = (ROOT / "docs/symptoms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/error-messages.md").read_text(encoding="utf-8")
     for symptom in symptoms():
         assert page.count(f"(`{symptom.id}`)") == 1
         assert symptom.log in page

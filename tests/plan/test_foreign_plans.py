@@ -31,7 +31,7 @@ def test_our_decoder_says_that_every_load_is_safe():
 
 
 @pytest.mark.parametrize(("sections", "fix"), [
-    ({"objective": {"kind": "reward"}}, "docs/models.md"),
+    ({"objective": {"kind": "reward"}}, "docs/reference/models.md"),
     ({"train": {"compile": True}}, "train.compile=auto"),
     ({"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}}, "take it out"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/memory.md: `python tests/simulate/figures.py recipes`, or `steps`, `shards`, `stages`."""
+"""Prints the tables of docs/explanation/memory.md: `python tests/simulate/figures.py recipes`, or `steps`, `shards`, `stages`."""
 
 import sys
 from pathlib import Path

@@ -56,7 +56,7 @@ class Phase(Event):
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
     """One optimizer step. `loss` is nats per learned token, or what the objective has a pair or an answer (see
-    docs/objectives.md); None when the step was skipped as not finite. `metrics` are means over the step.
+    docs/reference/objectives.md); None when the step was skipped as not finite. `metrics` are means over the step.
     """
 
     loss: float | None

@@ -244,7 +244,7 @@ def _saved_names(whole: Any) -> dict[int, str]:
 TOKENS = 24
 # Greatest difference that rounding explains, as a share of the largest logit.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 4e-2}
-OTHER = "choose another model, or one of the families of docs/models.md"
+OTHER = "choose another model, or one of the families of docs/reference/models.md"
 
 
 @torch.no_grad()
