@@ -1,4 +1,6 @@
-"""Rewrites tables and pictures of docs/explanation/methods-compared.md and how-lora-works.md: `python scripts/methods_page.py [--draw]`.
+"""Rewrites tables and pictures of methods-compared.md and lora.md in docs/explanation.
+
+Usage: `python scripts/methods_page.py [--draw]`.
 
 Measured figures come from benchmarks/results/methods.json, which benchmarks/methods.py writes; planned figures come
 from the planner of this version. Block NAME is between `<!-- methods: NAME -->` and `<!-- end -->`. `--draw` draws the

@@ -18,7 +18,8 @@ def script() -> ModuleType:
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs/reference/error-messages.md").read_text(encoding="utf-8") == script().page(), "run python scripts/symptoms.py"
+    page = (ROOT / "docs/reference/error-messages.md").read_text(encoding="utf-8")
+    assert page == script().page(), "run python scripts/symptoms.py"
 
 
 def test_every_symptom_is_on_it_once_with_its_message() -> None:

@@ -1,4 +1,6 @@
-"""Prints the tables of docs/explanation/memory.md: `python tests/simulate/figures.py recipes`, or `steps`, `shards`, `stages`."""
+"""Prints the tables of docs/explanation/memory.md.
+
+Usage: `python tests/simulate/figures.py recipes`, or `steps`, `shards`, `stages`."""
 
 import sys
 from pathlib import Path

@@ -246,8 +246,8 @@ def quadratic_bytes(step: StepShape) -> float:
 SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on a GPU
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes of a logit of each model: model.heads.Divergence, uncompiled
-CPU_RUNTIME = 420 * MIB  # the interpreter, PyTorch, its buffers and what malloc cannot give back: docs/explanation/memory.md
-CPU_FRAGMENTATION = {False: 0.25, True: 0.14}  # of the activations, by whether blocks are compiled: docs/explanation/memory.md
+CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
+CPU_FRAGMENTATION = {False: 0.25, True: 0.14}  # of activations, by compiled or not: docs/explanation/memory.md
 CPU_PEFT = 60 * MIB  # imported beside them
 CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
 

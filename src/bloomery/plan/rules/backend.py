@@ -20,7 +20,7 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig, *, devices:
     head = isinstance(recipe.adapter, Lora) and any("lm_head" in name for name in recipe.adapter.modules_to_save)
     if recipe.objective.spec.values:
         problem = f"a reward model's head stands on Bloomery's own decoder, which lacks {architecture_of(config)}"
-        where, fix = f"objective.kind={recipe.objective.kind}", "choose a model of the families in docs/reference/models.md"
+        where, fix = f"objective.kind={recipe.objective.kind}", "choose a model family of docs/reference/models.md"
     elif devices > 1:
         problem = "transformers' layers train on one device here: no tensor, pipeline or context parallelism"
         fix = "leave out --gpus and --nodes"
