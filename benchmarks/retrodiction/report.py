@@ -1,4 +1,4 @@
-"""Writes docs/explanation/plan-accuracy.md, published figures next to planned ones: `python benchmarks/retrodiction/report.py`"""
+"""Writes docs/explanation/plan-accuracy.md: `python benchmarks/retrodiction/report.py`."""
 
 import sys
 import textwrap
