@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from ruamel import yaml
 
-from bloomery.cli import cli
+from bloomery.cli import cli, main
 from bloomery.core.errors import UserError
 from bloomery.recipe import aliases
 from bloomery.recipe.importing import import_recipe
@@ -81,6 +81,20 @@ def test_the_answer_of_the_command_line():
     error = message("num_train_epochs=3")
     assert (error.problem, error.where) == ("no such key: num_train_epochs", "command line")
     assert error.fix == "`num_train_epochs` (Transformers): use `train.epochs=3`"
+
+
+@pytest.mark.parametrize(
+    ("words", "edit"),
+    [
+        (["--learning-rate", "1e-4"], "optimizer.learning_rate=1e-4"),
+        (["--lora_r=8", "eval.every=none"], "adapter.rank=8"),
+        (["--bf16"], "train.precision=bfloat16"),
+    ],
+)
+def test_options_of_other_programs_are_answered(words, edit, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "demo", *words])
+    assert f"use `{edit}`" in capsys.readouterr().err
 
 
 def test_a_kind_is_found_under_another_name():

@@ -159,8 +159,21 @@ def _wrong_words(error: click.ClickException, arguments: Sequence[str]) -> UserE
     context = getattr(error, "ctx", None)  # none where a flag lacks its value
     command = context.command_path if context is not None else _verb(arguments)
     message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
-    fix = f"`{command} --help` shows the words it knows"
+    fix = _recipe_key(error, arguments) or f"`{command} --help` prints the options"
     return UserError(message[:1].lower() + message[1:], where=f"`{command}`", fix=fix, code=error.exit_code)
+
+
+def _recipe_key(error: click.ClickException, arguments: Sequence[str]) -> str:
+    """For an option that is the name of a setting, such as --learning-rate 1e-4: the override to write."""
+    context = getattr(error, "ctx", None)
+    takes_overrides = context is not None and any(one.name == "overrides" for one in context.command.params)
+    if not isinstance(error, click.NoSuchOption) or error.possibilities or not takes_overrides:
+        return ""
+    from bloomery.recipe.aliases import look_up
+
+    name = error.option_name.lstrip("-").replace("-", "_")
+    _, *after = [*" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "), "true"]
+    return str(look_up(tuple(name.split(".")), after[0], {}) or "")
 
 
 def _verb(arguments: Sequence[str]) -> str:
