@@ -66,10 +66,10 @@ def ours(method: str, *, tiny: bool) -> Found:
     if plan.train.device == "cpu" and not tiny:
         return {"outcome": "skipped", "said": "no GPU that PyTorch can use"}
     from bloomery.bench import rig
-    from bloomery.train.state import Start
+    from bloomery.train.state import InitialWeights
 
-    assert callable(Start.fill)
-    Start.fill = drawn_here  # the seeded draw of 8 billion numbers on the processor would take the whole time
+    assert callable(InitialWeights.fill)
+    InitialWeights.fill = drawn_here  # the seeded draw of 8 billion numbers on the processor would take the whole time
     job = {"plan": plan.model_dump(mode="json"), "seconds": TINY_SECONDS if tiny else SECONDS, "text": "random"}
     told = rig.measure(job, on_phase=lambda name: print(name, flush=True))
     seconds = statistics.median(told["step_seconds"])
@@ -94,7 +94,7 @@ def drawn_here(_start: Any, model: Any) -> None:
     import torch
 
     from bloomery.model.adapters.lora import is_adapter
-    from bloomery.model.io.weights import quantised_weights
+    from bloomery.model.io.weights import quantized_weights
 
     std = model.config.initializer_range
     with torch.no_grad():
@@ -107,7 +107,7 @@ def drawn_here(_start: Any, model: Any) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, std)
-        for name, weight in quantised_weights(model):
+        for name, weight in quantized_weights(model):
             weight.fill(pieces(weight, std), name=name)
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-Found = dict[str, Any]
+ModelFiles = dict[str, Any]
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_layers": 8, "num_heads": 16, "max_positions": 1024}
 TINY_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 2, "max_positions": 256}
 FIRST = """
@@ -34,7 +34,7 @@ eval: {every: 5 steps, tokens: 2048}
 """
 
 
-def used(*, tiny: bool) -> Found:
+def used(*, tiny: bool) -> ModelFiles:
     """Every verb in a process of its own, then one that measures what a quantized model holds beside its file."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -60,7 +60,7 @@ def used(*, tiny: bool) -> Found:
             [sys.executable, __file__, str(folder / run), "cpu" if tiny else "cuda"], capture_output=True, text=True
         )
         failed = [each for each in told if each["code"]]
-        found: Found = json.loads(measured.stdout.splitlines()[-1]) if measured.returncode == 0 else {}
+        found: ModelFiles = json.loads(measured.stdout.splitlines()[-1]) if measured.returncode == 0 else {}
         wrong = [f"{each['verb']}: {each['stderr']}" for each in failed] or _amiss(told, found, measured.stderr)
         return {
             "outcome": "failed" if wrong else "ok",
@@ -69,7 +69,7 @@ def used(*, tiny: bool) -> Found:
         } | found
 
 
-def _ran(verb: list[str], folder: Path) -> Found:
+def _ran(verb: list[str], folder: Path) -> ModelFiles:
     begun = time.perf_counter()
     words = [sys.executable, "-m", "bloomery", *verb]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, input="Hello there\n")
@@ -80,7 +80,7 @@ def _ran(verb: list[str], folder: Path) -> Found:
     }  # fmt: skip
 
 
-def _amiss(told: list[Found], found: Found, error: str) -> list[str]:
+def _amiss(told: list[ModelFiles], found: ModelFiles, error: str) -> list[str]:
     """What is not as it should be."""
     if not found:
         return [f"the measurement failed: {error[-300:]}"]
@@ -99,7 +99,7 @@ def _amiss(told: list[Found], found: Found, error: str) -> list[str]:
     return wrong
 
 
-def measure(run: Path, device: str) -> Found:
+def measure(run: Path, device: str) -> ModelFiles:
     """The loaded model's bytes, the peak while it was loaded, its evaluation beside the run's, tokens per second."""
     import torch
 

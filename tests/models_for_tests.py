@@ -11,7 +11,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
 from bloomery.train.checkpoint import Saver
-from bloomery.train.state import CheckpointedModel, Start
+from bloomery.train.state import CheckpointedModel, InitialWeights
 
 TEXT = ["def f(x):\n    return x + 1\n", "für Größe, naïve café, 東京 🙂🙃 and so on\n"] * 20
 RECIPE = """
@@ -63,5 +63,5 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
 
 def save_model(checkpoints: Path, step: int, model: Decoder, tokenizer: Path, best: bool = True) -> None:
     """A checkpoint that holds the model alone."""
-    kept = CheckpointedModel(model, Start(None, 0), None)
+    kept = CheckpointedModel(model, InitialWeights(None, 0), None)
     Saver(checkpoints, 5, False, writer=kept.writer, tokenizer=tokenizer).save(step, kept.parts(), {}, best=best)

@@ -12,7 +12,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Sft
 from bloomery.report.heldout import compare_answers
 from bloomery.report.render import part
-from bloomery.train.evaluation.answers import answer, held_out_questions, shown
+from bloomery.train.evaluation.answers import answer, shown, validation_prompts
 from models_for_tests import make_config, make_model, save_model
 
 TEMPLATE = (
@@ -47,7 +47,7 @@ def conversations(root, template, *more):
 
 def test_questions_end_where_the_first_answer_begins(made):
     plan, _, tokenizer = made
-    questions = held_out_questions(plan.data.prepared, 3)
+    questions = validation_prompts(plan.data.prepared, 3)
     assert len(questions) == 3
     for question in questions:
         number = tokenizer.decode(question.prompt).split()[-1]
@@ -60,7 +60,7 @@ def test_both_models_answer_the_same_questions(made):
     plan, checkpoints, tokenizer = made
     told = compare_answers(plan, checkpoints, 1)
     assert len(told) == 4 and all(one.question.startswith("return") and "def f" in one.reference for one in told)
-    questions = held_out_questions(plan.data.prepared, 64)
+    questions = validation_prompts(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
     said = answer(load_decoder(plan.model.source), tokenizer, first, max_tokens=160)
     assert told[0].before == shown(tokenizer, said.ids) + ("" if said.ended else " …")
@@ -71,8 +71,8 @@ def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
     from bloomery.train.evaluation import answers
 
     plan, checkpoints, _ = made
-    real = answers.held_out_questions
-    monkeypatch.setattr(answers, "held_out_questions", lambda *words: [q for q in real(*words) for _ in range(2)])
+    real = answers.validation_prompts
+    monkeypatch.setattr(answers, "validation_prompts", lambda *words: [q for q in real(*words) for _ in range(2)])
     told = [one.question for one in compare_answers(plan, checkpoints, 1)]
     assert len(told) == len(set(told)) == 4
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bloomery.model.sampling import Sampling
     from bloomery.plan.types import RunPlan
     from bloomery.runs.evaluate import Evaluation
-    from bloomery.train.evaluation.scoring import Judgement
+    from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.run import Run
 
 Layout = Literal["hf", "adapter", "merged"]
@@ -51,7 +51,7 @@ def evaluate(
     model: str | Path, data: str | Path | None = None, *, step: str = "best", bos: bool = True,
     template: str | None = None, device: str = "auto", quantize: str | None = None,
     tell: Tell = lambda _: None, note: Tell = lambda _: None,
-) -> "Evaluation | Judgement":  # fmt: skip
+) -> "Evaluation | PairMetrics":  # fmt: skip
     """How well a model predicts `data` (a text, a data file or a folder), or a reward model judges the pairs in it.
 
     `data`: None examines a run on its validation split. `bos`: whether a BOS goes before each text, so that its first

@@ -7,7 +7,7 @@ import pytest
 
 import bloomery
 
-ERRORS = {"UserError", "MemoryFull", "Unsound"}
+ERRORS = {"UserError", "OutOfMemory", "Unsound"}
 SOURCES = sorted(Path(bloomery.__file__).parent.rglob("*.py"))
 
 

@@ -22,7 +22,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.runs.evaluate import texts_of
-from bloomery.train.evaluation.answers import held_out_questions
+from bloomery.train.evaluation.answers import validation_prompts
 from bloomery.train.forward import forward
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.objectives.losses import next_token_loss
@@ -213,7 +213,7 @@ def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
     tokenizer: Tokenizer = load_tokenizer(tmp_path / "p")
     texts = list(texts_of(tmp_path / "p", tokenizer))
     assert [text.learned is None for text in texts] == [False] * chats + [True] * plain
-    assert len(held_out_questions(tmp_path / "p", 99)) == chats
+    assert len(validation_prompts(tmp_path / "p", 99)) == chats
     found = health(tmp_path / "p", read_manifest(tmp_path / "p"), tokenizer, sequence_length=LENGTH, layout="packed")
     assert (found.units, found.named) == (manifest.train.documents, "texts")
     assert found.foreign_eos == manifest.train.parts[0].documents, "texts are not asked how an answer ends"

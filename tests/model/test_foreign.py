@@ -18,7 +18,7 @@ from bloomery.model.families.presets import read_config
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import give_memory, load_decoder, model_state, read_model, write_model
 from bloomery.model.transformers_backend import backbone as transformers_backend
-from bloomery.model.transformers_backend import config as foreign_config
+from bloomery.model.transformers_backend import config as transformers_config
 from bloomery.model.transformers_backend.backbone import check_rows
 from foreign_models import SIZES, saved_model
 
@@ -122,10 +122,10 @@ def test_buffers_that_the_config_does_not_tell_are_loaded_by_transformers(
     def unlike(raw_config: str, attention: str) -> dict[str, torch.Tensor]:
         raise transformers_backend.Unlike("a buffer does not follow from config.json")
 
-    foreign_config._asked.cache_clear()
+    transformers_config._asked.cache_clear()
     monkeypatch.setattr(transformers_backend, "computed_buffers", unlike)
     ours = load_decoder(tmp_path)
-    foreign_config._asked.cache_clear()
+    transformers_config._asked.cache_clear()
     assert "does not follow" in ours.config.transformers_backend.safe_reason
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=0)
 

@@ -10,11 +10,11 @@ from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_di
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import (
-    QuantisedLinear,
+    QuantizedLinear,
     init_weights,
     load_decoder,
-    quantise,
-    quantised_weights,
+    quantize_model,
+    quantized_weights,
     read_model,
 )
 from bloomery.model.quantization.sizes import storage_bytes
@@ -34,7 +34,7 @@ def built(folder, quantize: Quantize, adapter: Lora, *, seed: int = 0) -> Decode
     with torch.device("meta"):
         model = Decoder(read_config(folder))
         adapt(model, adapter)
-    quantise(model, quantize)
+    quantize_model(model, quantize)
     model.to_empty(device="cpu")
     model.tie()
     read_model(model, folder)
@@ -46,7 +46,7 @@ def with_floats(model: Decoder, folder, adapter: Lora) -> Decoder:
     """A plain adapted model with the same adapter, whose base is what the quantised one reads back."""
     other = load_decoder(folder)
     adapt(other, adapter)
-    weights = {name: weight.dequantised(torch.float32) for name, weight in quantised_weights(model)}
+    weights = {name: weight.dequantized(torch.float32) for name, weight in quantized_weights(model)}
     rest = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in other.named_parameters():
@@ -92,7 +92,7 @@ def test_dora_and_pissa_start_as_the_quantised_base(settings, tmp_path):
     saved_reference("qwen2", tmp_path)
     model = built(tmp_path, NF4, lora(**settings))
     plain = load_decoder(tmp_path)
-    quantise(plain.requires_grad_(False), NF4)
+    quantize_model(plain.requires_grad_(False), NF4)
     ids = tokens()
     torch.testing.assert_close(model(ids), plain(ids), atol=2e-5, rtol=1e-5)  # PiSSA adds a pair and takes it away
 
@@ -100,14 +100,14 @@ def test_dora_and_pissa_start_as_the_quantised_base(settings, tmp_path):
 def test_every_frozen_matrix_of_the_layers_and_nothing_else_is_quantised(tmp_path):
     saved_reference("qwen2", tmp_path)
     model = built(tmp_path, NF4, lora(modules_to_save=["model.layers.0.mlp.up_proj"]))
-    names = {name for name, _ in quantised_weights(model)}
+    names = {name for name, _ in quantized_weights(model)}
     layers = len(model.model.layers)
     assert len(names) == 7 * layers - 1 and "model.layers.0.mlp.up_proj.weight" not in names
     assert isinstance(model.model.layers[0].self_attn.q_proj, LoraLinear)
-    assert isinstance(model.model.layers[0].self_attn.k_proj, QuantisedLinear)
+    assert isinstance(model.model.layers[0].self_attn.k_proj, QuantizedLinear)
     held = {name for name, _ in model.named_parameters()}
     assert not names & held and {"model.embed_tokens.weight", "lm_head.weight"} <= held
-    for name, weight in quantised_weights(model):
+    for name, weight in quantized_weights(model):
         held = sum(buffer.nbytes for buffer in weight.buffers())
         assert held == storage_bytes((weight.outputs, weight.inputs), "nf4", True), name
 
@@ -117,12 +117,12 @@ def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
     """Also with a stage so small that every tensor takes several readings."""
     saved_reference(case, tmp_path)
     whole = load_decoder(tmp_path)
-    quantise(whole.requires_grad_(False), NF4)
+    quantize_model(whole.requires_grad_(False), NF4)
     monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 1000)
     monkeypatch.setattr("bloomery.model.quantization.weight.AT_ONCE", 500)
     parts = built(tmp_path, NF4, lora())
-    expected = dict(quantised_weights(whole))
-    for name, weight in quantised_weights(parts):
+    expected = dict(quantized_weights(whole))
+    for name, weight in quantized_weights(parts):
         for ours, theirs in zip(weight.buffers(), expected[name].buffers(), strict=True):
             assert torch.equal(ours, theirs), name
 
@@ -135,7 +135,7 @@ def test_reading_holds_the_bits_and_one_piece(tmp_path, monkeypatch):
     with MemoryTracker() as tracker:
         read_model(model, tmp_path)
     held = {id(tensor.untyped_storage()): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    largest = max(weight.outputs * weight.inputs for _, weight in quantised_weights(model))
+    largest = max(weight.outputs * weight.inputs for _, weight in quantized_weights(model))
     assert sum(tracker.peak.values()) < sum(held.values()) + 4 * largest
 
 
@@ -143,7 +143,7 @@ def test_without_its_adapters_it_is_the_quantised_base(tmp_path):
     saved_reference("qwen2", tmp_path)
     model = stirred(built(tmp_path, NF4, lora()))
     plain = load_decoder(tmp_path)
-    quantise(plain.requires_grad_(False), NF4)
+    quantize_model(plain.requires_grad_(False), NF4)
     ids = tokens()
     with adapters_disabled(model):
         assert torch.equal(model(ids), plain(ids))
@@ -155,11 +155,11 @@ def test_fresh_weights_are_those_of_a_float_model(tmp_path):
     config = read_config(tmp_path)
     plain = Decoder(config)
     init_weights(plain, 7)
-    quantise(plain.requires_grad_(False), NF4)
+    quantize_model(plain.requires_grad_(False), NF4)
     model = built(tmp_path, NF4, lora())
     init_weights(model, 7)
-    expected = dict(quantised_weights(plain))
-    for name, weight in quantised_weights(model):
+    expected = dict(quantized_weights(plain))
+    for name, weight in quantized_weights(model):
         assert torch.equal(weight.codes, expected[name].codes), name
 
 

@@ -16,9 +16,9 @@ from bloomery.model.quantization.weight import (
     dequantise_nf4,
     dequantise_scales,
     dynamic_levels,
-    quantise_int8,
-    quantise_nf4,
-    quantise_scales,
+    quantize_int8,
+    quantize_nf4,
+    quantize_scales,
 )
 
 ORACLE = json.loads((Path(__file__).parent / "quantised_by_bitsandbytes.json").read_text())["cases"]
@@ -38,7 +38,7 @@ def read(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Tenso
 @pytest.mark.parametrize("case", SHAPES)
 def test_nf4_is_what_bitsandbytes_stores_and_reads(case):
     weight, theirs = weight_of(*SHAPES[case]), ORACLE[case]
-    codes, scales = quantise_nf4(weight.flatten())
+    codes, scales = quantize_nf4(weight.flatten())
     assert digest(codes) == theirs["codes"] and digest(scales) == theirs["scales"]
     assert digest(read(codes, scales, weight.numel(), weight.dtype)) == theirs["read"]
 
@@ -46,7 +46,7 @@ def test_nf4_is_what_bitsandbytes_stores_and_reads(case):
 @pytest.mark.parametrize("case", SHAPES)
 def test_what_bitsandbytes_quantised_twice_reads_the_same(case):
     weight, theirs = weight_of(*SHAPES[case]), ORACLE[case]
-    codes, _ = quantise_nf4(weight.flatten())
+    codes, _ = quantize_nf4(weight.flatten())
     outer = torch.cat([recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)])
     scales = dequantise_scales(recorded(theirs["double_scales"]), outer)
     assert digest(read(codes, scales, weight.numel(), weight.dtype)) == theirs["double_read"]
@@ -55,8 +55,8 @@ def test_what_bitsandbytes_quantised_twice_reads_the_same(case):
 @pytest.mark.parametrize("case", SHAPES)
 def test_scales_are_quantised_as_bitsandbytes_does(case):
     theirs = ORACLE[case]
-    _, scales = quantise_nf4(weight_of(*SHAPES[case]).flatten())
-    codes, outer = quantise_scales(scales)
+    _, scales = quantize_nf4(weight_of(*SHAPES[case]).flatten())
+    codes, outer = quantize_scales(scales)
     torch.testing.assert_close(outer[-1:], recorded(theirs["mean"], torch.float32), rtol=2e-7, atol=0)  # float64 sums
     if torch.equal(outer[-1:], recorded(theirs["mean"], torch.float32)):
         assert digest(codes) == theirs["exact_scales"]
@@ -89,13 +89,13 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 def test_errors_on_normal_values():
     torch.manual_seed(0)
     exact = 0.02 * torch.randn(256 * 256)
-    codes, scales = quantise_nf4(exact)
+    codes, scales = quantize_nf4(exact)
     once = relative_error(read(codes, scales, len(exact), torch.float32), exact)
-    twice = dequantise_scales(*quantise_scales(scales))
+    twice = dequantise_scales(*quantize_scales(scales))
     assert 0.085 < once < 0.1  # the probe of bitsandbytes in hardware/ expects the same 9%
     assert relative_error(read(codes, twice, len(exact), torch.float32), exact) < 1.01 * once
     found = torch.empty_like(exact)
-    dequantise_int8(*quantise_int8(exact), found)
+    dequantise_int8(*quantize_int8(exact), found)
     by_row = exact.view(256, 256)
     step = by_row.abs().amax(1, keepdim=True) / 127
     of_rows = relative_error((by_row / step).round() * step, by_row)
@@ -104,13 +104,13 @@ def test_errors_on_normal_values():
 
 def test_int8_by_hand():
     values = torch.tensor([1.27, -1.27, 0.0149, 0.635, 0.0])
-    codes, scales = quantise_int8(values)
+    codes, scales = quantize_int8(values)
     assert codes.tolist() == [127, -127, 1, 63 if codes[3] == 63 else 64, 0]
     assert float(scales) == pytest.approx(0.01)
 
 
 def test_zeros_stay_zeros():
-    codes, scales = quantise_nf4(torch.zeros(BLOCK))
+    codes, scales = quantize_nf4(torch.zeros(BLOCK))
     assert torch.equal(read(codes, scales, BLOCK, torch.float32), torch.zeros(BLOCK))
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from bloomery.core.errors import UserError
 from bloomery.model.quantization import weight as quantize_operator
 from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.model.quantization.weight import QuantisedWeight
+from bloomery.model.quantization.weight import QuantizedWeight
 from bloomery.parallel.apply import _selective_contexts
 from bloomery.recipe.schema import Quantize
 
@@ -27,8 +27,8 @@ def weight_of(outputs: int, inputs: int) -> Tensor:
     return 0.02 * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs))
 
 
-def quantised(weight: Tensor, kind: str = "nf4") -> QuantisedWeight:
-    stored = QuantisedWeight(weight.shape, KINDS[kind])
+def quantised(weight: Tensor, kind: str = "nf4") -> QuantizedWeight:
+    stored = QuantizedWeight(weight.shape, KINDS[kind])
     stored.fill([weight], name="w")
     return stored
 
@@ -51,7 +51,7 @@ def test_product_and_gradient_are_those_of_the_weight_read_back(kind, shape):
     x = torch.randn(2, 5, shape[1], requires_grad=True)
     other = x.detach().clone().requires_grad_()
     bias, toward = torch.randn(shape[0]), torch.randn(2, 5, shape[0])
-    ours, theirs = stored(x, bias), F.linear(other, stored.dequantised(torch.float32), bias)
+    ours, theirs = stored(x, bias), F.linear(other, stored.dequantized(torch.float32), bias)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
     ours.backward(toward)
     theirs.backward(toward)
@@ -61,12 +61,12 @@ def test_product_and_gradient_are_those_of_the_weight_read_back(kind, shape):
 def test_the_operator_does_what_torch_expects_of_one():
     stored = quantised(weight_of(24, 20))
     x = torch.randn(3, 20, requires_grad=True)
-    torch.library.opcheck(torch.ops.bloomery.quantised_product.default, (x, *stored.stored))
+    torch.library.opcheck(torch.ops.bloomery.quantized_matmul.default, (x, *stored.stored))
 
 
 def test_pieces_of_rows_quantise_to_the_same_bits():
     weight = weight_of(96, 20)
-    whole, parts = quantised(weight), QuantisedWeight(weight.shape, KINDS["nf4"])
+    whole, parts = quantised(weight), QuantizedWeight(weight.shape, KINDS["nf4"])
     assert parts.rows_at_once == 16  # 320 weights: five blocks
     parts.fill(weight.split(2 * parts.rows_at_once), name="w")
     assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), parts.buffers(), strict=True))
@@ -90,12 +90,12 @@ def test_autocast_decides_the_dtype_of_the_product():
     x = torch.randn(4, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = stored(x)
-        theirs = F.linear(x, stored.dequantised(torch.bfloat16))
+        theirs = F.linear(x, stored.dequantized(torch.bfloat16))
     assert y.dtype == torch.bfloat16 and torch.equal(y, theirs)
 
 
 class _Squared(nn.Module):
-    def __init__(self, stored: QuantisedWeight) -> None:
+    def __init__(self, stored: QuantizedWeight) -> None:
         super().__init__()
         self.stored = stored
 
@@ -136,7 +136,7 @@ def test_a_weight_that_is_not_finite_is_refused(bad, kind):
     weight = weight_of(32, 64)
     weight[3, 5] = bad
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds weights that are not finite"):
-        QuantisedWeight(weight.shape, KINDS[kind]).fill([weight], name="model.layers.0.mlp.up_proj.weight")
+        QuantizedWeight(weight.shape, KINDS[kind]).fill([weight], name="model.layers.0.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (24, 20)])  # whole blocks in one kernel, others as ever
@@ -144,10 +144,10 @@ def test_a_weight_that_is_not_finite_is_refused(bad, kind):
 def test_compiled_reads_the_same_bits(kind, shape, monkeypatch):
     monkeypatch.setattr(quantize_operator, "_one_kernel", traced(quantize_operator._one_kernel.__wrapped__))
     weight = weight_of(*shape)
-    ours, theirs = quantised(weight, kind), QuantisedWeight(weight.shape, KINDS[kind], reader="compiled")
+    ours, theirs = quantised(weight, kind), QuantizedWeight(weight.shape, KINDS[kind], reader="compiled")
     theirs.fill([weight], name="w")
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(ours.dequantised(dtype), theirs.dequantised(dtype))
+        assert torch.equal(ours.dequantized(dtype), theirs.dequantized(dtype))
 
 
 def traced(one_kernel):
@@ -163,13 +163,13 @@ def traced(one_kernel):
 def test_bitsandbytes_reads_what_we_store():
     pytest.importorskip("bitsandbytes", minversion="0.50")
     weight = weight_of(64, 128)  # its kernel for processors (0.50.2) misreads rows that are not whole blocks
-    ours, theirs = quantised(weight), QuantisedWeight(weight.shape, KINDS["nf4"], reader="bitsandbytes")
+    ours, theirs = quantised(weight), QuantizedWeight(weight.shape, KINDS["nf4"], reader="bitsandbytes")
     theirs.fill([weight], name="w")
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(ours.dequantised(dtype), theirs.dequantised(dtype))
+        assert torch.equal(ours.dequantized(dtype), theirs.dequantized(dtype))
 
 
 def test_bitsandbytes_that_is_gone_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(UserError, match="not here any more"):
-        QuantisedWeight((32, 64), KINDS["nf4"], reader="bitsandbytes")
+        QuantizedWeight((32, 64), KINDS["nf4"], reader="bitsandbytes")

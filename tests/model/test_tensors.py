@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from bloomery.core.errors import UserError
 from bloomery.model.io import safetensors as tensors
-from bloomery.model.io.safetensors import Reader
+from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import stored_tensors
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def saved(tmp_path):
 def test_a_target_is_filled_and_cast(saved, small_stage, name, dtype):
     held, stored = saved
     target = torch.empty(held[name].shape, dtype=dtype)
-    with Reader() as reader:
+    with TensorReader() as reader:
         reader.fill(target, stored[name], first=0, transposed=False)
     assert torch.equal(target, held[name].to(dtype))
 
@@ -38,7 +38,7 @@ def test_a_target_is_filled_and_cast(saved, small_stage, name, dtype):
 def test_rows_and_transposed_columns(saved, small_stage):
     held, stored = saved
     rows, columns = torch.empty(9, 7, dtype=torch.float64), torch.empty(3, 23, dtype=torch.float16)
-    with Reader() as reader:
+    with TensorReader() as reader:
         reader.fill(rows, stored["matrix"], first=5, transposed=False)
         reader.fill(columns, stored["matrix"], first=2, transposed=True)
     assert torch.equal(rows, held["matrix"][5:14].double())
@@ -48,7 +48,7 @@ def test_rows_and_transposed_columns(saved, small_stage):
 @pytest.mark.parametrize(("multiple", "sizes"), [(1, [3] * 7 + [2]), (4, [4] * 5 + [3]), (64, [23])])
 def test_pieces_are_whole_multiples_of_rows(saved, small_stage, multiple, sizes):
     held, stored = saved
-    with Reader() as reader:
+    with TensorReader() as reader:
         found = [
             (first, piece.clone())
             for first, piece in reader.pieces(stored["matrix"], 0, 23, device=CPU, multiple=multiple)
@@ -60,7 +60,7 @@ def test_pieces_are_whole_multiples_of_rows(saved, small_stage, multiple, sizes)
 
 def test_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(saved, small_stage, tmp_path):
     _, stored = saved
-    with Reader() as reader:
+    with TensorReader() as reader:
         pieces = reader.pieces(stored["matrix"], 0, 23, device=CPU)
         next(pieces)
         with (tmp_path / "x.safetensors").open("r+b") as file:
@@ -73,6 +73,6 @@ def test_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(saved, small_stag
 def test_pieces_reach_a_gpu_whole(saved, small_stage):
     held, stored = saved
     target = torch.empty(23, 7, device="cuda", dtype=torch.bfloat16)
-    with Reader() as reader:
+    with TensorReader() as reader:
         reader.fill(target, stored["matrix"], first=0, transposed=False)
     assert torch.equal(target.cpu(), held["matrix"].bfloat16())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import init_weights, quantise
+from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.parallel import offload
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.parallel.offload import offload_activations
@@ -147,7 +147,7 @@ def test_a_forward_that_fails_leaves_no_hooks(monkeypatch):
 def test_a_quantised_base_stays_where_it_is(monkeypatch):
     """Its bits are kept for backward by every product, and are no activation."""
     decoder = model(adapted=True)
-    quantise(decoder, Quantize(kind="nf4"))
+    quantize_model(decoder, Quantize(kind="nf4"))
     expected = gradients(decoder)
     decoder.zero_grad()
     sent: list[int] = []

@@ -10,7 +10,7 @@ from steps_for_tests import _batch, counted, simulated, small_plan, some
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Distill, Kto, Lora, OrPo, Preference, Reward, SimPo
 from bloomery.simulate.step import weights
-from bloomery.train.objectives.build import build_objective, completed
+from bloomery.train.objectives.build import build_objective, with_text_structure
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
@@ -30,7 +30,7 @@ def measured(plan, teacher=None) -> float:
     """As `steps_for_tests.measured`, of the plan's own objective."""
     torch.set_num_threads(1)
     model_and_optimizer, objective = build_state(plan).model_and_optimizer, build_objective(plan, lambda _: teacher)
-    batches = [completed(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))]
+    batches = [with_text_structure(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))]
 
     def step() -> None:
         train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)

@@ -14,7 +14,7 @@ from bloomery.model.heads import Divergence, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.schema import Distill
-from bloomery.train.objectives.build import build_objective, distillation, meta_teacher, teachers_attention
+from bloomery.train.objectives.build import build_objective, distillation, meta_teacher, teacher_attention
 from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
 from models_for_tests import make_model
@@ -146,11 +146,11 @@ def test_finite_differences():
 def test_a_teacher_gets_an_attention_that_computes_what_it_needs():
     """The student's kernel knows neither its window nor its soft-cap."""
     plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})
-    assert teachers_attention(tiny_config(), plan, where="t") == "varlen"
-    assert teachers_attention(tiny_config(attention_softcap=30.0), plan, where="t") == "blockwise"
+    assert teacher_attention(tiny_config(), plan, where="t") == "varlen"
+    assert teacher_attention(tiny_config(attention_softcap=30.0), plan, where="t") == "blockwise"
     short = tiny_config(positions="learned", max_positions=16)
     with pytest.raises(UserError, match="has learned 16 positions"):
-        teachers_attention(short, plan, where="t")
+        teacher_attention(short, plan, where="t")
 
 
 def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(tmp_path):

@@ -8,7 +8,7 @@ from test_step import OBJECTIVE, batch, poisoned, weights
 
 from bloomery.monitor.events import StepHealth, Warned
 from bloomery.train import context
-from bloomery.train.optim.build import InBackward
+from bloomery.train.optim.build import FusedBackward
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
@@ -70,13 +70,13 @@ def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, con
 def test_two_gradients_stand_at_most(monkeypatch, config):
     who, plan = model_and_optimizer(config=config, fused_backward=True, kind="adafactor")
     standing = []
-    update = InBackward._update
+    update = FusedBackward._update
 
     def watched(self, parameter):
         standing.append(sum(p.grad is not None for p in who.model.parameters()))
         update(self, parameter)
 
-    monkeypatch.setattr(InBackward, "_update", watched)
+    monkeypatch.setattr(FusedBackward, "_update", watched)
     train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     assert len(standing) == len(list(who.model.parameters()))
     assert max(standing) <= 2
@@ -193,7 +193,7 @@ def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, mo
     monkeypatch.setattr(context, "build_state", poisoned)
     run = Run(plan, tmp_path / "run")
     (warned,) = run.of(Warned)
-    assert "the gradient of step 2 is not a finite number" in warned.reason
+    assert "non-finite gradient at step 2" in warned.reason
     assert "cut short in backward" in warned.reason
     assert [step for step, loss in run.losses().items() if loss is None] == [2]
     assert all(bool(tensor.isfinite().all()) for tensor in run.tensors(4).values())

@@ -12,7 +12,7 @@ from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Wsd
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
-from bloomery.train.optim.schedules import planned_lr_scale, share_done
+from bloomery.train.optim.schedules import fraction_done, planned_lr_scale
 
 PLAN = tiny_plan(train={"steps": None, "seconds": 100.0})  # evaluates after each half, saves every 1,000 steps
 
@@ -104,7 +104,7 @@ class Simulated:
             if self.timer.costs is None and measured(self.plan, self.timer, step=step) is not None:
                 evaluation, sampling = self.machine.evaluation, self.machine.sampling
                 evaluation = evaluation(self.machine.now) if callable(evaluation) else evaluation
-                self.timer.costs = Costs(0.0, evaluation / 100, 1.3 * sampling, 0.5 * self.machine.save, rows=100)
+                self.timer.costs = Costs(0.0, evaluation / 100, 1.3 * sampling, 0.5 * self.machine.save, sequences=100)
             known = with_next_block(self.plan, self.timer, step=step)
         self.plan = known
         if known.train.steps is not None:
@@ -160,14 +160,14 @@ def test_it_ends_in_time_and_no_rate_jumps(name, warmup, schedule):
     few = name == "very slow"
     assert run.shares[0] <= (1.0 if warmup == "0 steps" else 0.1), "the warmup begins at its beginning"
     assert run.steepest() <= (0.25 if few else 0.1 + 1e-9)
-    assert all(0 <= share <= 1 for share in run.shares.values())
+    assert all(0 <= fraction <= 1 for fraction in run.shares.values())
     if schedule in ("cosine", "linear") and not (few and warmup == "30 steps"):  # which has 25
         last = max(run.shares)
         assert run.shares[last] < (0.1 if few else 0.02), "it ends where the schedule ends"
         assert max(run.shares.values()) > (0.7 if few else 0.9)
     halves = [step for step in run.looked if step < run.steps]
     assert len(halves) == 1
-    assert share_done(halves[0], run.plan.train.blocks) == pytest.approx(0.5, abs=0.11 if few else 0.02)
+    assert fraction_done(halves[0], run.plan.train.blocks) == pytest.approx(0.5, abs=0.11 if few else 0.02)
 
 
 def test_a_length_in_steps_and_one_in_time_that_holds_as_many_have_the_same_schedule():
@@ -211,7 +211,7 @@ def test_every_block_is_fixed_before_its_first_step():
     blocks = run.plan.train.blocks
     assert [block.until for block in blocks[:-1]] == [block.step for block in blocks[1:]]
     assert 30 < len(blocks) < 90
-    assert all(b.share >= a.share for a, b in itertools.pairwise(blocks))
+    assert all(b.fraction >= a.fraction for a, b in itertools.pairwise(blocks))
 
 
 @pytest.mark.parametrize("step", [0.1, 0.5, 2.0])
@@ -239,25 +239,25 @@ def test_a_longer_time_goes_on_where_the_run_ended():
 
 @pytest.mark.parametrize("evaluation", [0.0, 2.0, 10.0])
 def test_the_longest_run_that_ends_in_time(evaluation):
-    costs = Costs(step=0.1, row=evaluation / 10, samples=0.0, save=1.0, rows=10)
+    costs = Costs(step=0.1, sequence=evaluation / 10, samples=0.0, save=1.0, sequences=10)
     plan = fitted(PLAN, costs, done=10, seconds=100.0)
     assert (plan.train.steps - 10) * 0.1 + 2 * evaluation + 1.0 == pytest.approx(100.0, abs=0.051)
 
 
 def test_what_was_behind_is_not_counted_again():
-    costs = Costs(step=1.0, row=0.0, samples=0.0, save=5.0)
+    costs = Costs(step=1.0, sequence=0.0, samples=0.0, save=5.0)
     plan = PLAN.model_copy(update={"train": PLAN.train.model_copy(update={"steps": 2500})})
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 1000})})
     assert costs.until_the_end(plan, done=1200) == 1300 + 2 * 5
 
 
 def test_a_length_already_over_takes_no_step_more():
-    costs = Costs(step=1.0, row=9.0, samples=9.0, save=9.0, rows=1)
+    costs = Costs(step=1.0, sequence=9.0, samples=9.0, save=9.0, sequences=1)
     assert fitted(PLAN, costs, done=10, seconds=-3.0).train.steps == 10
 
 
 def test_shares_of_the_run_are_resolved():
-    plan = fitted(PLAN, Costs(step=0.1, row=0.0, samples=0.0, save=0.0), done=10, seconds=100.0)
+    plan = fitted(PLAN, Costs(step=0.1, sequence=0.0, samples=0.0, save=0.0), done=10, seconds=100.0)
     assert plan.train.steps == 1010
     assert plan.eval.every_steps == 505
     assert plan.total_tokens == 1010 * PLAN.train.tokens_per_step

@@ -50,7 +50,7 @@ def test_a_bad_step_is_skipped_told_and_never_printed_as_zero(plan, poison, tmp_
     assert [event.grad_norm for event in run.of(StepDone) if event.step == 5] == [None]
     (warned,) = run.of(Warned)
     assert "step 5" in warned.reason
-    assert "rows 16 to 19" in warned.reason
+    assert "sequences 16 to 19" in warned.reason
     assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
 
 
@@ -59,7 +59,7 @@ def test_many_bad_steps_in_a_row_rewind_past_their_data(plan, poison, tmp_path):
     run = Run(plan, tmp_path / "run")
     (recovered,) = run.of(Recovered)
     assert recovered.step == 3
-    assert "row 32" in recovered.action
+    assert "sequence 32" in recovered.action
     assert run.outcome == "done"
     assert [event.step for event in run.of(StepDone)] == [*range(1, 9), *range(4, 11)]
     assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
@@ -102,7 +102,7 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan,
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
     monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
-    with pytest.raises(UserError, match="rows 60 to 63"):
+    with pytest.raises(UserError, match="sequences 60 to 63"):
         Run(plan, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert kept == ["step-00000003"]
@@ -131,7 +131,7 @@ def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, 
         return LossParts(total, count)
 
     monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
-    with pytest.raises(Diverged, match=r"the gradient is not a finite number .* lowering the loss scale to 1"):
+    with pytest.raises(Diverged, match=r"non-finite gradient .* lowering the loss scale to 1"):
         Run(half, tmp_path / "run")
 
 

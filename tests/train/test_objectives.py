@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bloomery.data.loading.loader import Batch
-from bloomery.train.evaluation.evaluation import completed
+from bloomery.train.evaluation.evaluation import complete_batches
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.objectives.losses import next_token_loss
 
@@ -37,7 +37,7 @@ def test_held_out_batches_are_completed_one_by_one_unless_all_must_be_known(toge
     read = []
     batches = (read.append(number) or number for number in range(3))
     objective = replace(pretraining(score_chunk=8), before=lambda _model, some: [10 * one for one in some])
-    found = completed(None, batches, replace(objective, together=together))
+    found = complete_batches(None, batches, replace(objective, together=together))
     assert next(found) == 0
     assert len(read) == before_the_first
     assert list(found) == [10, 20]

@@ -6,7 +6,7 @@ from torch import nn
 
 from bloomery.core.errors import UserError
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.optim.build import Muon, build_optimizer, orthogonalised, stacks
+from bloomery.train.optim.build import Muon, build_optimizer, orthogonalize, stacks
 
 PLAN = OptimizerPlan(
     kind="adamw", learning_rate=0.01, muon_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
@@ -65,7 +65,7 @@ def test_muon_equals_torch_up_to_bfloat16_rounding():
 def test_orthogonalised_singular_values_are_near_one():
     for shape in ((3, 8, 16), (2, 8, 8)):
         stack_NRC = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        singular = torch.linalg.svdvals(orthogonalised(stack_NRC).float())
+        singular = torch.linalg.svdvals(orthogonalize(stack_NRC).float())
         assert singular.min() > 0.3
         assert singular.max() < 1.4
 

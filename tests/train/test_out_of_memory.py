@@ -214,7 +214,7 @@ def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
     suggestions = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
     advised = plan.model_copy(update={"suggestions": suggestions})
-    with pytest.raises(memory.MemoryFull, match="with a single row of 32 tokens at once") as caught:
+    with pytest.raises(memory.OutOfMemory, match="with a single row of 32 tokens at once") as caught:
         run_short_of_memory(advised, tmp_path / "run", Allocator("forward", rows=1, since=4))
     assert "train.activation_checkpointing=full" in caught.value.fix
     assert "micro_batch_size=1" not in caught.value.fix

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from bloomery.export.layouts import merged_state
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantised_weights, write_model
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantized_weights, write_model
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.state import build_state
@@ -57,7 +57,7 @@ def test_what_is_held_is_what_the_plan_says(prepared, base):
     inside = {name: shape for name, shape in parameter_shapes(CONFIG).items() if ".layers." in name and len(shape) == 2}
     held = sum(buffer.nbytes for buffer in model.buffers())
     assert held == sum(storage_bytes(shape, "nf4", True) for shape in inside.values())
-    assert inside.keys() == dict(quantised_weights(model)).keys()
+    assert inside.keys() == dict(quantized_weights(model)).keys()
     assert not inside.keys() & dict(model.named_parameters()).keys()
 
 

@@ -11,12 +11,12 @@ from test_out_of_memory import Allocator, run_short_of_memory
 
 from bloomery.monitor.events import Phase, Recovered, Warned
 from bloomery.train.diagnostics import profiler as profile
-from bloomery.train.diagnostics.profiler import KEPT, TELLS_KEPT, Live, live_tensors, page
+from bloomery.train.diagnostics.profiler import KEPT, SAVED_TENSORS_READABLE, Live, live_tensors, page
 from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, asked_steps
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss
 
-needs_kept = pytest.mark.skipif(not TELLS_KEPT, reason="PyTorch 2.9 does not tell what autograd keeps")
+needs_kept = pytest.mark.skipif(not SAVED_TENSORS_READABLE, reason="PyTorch 2.9 does not tell what autograd keeps")
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
     line = next(line for line in text.splitlines() if line.startswith("weights "))
     assert f"{weights / 1024:.1f} KiB" in line
     assert any(line.startswith("optimizer ") for line in text.splitlines())
-    assert any(line.startswith(KEPT) for line in text.splitlines()) == TELLS_KEPT
-    assert TELLS_KEPT or "does not tell" in text
+    assert any(line.startswith(KEPT) for line in text.splitlines()) == SAVED_TENSORS_READABLE
+    assert SAVED_TENSORS_READABLE or "does not tell" in text
 
 
 @needs_kept
@@ -122,7 +122,7 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     where = "the evaluation after step 2" if place == "evaluation" else "step 1"
     assert text.startswith(f"memory ran out in {where}; what was there then")
     kept = any(line.startswith(KEPT) for line in text.splitlines())
-    assert others or kept == (TELLS_KEPT and place == "backward")  # the forward failed at its first tensor
+    assert others or kept == (SAVED_TENSORS_READABLE and place == "backward")  # the forward failed at its first tensor
 
 
 def test_a_wish_is_heard_between_two_steps_and_a_stale_one_is_not(plan, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ ROWS = range(80, 96)
 
 
 def judge(policy: NonFinite, *finite: bool) -> list[str]:
-    return [policy.judge(good, step=11, rows=ROWS) for good in finite]
+    return [policy.decide(good, step=11, sequences=ROWS) for good in finite]
 
 
 def test_three_bad_steps_are_skipped_and_a_good_one_forgives_them() -> None:
@@ -23,7 +23,7 @@ def test_the_fourth_bad_step_rewinds_and_the_third_rewind_is_the_end() -> None:
     assert judge(policy, *[False] * 4) == ["skip"] * 3 + ["rewind"]
     assert judge(policy, *[False] * 4) == ["skip"] * 3 + ["rewind"]
     assert judge(policy, *[False] * 3) == ["skip"] * 3
-    with pytest.raises(UserError, match="step 11, rows 80 to 95") as caught:
+    with pytest.raises(UserError, match="step 11, sequences 80 to 95") as caught:
         judge(policy, False)
     assert "learning_rate" in caught.value.fix
 

@@ -17,7 +17,7 @@ def worked_on(plan):
     state.model_and_optimizer.optimizer.step(1.0)
     state.cursor = Cursor(plan.train.seed, 24)
     state.progress = RunProgress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_saved=4.6)
-    state.policy.judge(False, step=6, rows=range(20, 24))
+    state.policy.decide(False, step=6, sequences=range(20, 24))
     if state.model_and_optimizer.scale is not None:
         state.model_and_optimizer.scale.update(finite=False)
     torch.rand(3)
@@ -25,7 +25,7 @@ def worked_on(plan):
 
 
 def saved(state, folder):
-    Saver(folder, 3, False, writer=state.kept.writer).save(6, state.parts(), state.scalars())
+    Saver(folder, 3, False, writer=state.checkpointed.writer).save(6, state.parts(), state.scalars())
     return folder / "step-00000006"
 
 

@@ -94,7 +94,7 @@ def test_a_run_that_diverged_is_skipped_and_rewound_before_it_stops(prepared, tm
     plan = plan.model_copy(update={"train": plan.train.model_copy(update={"steps": 60})})
     late = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 50})})
     events = []
-    with pytest.raises(UserError, match="not a finite number at step") as caught:
+    with pytest.raises(UserError, match=r"non-finite .* at step") as caught:
         run(late, run_dir=tmp_path, emit=events.append, stop=lambda: False)
     assert "optimizer.learning_rate" in caught.value.fix
     assert any(isinstance(event, StepDone) and event.loss is None for event in events)

@@ -22,7 +22,7 @@ from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.targets import adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantised_weights, write_model
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantized_weights, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
@@ -79,7 +79,7 @@ def test_the_loaded_model_has_the_runs_own_figure(prepared, base, tmp_path, quan
     for load in (load_model, load_to_evaluate):
         decoder, _ = load(run.folder, step="last", use=Use("cpu"), tell=told.append)
         assert figure(decoder, plan) == run.of(EvalDone)[-1].loss
-        assert bool(dict(quantised_weights(decoder))) == (quantize != "none")
+        assert bool(dict(quantized_weights(decoder))) == (quantize != "none")
     assert not any("differ" in line for line in told)
     assert all(f"{quantize} base" in line or quantize == "none" for line in told)
 
@@ -134,7 +134,7 @@ def test_a_whole_model_is_quantized_when_asked(base, tmp_path, prepared):
     with torch.no_grad():
         away = float((plain(tokens) - small(tokens)).abs().max())
     assert 0 < away < 0.05
-    assert len(dict(quantised_weights(small))) == 7 * CONFIG.num_layers
+    assert len(dict(quantized_weights(small))) == 7 * CONFIG.num_layers
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp_path, monkeypatch):

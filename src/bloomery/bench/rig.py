@@ -14,7 +14,7 @@ from bloomery.core.units import GIB
 from bloomery.data.loading.loader import Batch, Cursor, Loader
 from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
-from bloomery.train.objectives.build import build_objective, completed
+from bloomery.train.objectives.build import build_objective, with_text_structure
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
@@ -105,7 +105,7 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
 def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
     """Random tokens, one document a row, every token learned: the most that a micro-batch can ask for."""
     numbers = torch.Generator().manual_seed(plan.train.seed)
-    return [completed(_longest(plan, numbers), plan) for _ in range(count)]
+    return [with_text_structure(_longest(plan, numbers), plan) for _ in range(count)]
 
 
 def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
@@ -124,7 +124,9 @@ def text_batches(plan: RunPlan, count: int) -> list[Batch]:
     """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
     data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
-    return [completed(loader.batch(Cursor(seed, number * sequences), sequences), plan) for number in range(count)]
+    return [
+        with_text_structure(loader.batch(Cursor(seed, number * sequences), sequences), plan) for number in range(count)
+    ]
 
 
 def bound_memory(limit: float) -> None:

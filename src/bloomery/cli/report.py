@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder
     from bloomery.report.heldout import Excerpt
     from bloomery.report.model_page import Asked, CheckedModel, ModelFacts
-    from bloomery.train.model_folder import Found
+    from bloomery.train.model_folder import ModelFiles
     from bloomery.train.use import Use
 
 
@@ -77,17 +77,17 @@ def _title(name: str) -> str:
     return expanded(last).resolve().name if expanded(last).exists() else last
 
 
-def _examined(found: "Found", facts: "ModelFacts", words: Words, *, where: str, use: "Use") -> "Asked":
+def _examined(found: "ModelFiles", facts: "ModelFacts", words: Words, *, where: str, use: "Use") -> "Asked":
     """One model at a time is in memory."""
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
     from bloomery.report.model_page import Asked
-    from bloomery.train.model_folder import Found
+    from bloomery.train.model_folder import ModelFiles
 
     data = data_path(words.data) if words.data is not None else None
     put = _put(load_tokenizer(found.tokenizer), facts, words, data)
     models = [("model" if found.base is None else "with the adapter", found)]
     if found.base is not None:
-        models.insert(0, ("base", Found(found.base, None, found.tokenizer, found.trained)))
+        models.insert(0, ("base", ModelFiles(found.base, None, found.tokenizer, found.trained)))
     examined: list[CheckedModel] = []
     notes: list[str] = []
     for title, one in models:
@@ -123,7 +123,15 @@ def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path |
 
 
 def _examine(
-    title: str, one: "Found", put: _Put, data: Path | None, *, template: str | None, where: str, size: int, use: "Use"
+    title: str,
+    one: "ModelFiles",
+    put: _Put,
+    data: Path | None,
+    *,
+    template: str | None,
+    where: str,
+    size: int,
+    use: "Use",
 ) -> "tuple[CheckedModel, list[str]]":
     from bloomery.report.heldout import stretches
     from bloomery.report.model_page import CheckedModel

@@ -37,10 +37,10 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
 from bloomery.model.families.registry import config_to_hf
-from bloomery.model.io.safetensors import Reader
+from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import find_tensors
 from bloomery.model.io.weights import StoredModel, load_decoder, write_json, write_model, write_model_piecewise
-from bloomery.train.model_folder import Found
+from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
@@ -82,7 +82,7 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
         (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
         if verify:
             copies = find_tensors(draft)
-            with Reader() as reader:
+            with TensorReader() as reader:
                 for name, stored in tensors.items():
                     rows = stored.shape[0] if stored.shape else 1
                     one, other = (reader.read(each, 0, rows).view(torch.uint8) for each in (stored, copies[name]))
@@ -94,7 +94,7 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
     return _exported(out, proofs)
 
 
-def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+def export_adapter(found: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
     """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
 
     Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
@@ -123,7 +123,7 @@ def export_adapter(found: Found, out: Path, *, verify: bool = True, use: Use | N
 
 
 def export_merged(
-    found: Found, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+    found: ModelFiles, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
 ) -> Exported:
     """Writes the new folder `out`, whole or not at all. `dtype`: None keeps the base's.
 
@@ -314,7 +314,7 @@ def merged_pieces(
 
 
 def _write_merged(
-    found: Found, base: Path, draft: Path, asked: str | None, use: Use
+    found: ModelFiles, base: Path, draft: Path, asked: str | None, use: Use
 ) -> tuple[ModelConfig, torch.dtype]:
     """Piece by piece where that can be; PEFT's own methods and foreign layers merge as a whole."""
     if read_settings(found.weights)["peft_type"] == "LORA" and read_config(base).transformers_backend is None:

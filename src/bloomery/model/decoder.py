@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.attention.attend import Backend, Layout, attend, layout_of
+from bloomery.model.attention.attend import Backend, DocumentLayout, attend, layout_of
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.config import ModelConfig
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate
-from bloomery.model.transformers_backend.backbone import ForeignBackbone, output_of
+from bloomery.model.transformers_backend.backbone import TransformersBackbone, output_of
 
 ALL_LOGITS = Logits()
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
             self.q_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else queries)
             self.k_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else keys)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None) -> Tensor:
         config = self.config
         q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
         # Norm and rotation both compute in float32: nothing is rounded between them.
@@ -110,7 +110,9 @@ class Block(nn.Module):
         self.self_attn = Attention(config, layer, backend)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None = None
+    ) -> Tensor:
         """Two additions to the residual stream; a norm stands before each, after each, or on both sides."""
         before, after = self.placement != "after", self.placement != "before"
         y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
@@ -208,9 +210,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model: Backbone | ForeignBackbone
+        self.model: Backbone | TransformersBackbone
         if config.transformers_backend is not None:
-            self.model = ForeignBackbone(config, attention or plain_backend(config))
+            self.model = TransformersBackbone(config, attention or plain_backend(config))
             self.lm_head = output_of(self.model.whole)
             self.tie()
             return
@@ -226,7 +228,7 @@ class Decoder(nn.Module):
 
         What transformers' layers compute from the config alone is computed then, too.
         """
-        if isinstance(self.model, ForeignBackbone):
+        if isinstance(self.model, TransformersBackbone):
             self.model.restore()
         if self.config.tie_embeddings and self.config.head == "tokens":
             self.lm_head.weight = self.model.embed_tokens.weight

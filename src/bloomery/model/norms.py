@@ -27,7 +27,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class LeanRms(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     """RMS norm that saves its input and one number a row.
 
     torch has no fused kernel for it on the CPU: the composite runs six passes and saves three copies of the input.
@@ -57,7 +57,7 @@ class LeanRms(torch.autograd.Function):
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
     if not torch.compiler.is_compiling() and kind_of(x.device) == "cpu":
-        normed: Tensor = LeanRms.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
+        normed: Tensor = RMSNormFunction.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
         return normed
     if x.dtype == gain.dtype:
         return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)

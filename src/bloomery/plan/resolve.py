@@ -13,7 +13,7 @@ from bloomery.core.units import GIB, MIB, Duration
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs.calibration import threads
 from bloomery.model.config import ModelConfig
-from bloomery.model.quantization.sizes import Reader, backend
+from bloomery.model.quantization.sizes import Dequantizer, backend
 from bloomery.plan import batch, lengths, mesh
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.calibrated import StepEstimator, compile_gain
@@ -156,7 +156,7 @@ class _Step:
     precision: Choice[str]
     attention: Choice[str]
     compiled: Choice[bool]
-    reader: Choice[Reader]
+    reader: Choice[Dequantizer]
     scale: lengths.Scale
     micro_batching: batch.MicroBatching
     seconds: Estimate | None

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, PositiveInt
 from bloomery.core.units import Duration
 from bloomery.data.shards.format import Texts
 from bloomery.model.config import ModelConfig
-from bloomery.model.quantization.sizes import Reader
+from bloomery.model.quantization.sizes import Dequantizer
 from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
 
 Origin = Literal["table", "probe", "measured"]
@@ -142,13 +142,13 @@ class OptimizerPlan(PlanPart):
 class ScheduleBlock(PlanPart):
     """Steps of a wall-time run whose learning rates are fixed, and written to plan.json, before the first of them.
 
-    After `step` steps the `share` of the training is done; from there to step `until` it grows as if the run had
+    `fraction` of the run is done after `step` steps; from there to step `until` it grows as if the run had
     `steps` steps. `step_seconds` is what a step was measured to take; None: not measured yet.
     """
 
     step: int
     until: int
-    share: float
+    fraction: float
     steps: int
     step_seconds: float | None = None
 
@@ -272,7 +272,7 @@ class RunPlan(PlanPart):
     objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
-    quantized_by: Reader = "torch"  # whose code reads a quantised base
+    quantized_by: Dequantizer = "torch"  # whose code reads a quantised base
     torch: str  # the version that the plan was made for
     memory: MemoryEstimate
     step_seconds: Estimate | None  # None: nothing is known of this device

@@ -15,8 +15,8 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.plan.types import RunPlan
 
 if TYPE_CHECKING:
-    from bloomery.train.evaluation.answers import Question
-    from bloomery.train.model_folder import Found
+    from bloomery.train.evaluation.answers import PromptAndResponse
+    from bloomery.train.model_folder import ModelFiles
     from bloomery.train.use import Use
 
 _TOKENS = 260  # of one document: what two columns show without scrolling for long
@@ -76,14 +76,14 @@ def _price(
 
     from bloomery.model.io.weights import fresh_decoder
     from bloomery.train.evaluation.scoring import score_documents
-    from bloomery.train.model_folder import Found, find_model
+    from bloomery.train.model_folder import ModelFiles, find_model
     from bloomery.train.use import Use, load_used
 
     use, found = use or Use("cpu"), find_model(checkpoint)
     if plan.model.source is None:
         before = fresh_decoder(plan.model.config, seed=plan.train.seed, device=use.device)
     else:
-        base, size = Found(plan.model.source, None, found.tokenizer, found.trained), plan.model.config.vocab_size
+        base, size = ModelFiles(plan.model.source, None, found.tokenizer, found.trained), plan.model.config.vocab_size
         before = load_used(base, use, dtype=torch.float32, vocab_size=size)
     first = next(score_documents(before, [tokens]))
     del before  # only one model at a time
@@ -157,8 +157,8 @@ def compare_answers(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use
     Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
     twice.
     """
-    from bloomery.train.evaluation.answers import held_out_questions
-    from bloomery.train.model_folder import Found, find_model
+    from bloomery.train.evaluation.answers import validation_prompts
+    from bloomery.train.model_folder import ModelFiles, find_model
     from bloomery.train.sealed import newest_valid
 
     aim = plan.objective.spec
@@ -169,12 +169,12 @@ def compare_answers(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use
         return []
     try:
         tokenizer = load_tokenizer(plan.data.prepared)
-        questions = held_out_questions(plan.data.prepared, _QUESTIONS_LOOKED_AT)
+        questions = validation_prompts(plan.data.prepared, _QUESTIONS_LOOKED_AT)
         once = {tuple(question.prompt): question for question in reversed(questions)}.values()  # pairs share a prompt
         chosen = sorted(once, key=lambda question: len(question.prompt))[:_QUESTIONS]
         size = plan.model.config.vocab_size  # a base may lack tokens that the run has added
         found = find_model(checkpoint)
-        base = Found(plan.model.source, None, found.tokenizer, found.trained)
+        base = ModelFiles(plan.model.source, None, found.tokenizer, found.trained)
         before, after = (_answers(one, chosen, tokenizer, size, use) for one in (base, found))
     except UserError:  # the section above says what is wrong with the text or the model
         return []
@@ -185,7 +185,7 @@ def compare_answers(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use
 
 
 def _answers(
-    found: "Found", questions: "list[Question]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
+    found: "ModelFiles", questions: "list[PromptAndResponse]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
 ) -> list[str]:
     """One model at a time is in memory."""
     import torch

@@ -20,7 +20,7 @@ from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import Stored, find_tensors, stored_in, stored_parameters
 from bloomery.report.heldout import ANSWERS_NOTE, LEGEND, Priced, level
 from bloomery.report.render import render
-from bloomery.train.model_folder import Found
+from bloomery.train.model_folder import ModelFiles
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModelFacts:
     adapter: AdapterFacts | None
 
 
-def read_facts(found: Found) -> ModelFacts:
+def read_facts(found: ModelFiles) -> ModelFacts:
     """Raises UserError for what is damaged, pickled, or an adapter of another base."""
     source = found.base or found.weights
     config = read_config(source)

@@ -27,8 +27,8 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
 from bloomery.train.context import open_loader
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
-from bloomery.train.evaluation.scoring import Judgement, judge_pairs, score_documents
-from bloomery.train.model_folder import Found, find_model
+from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
+from bloomery.train.model_folder import ModelFiles, find_model
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.use import Tell, Use, load_used
 
@@ -65,7 +65,7 @@ class Text:
 def evaluate_model(
     model: Path, data: Path | None, *, step: str = "best", bos: bool = True, template: str | None = None,
     use: Use | None = None, tell: Tell = lambda _: None,
-) -> tuple[Evaluation | Judgement, list[str]]:  # fmt: skip
+) -> tuple[Evaluation | PairMetrics, list[str]]:  # fmt: skip
     """How a model predicts `data`, or a reward model judges the pairs in it, and what a reader of that must know.
 
     `model`: what `find_model` takes. `data`: None means a run's own validation split. Raises UserError.
@@ -107,7 +107,7 @@ def load_to_evaluate(
 
 
 def load_found(
-    found: Found, *, where: str, vocab_size: int = 0, use: Use | None = None, tell: Tell = lambda _: None
+    found: ModelFiles, *, where: str, vocab_size: int = 0, use: Use | None = None, tell: Tell = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` of what was found, with at least `vocab_size` tokens. Raises UserError for a reward model."""
     decoder, tokenizer = _load(found, vocab_size, use, tell)
@@ -115,7 +115,7 @@ def load_found(
     return decoder, tokenizer
 
 
-def _load(found: Found, vocab_size: int, use: Use | None, tell: Tell) -> tuple[Decoder, Tokenizer]:
+def _load(found: ModelFiles, vocab_size: int, use: Use | None, tell: Tell) -> tuple[Decoder, Tokenizer]:
     use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
     decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, tell=tell)
@@ -175,7 +175,7 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
 
 def judge(
     decoder: Decoder, tokenizer: Tokenizer, data: Path, *, template: str | None = None, row: int | None = None
-) -> tuple[Judgement, list[str]]:
+) -> tuple[PairMetrics, list[str]]:
     """How a reward model judges the pairs in `data`, and what a reader of that must know.
 
     `data` is what it is to evaluate. `row`: both answers share so many tokens, as in training; without it each may fill
@@ -192,7 +192,7 @@ def judge(
         fix = "name pairs of a chosen and a rejected answer: --data PATH"
         raise UserError("there is no pair to judge", where=str(data), fix=fix)
     kept = [(ids[:count], fits) for (ids, _), count, fits in zip(sides, lengths.ravel(), good.repeat(2), strict=True)]
-    found = judge_pairs(decoder, [ids for ids, fits in kept if fits])
+    found = score_pairs(decoder, [ids for ids, fits in kept if fits])
     if not math.isfinite(found.loss):
         fix = "evaluate an earlier checkpoint with --step"
         raise UserError("the model's values are not finite numbers: its weights are damaged", where=str(data),

@@ -109,7 +109,7 @@ class Waiting:
 
 
 LOOK_SECONDS = 5.0  # between two looks
-TOLD_EVERY = 3  # looks to an event, once a run is older than
+REPORT_SECONDS = 3  # looks to an event, once a run is older than
 YOUNG_SECONDS = 600.0
 LONGEST_SECONDS = 30.0  # that one look stands for: a machine that slept used no power meanwhile
 ENDING_SECONDS = 1.0
@@ -196,7 +196,7 @@ class Watcher:
                 self._look()
                 looks += 1
                 often = time.monotonic() - began < YOUNG_SECONDS or ending
-                if looks > 1 and (often or looks % TOLD_EVERY == 0):
+                if looks > 1 and (often or looks % REPORT_SECONDS == 0):
                     self._tell()
                 if ending:
                     return

@@ -22,7 +22,7 @@ from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepD
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.telemetry import PAUSE, Waiting
-from bloomery.train.run import Diverged, MemoryFull, Unsound
+from bloomery.train.run import Diverged, OutOfMemory, Unsound
 
 DONE, FAILED, STOPPED = 0, 1, 75
 UNSOUND, MEMORY_FULL, DIVERGED = 3, 4, 5  # failures that a safer plan may prevent
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
             raise
         report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
         os.write(words.report, json.dumps(report).encode())
-        kinds = ((Unsound, UNSOUND), (MemoryFull, MEMORY_FULL), (Diverged, DIVERGED))
+        kinds = ((Unsound, UNSOUND), (OutOfMemory, MEMORY_FULL), (Diverged, DIVERGED))
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 
 

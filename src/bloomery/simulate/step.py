@@ -27,7 +27,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
 from bloomery.simulate.tensors import FakeResults, GpuFunctions, MemoryTracker, compile_blocks, flash
 from bloomery.train.forward import forward
-from bloomery.train.objectives.build import build_objective, completed, meta_teacher
+from bloomery.train.objectives.build import build_objective, meta_teacher, with_text_structure
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step
@@ -223,7 +223,7 @@ def _batch(plan: RunPlan) -> Batch:
     """A micro-batch."""
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
-    return completed(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)
+    return with_text_structure(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from bloomery.model.acting import kind_of
 from bloomery.model.attention import blockwise, per_document
-from bloomery.model.attention.attend import Layout
-from bloomery.model.attention.blockwise import Options, Rows, attention_operator, like_projection, sums_like
+from bloomery.model.attention.attend import DocumentLayout
+from bloomery.model.attention.blockwise import Options, QueryDocuments, attention_operator, like_projection, sums_like
 from bloomery.model.decoder import Block
-from bloomery.model.norms import LeanRms, widened
+from bloomery.model.norms import RMSNormFunction, widened
 from bloomery.model.quantization.sizes import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.model.rope import Rotary
 
@@ -154,7 +154,7 @@ class FakeResults(TorchDispatchMode):
             _ours.flash_backward.default: _flash_backward,
             _ours.per_document.default: _per_document,
             _ours.per_document_backward.default: _per_document_backward,
-            _ours.quantised_product.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
+            _ours.quantized_matmul.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
             _ours.quantised_product_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
         }
 
@@ -256,7 +256,7 @@ class GpuFunctions(TorchFunctionMode):
             return _dropout(*args, **(kwargs or {}))
         if func is F.rms_norm:
             given = kwargs or {}
-            return LeanRms.apply(args[0], widened(given["weight"]), given["eps"], args[0].dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
+            return RMSNormFunction.apply(args[0], widened(given["weight"]), given["eps"], args[0].dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
         return func(*args, **(kwargs or {}))
 
 
@@ -273,9 +273,9 @@ def _never(*_: Any, **__: Any) -> Any:
 _flash = attention_operator("flash", _never, _never, sums=sums_like)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, _layout: Layout, options: Options) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, _layout: DocumentLayout, options: Options) -> Tensor:
     """A backend of attention: FlashAttention-2 (Dao, arXiv:2307.08691) as PyTorch calls it."""
-    return _flash(q, k, v, Rows(None, None, None), options)
+    return _flash(q, k, v, QueryDocuments(None, None, None), options)
 
 
 def _flash_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, sums: Tensor, *_: Any) -> Any:
@@ -308,7 +308,7 @@ class _Graphs:
         self._traced: dict[bool, Callable[..., Tensor]] = {}  # by whether there is a rotation
 
     def forward_of(self, block: Block) -> Callable[..., Tensor]:
-        def forward(x_BTD: Tensor, rotary: Rotary | None, layout: Layout, cache: None = None) -> Tensor:
+        def forward(x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: None = None) -> Tensor:
             assert cache is None, "training has no cache"
             names = [field.name for field in fields(layout) if getattr(layout, field.name) is not None]
             seen, tables = [getattr(layout, name) for name in names], [] if rotary is None else list(rotary)
@@ -329,7 +329,7 @@ class _Graphs:
         from torch._inductor.decomposition import select_decomp_table
 
         def whole(parameters: list[Tensor], tables: list[Tensor], seen: list[Tensor], x_BTD: Tensor) -> Any:
-            given = x_BTD, Rotary(*tables) if turns else None, Layout(**dict(zip(names, seen, strict=True)))
+            given = x_BTD, Rotary(*tables) if turns else None, DocumentLayout(**dict(zip(names, seen, strict=True)))
             return torch.func.functional_call(self._inside, dict(zip(self._names, parameters, strict=True)), given)
 
         def compiled(graph: torch.fx.GraphModule, _inputs: object) -> Callable[[list[Tensor]], Any]:

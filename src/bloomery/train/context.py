@@ -33,7 +33,7 @@ from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.objectives.build import Objective, build_objective
-from bloomery.train.objectives.reference import Watch, precompute, reference_file
+from bloomery.train.objectives.reference import ReferenceProgress, precompute, reference_file
 from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
@@ -166,12 +166,12 @@ def open_context(
             run_dir / "checkpoints",
             plan.checkpoint.keep,
             plan.checkpoint.async_save,
-            writer=state.kept.writer,
+            writer=state.checkpointed.writer,
             tokenizer=prepared,
             emit=emit,
         ),
         # Of the parameters that should learn; where no adapter does that is all of them.
-        health_check=HealthCheck({name: p for name, p in named if p.requires_grad or not adapts}, beside_frozen=adapts),
+        health_check=HealthCheck({name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts),
         recorder=Recorder(run_dir, state.model_and_optimizer, emit),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was cut short is saved again, with what that finds.
@@ -227,9 +227,9 @@ def reference_files(
     done, total = 0, sum(loader.stored_rows for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
-            state.model_and_optimizer.model, loader, files[split], rows=plan.eval.micro_batch_size,
-            score_chunk=plan.model.score_chunk, precision=plan.train.precision, watch=Watch(emit, stop, done, total),
-            run=run,
+            state.model_and_optimizer.model, loader, files[split], batch_size=plan.eval.micro_batch_size,
+            score_chunk=plan.model.score_chunk, precision=plan.train.precision, run=run,
+            progress=ReferenceProgress(emit, stop, done, total),
         )  # fmt: skip
         done += loader.stored_rows
     if missing and resume_from is not None:

@@ -16,7 +16,7 @@ from typing import Literal, final
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, provisional_steps
 from bloomery.plan.types import RunPlan, ScheduleBlock
-from bloomery.train.optim.schedules import block_at, share_done, share_of_run
+from bloomery.train.optim.schedules import block_at, fraction_done, fraction_of_run
 
 BLOCK = 0.02  # of the time: about how long the steps of a block take
 RECENT = 0.1  # of the time: the steps that a step's seconds are taken from
@@ -32,35 +32,35 @@ class Costs:
     """Measured seconds of what a run does again and again; kept up to date."""
 
     step: float
-    row: float  # of the validation split
+    sequence: float  # one of the validation set
     samples: float  # all of one evaluation
     save: float
-    rows: int = 0  # of the validation split
+    sequences: int = 0  # in the validation set
     end: float = 0.0  # of the last checkpoint besides, which is waited for
 
     def evaluation(self, plan: RunPlan) -> float:
-        return min(plan.eval.sequences or self.rows, self.rows) * self.row + self.samples
+        return min(plan.eval.sequences or self.sequences, self.sequences) * self.sequence + self.samples
 
-    def until_the_end(self, plan: RunPlan, *, done: int, share: float = 0.0) -> float:
+    def until_the_end(self, plan: RunPlan, *, done: int, fraction: float = 0.0) -> float:
         """Seconds from the end of step `done` to that of the run, with an evaluation and a checkpoint at the end.
 
-        `share`: how much of the run is done by then.
+        `fraction`: how much of the run is done by then.
         """
         steps = plan.train.steps
         assert steps is not None
-        evaluations = _left("evaluation", plan, done, share)
-        saves = _left("checkpoint", plan, done, share)
+        evaluations = _left("evaluation", plan, done, fraction)
+        saves = _left("checkpoint", plan, done, fraction)
         return (steps - done) * self.step + evaluations * self.evaluation(plan) + saves * self.save + self.end
 
 
-def _left(what: Repeated, plan: RunPlan, done: int, share: float) -> int:
+def _left(what: Repeated, plan: RunPlan, done: int, fraction: float) -> int:
     """How often it happens after step `done`: at every multiple, and at the end."""
     assert plan.train.steps is not None
     every = _every(what, plan)
     if isinstance(every, int):
         return -(-plan.train.steps // every) - done // every
     whole = int(1.0 / every + _EPSILON)
-    return whole - int(share / every + _EPSILON) + (whole * every < 1.0 - _EPSILON)
+    return whole - int(fraction / every + _EPSILON) + (whole * every < 1.0 - _EPSILON)
 
 
 def _every(what: Repeated, plan: RunPlan) -> float | int:
@@ -72,8 +72,8 @@ def _every(what: Repeated, plan: RunPlan) -> float | int:
         return steps
     asked = plan.lengths.evaluation if what == "evaluation" else plan.lengths.checkpoint
     assert asked is not None
-    share = share_of_run(asked, plan.train.seconds)
-    return steps if share is None else share
+    fraction = fraction_of_run(asked, plan.train.seconds)
+    return steps if fraction is None else fraction
 
 
 def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
@@ -83,7 +83,7 @@ def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
         return step % every == 0
     if math.isinf(every):
         return False
-    before, after = (int(share_done(at, blocks) / every + _EPSILON) for at in (step - 1, step))
+    before, after = (int(fraction_done(at, blocks) / every + _EPSILON) for at in (step - 1, step))
     return after > before
 
 
@@ -129,8 +129,8 @@ class Timer:
 
     def note_evaluation(self, seconds: float, plan: RunPlan) -> None:
         """What one really took."""
-        if self.costs is not None and self.costs.rows:
-            self.costs.row = seconds / min(plan.eval.sequences or self.costs.rows, self.costs.rows)
+        if self.costs is not None and self.costs.sequences:
+            self.costs.sequence = seconds / min(plan.eval.sequences or self.costs.sequences, self.costs.sequences)
 
     def note_samples(self, seconds: float) -> None:
         if self.costs is not None:
@@ -190,7 +190,7 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
     assert seconds is not None
     blocks = blocks if blocks and blocks[0].step <= step else ()
     begins = min(1.0, timer.elapsed / seconds) if step else 0.0  # what passed before the first step trained nothing
-    share = share_done(step, blocks) if blocks else begins
+    fraction = fraction_done(step, blocks) if blocks else begins
     lasts = measured(plan, timer, step=step)
     if lasts is None:
         if blocks:
@@ -203,19 +203,19 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
             guessed = max(CAUTIOUS_STEPS, provisional or UNKNOWN_STEPS)
         left = MEASURED_STEPS - timer.steps  # all that are to be timed, one where they may take long
         length = left if timer.steps and left * timer.last <= BLOCK * seconds else 1
-        guess = ScheduleBlock(step=step, until=step + length, share=share, steps=guessed)
+        guess = ScheduleBlock(step=step, until=step + length, fraction=fraction, steps=guessed)
         return _with(plan, None, (*blocks, guess))
     assert timer.costs is not None, "costs are measured before they are needed"
     timer.costs.step = lasts
-    plan = fitted(plan, timer.costs, done=step, seconds=seconds - timer.elapsed, share=share)
+    plan = fitted(plan, timer.costs, done=step, seconds=seconds - timer.elapsed, fraction=fraction)
     steps = plan.train.steps
     assert steps is not None
     length = max(1, min(int(BLOCK * seconds / lasts), (steps - step + 2) // 3)) if steps > step else 0
-    block = ScheduleBlock(step=step, until=step + length, share=share, steps=steps, step_seconds=lasts)
+    block = ScheduleBlock(step=step, until=step + length, fraction=fraction, steps=steps, step_seconds=lasts)
     return _with(plan, steps, (*blocks, block))
 
 
-def fitted(plan: RunPlan, costs: Costs, *, done: int, seconds: float, share: float = 0.0) -> RunPlan:
+def fitted(plan: RunPlan, costs: Costs, *, done: int, seconds: float, fraction: float = 0.0) -> RunPlan:
     """The plan with the steps that end `seconds` from now, to half a step, with all that comes between and after.
 
     At least `done`, and those that the recipe asks for.
@@ -224,7 +224,7 @@ def fitted(plan: RunPlan, costs: Costs, *, done: int, seconds: float, share: flo
     low, high = least, max(least, done + max(0, int(seconds / costs.step)) + 1) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        ends = costs.until_the_end(_longer(plan, middle, costs.step), done=done, share=share)
+        ends = costs.until_the_end(_longer(plan, middle, costs.step), done=done, fraction=fraction)
         low, high = (middle, high) if ends <= seconds + costs.step / 2 else (low, middle)
     return _longer(plan, low, costs.step)
 

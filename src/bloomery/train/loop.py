@@ -15,7 +15,7 @@ from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
 from bloomery.train.length import Timer, due
 from bloomery.train.objectives.reference import Stopped
 from bloomery.train.optim.schedules import planned_lr_scale
-from bloomery.train.recover import Action, Full, attempt, judge, rewind, save, shrink
+from bloomery.train.recover import Action, AllocationFailed, attempt, check_step, rewind, save, shrink
 from bloomery.train.step import train_step
 
 Outcome = Literal["done", "stopped"]
@@ -87,18 +87,18 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     looks = context.health_check.due(context.step + 1, context.plan.logging.every_steps)
     state.model_and_optimizer.health_check = context.health_check if looks else None
     objective = context.recorder.objective(context.objective)
-    full = partial(context.recorder.memory_full, context.plan, context.step + 1, f"step {context.step + 1}")
+    full = partial(context.recorder.record_out_of_memory, context.plan, context.step + 1, f"step {context.step + 1}")
     result = attempt(
         lambda: train_step(state.model_and_optimizer, batches, objective, plan=plan, lr_scale=lr_scale), state, full
     )
-    if isinstance(result, Full):
+    if isinstance(result, AllocationFailed):
         return shrink(context, result)
-    rows = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch_size)
-    state.cursor = Cursor(state.cursor.seed, rows.stop)
+    sequences = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch_size)
+    state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step
     context.emit_step(result, batches, lr_scale=lr_scale, seconds=time.perf_counter() - begun, waited=waited)
-    return judge(context, result, rows, batches[0])
+    return check_step(context, result, sequences, batches[0])
 
 
 def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:

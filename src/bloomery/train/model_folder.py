@@ -23,7 +23,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelFiles:
     """`weights` holds config.json, or adapter_config.json; then `base` is the model that it adapts."""
 
     weights: Path
@@ -32,7 +32,7 @@ class Found:
     trained: Trained | None = None  # None: no run's checkpoint, or one of another version's plan
 
 
-def find_model(model: Path, step: str = "best") -> Found:
+def find_model(model: Path, step: str = "best") -> ModelFiles:
     """What `model` means: as `model_folder` says, or BASE+ADAPTER, which chooses the base. Raises UserError."""
     base, adapter = split(model)
     weights = model_folder(adapter, step)
@@ -40,10 +40,10 @@ def find_model(model: Path, step: str = "best") -> Found:
         if base is not None:
             fix = "name the folder of an adapter, or a run that trained one, after the +"
             raise UserError("this is a whole model, not an adapter", where=str(adapter), fix=fix)
-        return Found(weights, None, weights, _trained(weights))
+        return ModelFiles(weights, None, weights, _trained(weights))
     base = base_folder(weights) if base is None else model_folder(base)
     own = any((weights / name).is_file() for name in TOKENIZERS)
-    return Found(weights, base, weights if own else base, _trained(weights))
+    return ModelFiles(weights, base, weights if own else base, _trained(weights))
 
 
 def _trained(weights: Path) -> Trained | None:

@@ -23,7 +23,7 @@ from bloomery.train.checkpoint import newest_valid
 from bloomery.train.context import RunContext
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.process import out_of_memory
-from bloomery.train.run import Diverged, MemoryFull
+from bloomery.train.run import Diverged, OutOfMemory
 from bloomery.train.state import TrainState, go_back, random_states, set_random_states
 from bloomery.train.step import StepResult
 
@@ -33,7 +33,7 @@ Action = Literal["step", "skip", "rewind", "again"]
 
 @final
 @dataclass(frozen=True)
-class Full:
+class AllocationFailed:
     """An attempt ended because memory ran out; `wanted` is what the allocator was asked for, "" when it did not say.
 
     `listed`: the file in the run's folder that says what filled memory, "" without one.
@@ -46,8 +46,8 @@ class Full:
         return f"memory ran out ({self.wanted} more were wanted)" if self.wanted else "memory ran out"
 
 
-def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str) -> R | Full:
-    """What `work` returns; when memory runs out in it, `Full`, and the state is as before.
+def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str) -> R | AllocationFailed:
+    """What `work` returns; when memory runs out in it, `AllocationFailed`, and the state is as before.
 
     `listing` is called while everything that filled memory is still there, and names the file where it wrote that.
 
@@ -60,7 +60,7 @@ def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str]
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        full = Full(_wanted(str(error)), listing())
+        full = AllocationFailed(_wanted(str(error)), listing())
     # Outside the handler: the traceback held every tensor of the attempt.
     state.model_and_optimizer.optimizer.zero_grad()
     set_random_states(random)
@@ -78,7 +78,7 @@ def _wanted(text: str) -> str:
     return format_bytes(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
 
 
-def shrink(context: RunContext, full: Full) -> Action:
+def shrink(context: RunContext, full: AllocationFailed) -> Action:
     """The step that memory was too small for is taken again in smaller micro-batches; `plan.json` keeps them.
 
     Raises MemoryFull when its micro-batches are single rows, or cannot be cut.
@@ -92,7 +92,7 @@ def shrink(context: RunContext, full: Full) -> Action:
     fallback = smaller_micro_batch(plan, f"{place} with {rows}")
     if fallback is None:
         at_once = "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
-        raise MemoryFull(
+        raise OutOfMemory(
             f"{place}, with {at_once} of {plan.data.sequence_length:,} tokens at once{who_else(plan.train.device)}",
             where=f"train.micro_batch_size={rows}{listed}",
             fix=_fix(plan),
@@ -153,10 +153,10 @@ def other_processes(found: tuple[GpuProcess, ...], *, others: int, total: int) -
     return used + (f" (on the GPUs of this machine: {named})" if named else "")
 
 
-def judge(context: RunContext, result: StepResult, rows: range, first: Batch) -> Action:
+def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
     """What follows from a step that learned from `rows`; says so when it was not taken."""
     if result.taken:
-        return context.state.policy.judge(True, step=context.step, rows=rows)
+        return context.state.policy.decide(True, step=context.step, sequences=sequences)
     scale = context.state.model_and_optimizer.scale
     if result.overflowed and scale is not None:
         reason = (
@@ -166,11 +166,11 @@ def judge(context: RunContext, result: StepResult, rows: range, first: Batch) ->
         return "skip"
     what = "gradient" if math.isfinite(result.loss) else "loss"
     text = context.tokenizer.decode(first.tokens[0, :40].tolist())
-    where = f"rows {rows.start} to {rows.stop - 1} of the shuffled data, which begin with {text!r}"
-    reason = f"the {what} of step {context.step} is not a finite number ({where}): the step was {result.left}"
+    where = f"sequences {sequences.start} to {sequences.stop - 1}, which begin with {text!r}"
+    reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.left}"
     context.emit(Warned(step=context.step, reason=reason))
     exhausted = scale is not None and what == "gradient"
-    return context.state.policy.judge(False, step=context.step, rows=rows, what=what, exhausted=exhausted)
+    return context.state.policy.decide(False, step=context.step, sequences=sequences, what=what, exhausted=exhausted)
 
 
 def rewind(context: RunContext) -> None:
@@ -181,8 +181,8 @@ def rewind(context: RunContext) -> None:
     context.emit(
         Recovered(
             step=context.step,
-            reason=f"the loss was not a finite number up to step {bad_step}",
-            action=f"back to step {context.step}, and on with row {cursor.consumed:,} of the shuffled data",
+            reason=f"non-finite loss or gradient up to step {bad_step}",
+            action=f"resumes from step {context.step} with sequence {cursor.consumed:,} of the data order",
         )
     )
 

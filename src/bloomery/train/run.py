@@ -18,7 +18,7 @@ PROFILE_ASKED = "profile-asked"  # the file that holds how many steps somebody w
 NOT_RECORDED = "what was recorded of the run could not be written"
 
 
-class MemoryFull(UserError):
+class OutOfMemory(UserError):
     """Even a single row at once does not fit."""
 
 

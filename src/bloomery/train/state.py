@@ -17,7 +17,7 @@ from bloomery.model.adapters.peft_files import read_trained, write_adapter, writ
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.targets import Adaptation, adaptation
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import init_weights, quantise, read_model, write_model
+from bloomery.model.io.weights import init_weights, quantize_model, read_model, write_model
 from bloomery.parallel.apply import apply
 from bloomery.plan.store import note_model
 from bloomery.plan.types import RunPlan
@@ -47,7 +47,9 @@ class NonFinite:
         self._skipped = 0
         self._rewound = 0
 
-    def judge(self, finite: bool, *, step: int, rows: range, what: str = "loss", exhausted: bool = False) -> Action:
+    def decide(
+        self, finite: bool, *, step: int, sequences: range, what: str = "loss", exhausted: bool = False
+    ) -> Action:
         """What to do with the step that would be number `step` and has learned from `rows` of the shuffled data.
 
         `what` was not finite ("loss", "gradient"). `exhausted`: in float16, although nothing is scaled any more: other
@@ -66,8 +68,8 @@ class NonFinite:
         tried = f"skipping {self.skips} steps in a row"
         tried += " and lowering the loss scale to 1" if exhausted else f" and rewinding {self.rewinds} times"
         raise Diverged(
-            f"the {what} is not a finite number at step {step}, rows {rows.start} to {rows.stop - 1} of the shuffled "
-            f"data; {tried} did not help",
+            f"non-finite {what} at step {step}, sequences {sequences.start} to {sequences.stop - 1}; "
+            f"{tried} did not help",
             where=f"step {step}",
             fix="lower optimizer.learning_rate, set train.max_grad_norm, or train in "
             "train.precision=float32 or bfloat16; the last good checkpoint is untouched",
@@ -86,7 +88,7 @@ METHOD = "method"  # the part, and the key of the state, of what a method of PEF
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialWeights:
     """The weights that training starts from: those of a folder, with rows of `new_ids` made anew, or fresh ones."""
 
     source: Path | None
@@ -118,7 +120,7 @@ class CheckpointedModel:
     """
 
     model: Decoder
-    start: Start
+    start: InitialWeights
     base: Base | None
     settings: Adaptation | None = None
     method: PeftAdapter | None = None
@@ -198,23 +200,23 @@ class RunProgress:
 
 @dataclass
 class TrainState:
-    """`model_and_optimizer` is what a step changes, `cursor` the next sequence, `policy` judges non-finite steps.
+    """Everything that a checkpoint restores.
 
-    `kept` is how the model gets into checkpoints. `base`: the model that an adapter adapts; None where every parameter
-    is trained.
+    `cursor`: the next sequence. `policy` decides about non-finite steps. `checkpointed` writes and reads the model.
+    `base`: the model that an adapter adapts; None without an adapter.
     """
 
     model_and_optimizer: ModelAndOptimizer
     cursor: Cursor
     progress: RunProgress
     policy: NonFinite
-    kept: CheckpointedModel
+    checkpointed: CheckpointedModel
     base: Base | None = None
 
     def parts(self) -> Parts:
         """Tensors by part of a checkpoint; the live ones, not copies."""
         return {
-            **self.kept.parts(),
+            **self.checkpointed.parts(),
             "optimizer": self.model_and_optimizer.optimizer.named_tensors(),
             "rng": random_states(),
         }
@@ -230,7 +232,7 @@ class TrainState:
             "policy": self.policy.state(),
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
-            **self.kept.scalars(),
+            **self.checkpointed.scalars(),
         }
 
 
@@ -243,7 +245,7 @@ def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path
     model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
-    start, adapter = Start(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
+    start, adapter = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
     base = None if start.source is None or isinstance(adapter, NoAdapter) else base_of(start.source)
     method, settings = None, adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None
     if isinstance(adapter, Peft):
@@ -255,12 +257,12 @@ def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path
     model_and_optimizer = ModelAndOptimizer(
         model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method
     )
-    kept = CheckpointedModel(model, start, base, settings, method)
-    state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), kept, base)
+    checkpointed = CheckpointedModel(model, start, base, settings, method)
+    state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), checkpointed, base)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
             base.refuse_change(noted["digest"], where=str(resume_from))
-        kept.read_frozen()
+        checkpointed.read_frozen()
     go_back(state, plan, resume_from, policy=True)
     return state
 
@@ -274,7 +276,7 @@ def empty_model(plan: RunPlan) -> Decoder:
         if isinstance(plan.adapter, Peft):
             model.requires_grad_(False)  # PEFT adds to weights that are there, so its method comes when they are read
     if plan.quantize.kind != "none":
-        quantise(model, plan.quantize, reader=plan.quantized_by)
+        quantize_model(model, plan.quantize, reader=plan.quantized_by)
     prepare_weights(model, plan.train.precision)
     return model
 
@@ -289,7 +291,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is None:
         torch.manual_seed(plan.train.seed)
-        state.kept.begin()
+        state.checkpointed.begin()
         state.model_and_optimizer.optimizer.load({}, {})
         state.cursor, state.progress = Cursor(plan.train.seed, 0), RunProgress()
         return
@@ -297,7 +299,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     if stored["cursor"]["seed"] != state.cursor.seed:
         problem = f"the checkpoint is of a run with the seed {stored['cursor']['seed']}, not {state.cursor.seed}"
         raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints")
-    state.kept.read(folder)
+    state.checkpointed.read(folder)
     state.model_and_optimizer.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     set_random_states(read_part(folder, "rng"))
     if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:

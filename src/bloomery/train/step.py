@@ -103,7 +103,7 @@ def train_step(
         scaled = parts.total * (factor / count)
         if model_and_optimizer.optimizer.fused_backward:
             assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
-            norm_inside = update_in_backward(
+            norm_inside = fused_backward_step(
                 model_and_optimizer, scaled, factor=factor, clip=plan.max_grad_norm, lr_scale=lr_scale
             )
             inside = total.new_tensor(norm_inside)
@@ -133,7 +133,7 @@ def train_step(
     return result
 
 
-def update_in_backward(
+def fused_backward_step(
     model_and_optimizer: ModelAndOptimizer, scaled: Tensor, *, factor: float, clip: float | None, lr_scale: float
 ) -> float:
     """Backward that updates as it goes: the norm over all gradients, not finite where it stopped half-way.

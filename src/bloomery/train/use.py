@@ -14,11 +14,11 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import load_decoder, quantise, quantised_weights
-from bloomery.model.quantization.sizes import PIECE_BYTES, Reader, backend, storage_bytes
+from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
+from bloomery.model.quantization.sizes import PIECE_BYTES, Dequantizer, backend, storage_bytes
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import in_precision, prepare_weights
-from bloomery.train.model_folder import Found
+from bloomery.train.model_folder import ModelFiles
 
 CONTEXT = 4096  # tokens whose keys and values are counted, where a model reads more
 WORKSPACE = 256 * 2**20  # bytes: what a forward needs beside weights, keys and values
@@ -67,7 +67,7 @@ class Use:
 
 
 def load_used(
-    found: Found, use: Use, *, dtype: torch.dtype | None = None, vocab_size: int = 0, tell: Tell = lambda _: None
+    found: ModelFiles, use: Use, *, dtype: torch.dtype | None = None, vocab_size: int = 0, tell: Tell = lambda _: None
 ) -> Decoder:
     """The decoder of what was found, quantized and in the precision in which its run computed.
 
@@ -88,7 +88,7 @@ def load_used(
     if trained is not None and precision != "float32" and not use.device == trained.device == "cpu":
         able = use.device == "cuda" if precision == "float16" else use.bfloat16
         precision = precision if able else None
-    reader: Reader = "torch"
+    reader: Dequantizer = "torch"
     if quantize.kind != "none" and use.device != "cpu" and use.machine is not None:
         reader = backend(use.machine, quantize.kind, device=use.device, compiled=False).value
     if trained is not None and quantize.kind != trained.quantize.kind:
@@ -101,7 +101,7 @@ def load_used(
     def arrange(decoder: Decoder) -> None:
         _freeze(decoder, whole=found.base is None)
         if quantize.kind != "none":
-            quantise(decoder, quantize, reader=reader)
+            quantize_model(decoder, quantize, reader=reader)
         if precision is not None:
             prepare_weights(decoder, precision)
         _refuse_full(decoder, quantize, use, str(found.weights), tell)
@@ -129,7 +129,7 @@ def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, tel
     config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
     # Keys and values, the largest matrix as floats, and a forward's other tensors.
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * min(config.max_positions, CONTEXT)
-    largest = max((each.outputs * each.inputs for _, each in quantised_weights(decoder)), default=0)
+    largest = max((each.outputs * each.inputs for _, each in quantized_weights(decoder)), default=0)
     needed, free = weights + cache + largest * (item + PIECE_BYTES) + WORKSPACE, use.free_bytes()
     kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
     said = f"{kind}: {format_bytes(weights)}, {format_bytes(needed)} with room to work; {use.name} has"

@@ -14,7 +14,7 @@ from bloomery.core.units import format_count, format_seconds
 if TYPE_CHECKING:
     from bloomery.cli.demo.chat import Tuned
     from bloomery.data.tokenizer.tokenizer import Tokenizer
-    from bloomery.train.evaluation.answers import Answer, Question
+    from bloomery.train.evaluation.answers import Completion, PromptAndResponse
 
 QUESTIONS = 24  # answered by each model; the loss is over all that were held out
 MAX_TOKENS = 160
@@ -49,11 +49,11 @@ def in_form(text: str, ended: bool) -> bool:
 def examine(story: Story, base: Path, runs: "Sequence[Tuned]", began: float) -> dict[str, Any]:
     """Figures, an answer of each, reports and what to type next; returns the document of `--json`."""
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.train.evaluation.answers import held_out_questions, shown
+    from bloomery.train.evaluation.answers import shown, validation_prompts
 
     prepared = runs[0].plan.data.prepared
     tokenizer = load_tokenizer(prepared)
-    questions = held_out_questions(prepared, QUESTIONS)
+    questions = validation_prompts(prepared, QUESTIONS)
     example = min(range(len(questions)), key=lambda number: len(questions[number].prompt))
     with story.busy("examining the three models on questions that they never saw"):
         marks = [_mark("base", base, prepared, questions, example, tokenizer)]
@@ -79,14 +79,14 @@ def examine(story: Story, base: Path, runs: "Sequence[Tuned]", began: float) -> 
 
 
 def _mark(
-    name: str, model: Path, prepared: Path, questions: "list[Question]", example: int, tokenizer: "Tokenizer"
+    name: str, model: Path, prepared: Path, questions: "list[PromptAndResponse]", example: int, tokenizer: "Tokenizer"
 ) -> Mark:
     from bloomery.runs.evaluate import evaluate, load_to_evaluate
     from bloomery.train.evaluation.answers import answer, shown
 
     decoder, _ = load_to_evaluate(model)
     loss = evaluate(decoder, tokenizer, prepared)[0].loss
-    said: list[Answer] = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in questions]
+    said: list[Completion] = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in questions]
     texts = [shown(tokenizer, one.ids) for one in said]
     good = [in_form(text, one.ended) for text, one in zip(texts, said, strict=True)]
     ended = sum(one.ended for one in said) / len(said)
@@ -94,7 +94,7 @@ def _mark(
 
 
 def _tuned_mark(
-    run: "Tuned", prepared: Path, questions: "list[Question]", example: int, tokenizer: "Tokenizer"
+    run: "Tuned", prepared: Path, questions: "list[PromptAndResponse]", example: int, tokenizer: "Tokenizer"
 ) -> Mark:
     from dataclasses import replace
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bloomery.model.adapters.targets import Adaptation, Pair, adaptation
 from bloomery.model.decoder import Decoder
 from bloomery.model.norms import widened
-from bloomery.model.quantization.weight import QuantisedWeight
+from bloomery.model.quantization.weight import QuantizedWeight
 from bloomery.model.randomness import stream
 from bloomery.recipe.schema import Lora
 
@@ -39,7 +39,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.stored: QuantisedWeight | None = None  # W in 4 or 8 bits; then `weight` is None
+        self.stored: QuantizedWeight | None = None  # W in 4 or 8 bits; then `weight` is None
         self.rank, self.scale = pair.rank, pair.scale
         self.dropout, self.dora, self.pissa = settings.dropout, settings.dora, settings.pissa
         self.enabled = True
@@ -76,7 +76,7 @@ class LoraLinear(nn.Linear):
 
     def base_weight(self) -> Tensor:
         """W as a matrix of floating-point numbers, however it is stored."""
-        return self.weight if self.stored is None else self.stored.dequantised(torch.float32)
+        return self.weight if self.stored is None else self.stored.dequantized(torch.float32)
 
     def pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [R, inputs] and B [outputs, R] of what is added to W, in that dtype."""

@@ -36,7 +36,7 @@ from bloomery.model.adapters.targets import (
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.families.presets import grown
-from bloomery.model.io.safetensors import Reader, to_hf_names
+from bloomery.model.io.safetensors import TensorReader, to_hf_names
 from bloomery.model.io.stored import WEIGHTS, Stored, places, refuse_whole_numbers, stored_in
 
 TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
@@ -58,7 +58,7 @@ MERGE = "merge it with PEFT (merge_and_unload) and use the merged model"
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredSlice:
     """One of our modules in a stored pair: its rows of B, and its rows of A, which are B's columns."""
 
     module: str
@@ -66,15 +66,17 @@ class Part:
     ranks: slice
 
 
-def layout(config: ModelConfig, settings: Adaptation, *, shared: bool = False) -> dict[str, list[Part]]:
+def layout(config: ModelConfig, settings: Adaptation, *, shared: bool = False) -> dict[str, list[StoredSlice]]:
     """The parts of each stored pair: side by side, or (`shared`, what others write) with one A for all of them."""
-    where, found = places(config), dict[str, list[Part]]()
+    where, found = places(config), dict[str, list[StoredSlice]]()
     for stored, modules in stored_modules(config).items():
         begin, parts = 0, []
         for module in modules:
             if module in settings.pairs:
                 place, rank = where[f"{module}.weight"], settings.pairs[module].rank * (2 if settings.pissa else 1)
-                parts.append(Part(module, slice(place.first, place.first + place.rows), slice(begin, begin + rank)))
+                parts.append(
+                    StoredSlice(module, slice(place.first, place.first + place.rows), slice(begin, begin + rank))
+                )
                 begin += 0 if shared else rank
         if parts:
             found[stored] = parts
@@ -162,7 +164,7 @@ def read_trained(
         return tensors[PREFIX + name]
 
     kinds = ["lora_A.weight", "lora_B.weight"] + ([MAGNITUDE] if settings.dora else [])
-    with Reader() as reader:
+    with TensorReader() as reader:
         for pair, parts in layout(config, settings, shared=shared).items():
             whole = {kind: stored(f"{pair}.{kind}") for kind in kinds}
             held = {kind: reader.read(each, 0, each.shape[0]) for kind, each in whole.items()}
@@ -193,7 +195,7 @@ def adapter_tensors(folder: Path) -> dict[str, Stored]:
             fix="ask its author for safetensors, or save it again with PEFT's save_pretrained",
         )  # fmt: skip
     found = stored_in(folder, TENSORS)
-    with Reader() as reader:
+    with TensorReader() as reader:
         for name, stored in found.items():
             flat = replace(stored, shape=(math.prod(stored.shape),))
             pieces = reader.pieces(flat, 0, *flat.shape, device=torch.device("cpu")) if stored.kind in WEIGHTS else ()
@@ -352,7 +354,7 @@ def _replaced_modules(rest: Mapping[str, Stored], config: ModelConfig, where: st
         _expect(rest, place[name].name, place[name].stored_shape(shapes[name]), where)
     copies = [rest.get(name) for name in (place[f"{EMBEDDING}.weight"].name, f"{HEAD}.weight")] if tied else []
     if any(copies):
-        with Reader() as reader:
+        with TensorReader() as reader:
             both = [reader.read(each, 0, each.shape[0]) for each in copies if each is not None]
         if len(both) < 2 or both[0].shape != both[1].shape or not both[0].equal(both[1]):
             raise UserError(

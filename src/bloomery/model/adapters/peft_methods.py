@@ -24,7 +24,7 @@ from bloomery.model.adapters.peft_settings import (
 )
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.transformers_backend.backbone import ForeignBackbone
+from bloomery.model.transformers_backend.backbone import TransformersBackbone
 from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
@@ -166,7 +166,7 @@ def open_method(model: Decoder, folder: Path) -> None:
 
 def _named_as_files(model: Decoder) -> Any:
     """The module that PEFT changes; of a foreign architecture transformers' own, which has the same layers in it."""
-    return model.model.whole if isinstance(model.model, ForeignBackbone) else model
+    return model.model.whole if isinstance(model.model, TransformersBackbone) else model
 
 
 @torch.no_grad()

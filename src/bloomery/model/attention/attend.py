@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.model.attention.blockwise import Options, Rows, blockwise, reach_of
+from bloomery.model.attention.blockwise import Options, QueryDocuments, blockwise, reach_of
 from bloomery.model.attention.per_document import per_document
 from bloomery.model.norms import working_dtype
 
@@ -102,7 +102,7 @@ def varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, offsets: Tensor, opti
 
 
 @dataclass(frozen=True)
-class Layout:
+class DocumentLayout:
     """Which positions see each other: computed once a forward, shared by the layers. All None: one document a row."""
 
     first_BT: Tensor | None = None  # where the document of each token starts in its row, int64
@@ -111,17 +111,17 @@ class Layout:
     offsets: Tensor | None = None  # varlen: `document_offsets`
 
 
-def layout_of(documents_BT: Tensor | None, *, backend: str) -> Layout:
+def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:
     """Document numbers are contiguous in a row, padding is -1; None: every row is one document. Runs uncompiled."""
     if documents_BT is None:
-        return Layout()
+        return DocumentLayout()
     assert backend != "sdpa", "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
     first_BT = document_starts(documents_BT)
     if backend in ("mask", "math"):
-        return Layout(first_BT, _document_mask(first_BT))
+        return DocumentLayout(first_BT, _document_mask(first_BT))
     if backend == "varlen":
-        return Layout(first_BT, offsets=document_offsets(first_BT))
-    return Layout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
+        return DocumentLayout(first_BT, offsets=document_offsets(first_BT))
+    return DocumentLayout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
 
 
 def document_starts(documents_BT: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def attend(
     q_BHTE: Tensor,
     k_BKSE: Tensor,
     v_BKSE: Tensor,
-    layout: Layout,
+    layout: DocumentLayout,
     *,
     backend: "str | Backend",
     window: int | None,
@@ -170,7 +170,7 @@ def attend(
     return run(q_BHTE, k_BKSE, v_BKSE, layout, options)
 
 
-def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: Layout, window: int | None) -> Tensor:
+def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: DocumentLayout, window: int | None) -> Tensor:
     """The mask of a layer, broadcastable to [B, H, T, S]."""
     if layout.mask_B1TS is not None and window is None:
         return layout.mask_B1TS
@@ -178,7 +178,7 @@ def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: Layout, window: int | None) ->
     return causal_TS if layout.mask_B1TS is None else causal_TS & layout.mask_B1TS
 
 
-def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, options: Options) -> Tensor:
+def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
     """torch's own kernel; a mask is made only where the causal flag does not say it all."""
     assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
     queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
@@ -190,7 +190,7 @@ def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, option
     )  # fmt: skip
 
 
-def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, options: Options) -> Tensor:
+def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
     """Every score at once, softmax in float32 (float64 stays): the plainest form, and the oracle of the others."""
     batch, heads, queries, width = q_BHTE.shape
     _, key_heads, keys, _ = k_BKSE.shape
@@ -204,23 +204,23 @@ def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: Layout, option
     return (shares.view(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
 
 
-def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
-    rows = Rows(layout.first_BT, layout.reach, _seed(options.dropout))
+def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+    rows = QueryDocuments(layout.first_BT, layout.reach, _seed(options.dropout))
     return blockwise(q_BHTE, k_BKTE, v_BKTE, rows, options)
 
 
-def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
     first_BT = layout.first_BT
     if first_BT is None:
         first_BT = torch.zeros(q_BHTE.shape[0], q_BHTE.shape[2], dtype=torch.int64)
-    return per_document(q_BHTE, k_BKTE, v_BKTE, Rows(first_BT, None, _seed(options.dropout)), options)
+    return per_document(q_BHTE, k_BKTE, v_BKTE, QueryDocuments(first_BT, None, _seed(options.dropout)), options)
 
 
-def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
     return flex(q_BHTE, k_BKTE, v_BKTE, layout.first_BT, options)
 
 
-def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Layout, options: Options) -> Tensor:
+def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
     batch, _, length, _ = q_BHTE.shape
     rows = range(0, batch * length + 1, length)
     offsets = torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device) if layout.offsets is None else layout.offsets
@@ -232,7 +232,7 @@ def _seed(dropout: float) -> Tensor | None:
     return torch.randint(2**62, ()) if dropout else None
 
 
-Backend = Callable[[Tensor, Tensor, Tensor, Layout, Options], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, DocumentLayout, Options], Tensor]
 _BACKENDS: dict[str, Backend] = {
     "sdpa": _sdpa,
     "mask": _sdpa,

@@ -29,7 +29,7 @@ class Options(NamedTuple):
     dropout: float
 
 
-class Rows(NamedTuple):
+class QueryDocuments(NamedTuple):
     """Who sees whom, and what dropout drops."""
 
     first_BT: Tensor | None  # where each token's document starts
@@ -38,18 +38,28 @@ class Rows(NamedTuple):
 
 
 class Forward(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+    ) -> tuple[Tensor, Tensor]:
         """(output [B, H, T, E], log-sum-exp [B, H, T]) outside autocast."""
 
 
 class Backward(Protocol):
     def __call__(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        rows: QueryDocuments,
+        options: Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, each in memory like `like_projection` of it."""
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, Rows, Options], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, QueryDocuments, Options], Tensor]
 
 
 class _Context(Protocol):
@@ -83,7 +93,7 @@ def attention_operator(
         window: int | None, softcap: float | None, scale: float, dropout: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):
-            return forward(q, k, v, Rows(first, reach, seed), Options(window, softcap, scale, dropout))
+            return forward(q, k, v, QueryDocuments(first, reach, seed), Options(window, softcap, scale, dropout))
 
     @torch.library.custom_op(f"bloomery::{name}_backward", mutates_args=(), device_types=device)
     def back(
@@ -93,7 +103,7 @@ def attention_operator(
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):
             options = Options(window, softcap, scale, dropout)
-            return backward(grad, q, k, v, out, total, Rows(first, reach, seed), options)
+            return backward(grad, q, k, v, out, total, QueryDocuments(first, reach, seed), options)
 
     def save(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
@@ -106,7 +116,7 @@ def attention_operator(
     back.register_fake(lambda _grad, q, k, v, *_: (like_projection(q), like_projection(k), like_projection(v)))
     ahead.register_autograd(differentiate, setup_context=save)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> Tensor:
         outputs: tuple[Tensor, Tensor] = ahead(q, k, v, *rows, *options)
         return outputs[0]
 
@@ -291,7 +301,7 @@ def backward(
     return dq_BHTE, dk.to(k_BKTE.dtype), dv.to(v_BKTE.dtype)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> tuple[Tensor, Tensor]:
     out_BHTE, sums_BHT = like_projection(q), sums_like(q)
     for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
         out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
@@ -299,7 +309,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> t
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (like_projection(x) for x in (q, k, v))
     for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):

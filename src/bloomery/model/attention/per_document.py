@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.model.attention import blockwise
-from bloomery.model.attention.blockwise import Options, Rows, Task, attention_operator, sums_like
+from bloomery.model.attention.blockwise import Options, QueryDocuments, Task, attention_operator, sums_like
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _lengths(rows: Rows) -> list[int]:
+def _lengths(rows: QueryDocuments) -> list[int]:
     """The length of each document, row after row."""
     first_BT = rows.first_BT
     assert first_BT is not None
@@ -116,12 +116,12 @@ def _sums_by_token(q_BHTE: Tensor) -> Tensor:
     return sums_like(q_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: Options) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> tuple[Tensor, Tensor]:
     return forward(q, k, v, _lengths(rows), rows.seed, options)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: Rows, options: Options
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     return backward(grad, q, k, v, out, sums, _lengths(rows), rows.seed, options)
 

@@ -9,7 +9,7 @@ SHORT = 512  # tokens up to which a block mask on the CPU is quicker than a call
 
 
 @dataclass(frozen=True)
-class Backend:
+class BackendSupport:
     """What a backend can do; a reason where it cannot."""
 
     devices: tuple[str, ...]
@@ -22,14 +22,14 @@ class Backend:
 
 
 BACKENDS = {
-    "sdpa": Backend(
+    "sdpa": BackendSupport(
         ("cpu", "cuda"),
         packed="a causal flag does not keep the documents of a row apart",
         softcap="scaled_dot_product_attention has no soft-cap",
     ),
-    "mask": Backend(("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"),
-    "per_document": Backend(("cpu",)),
-    "varlen": Backend(
+    "mask": BackendSupport(("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"),
+    "per_document": BackendSupport(("cpu",)),
+    "varlen": BackendSupport(
         ("cuda",),
         since=(2, 12),  # a scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12
         float32="varlen_attn takes 16-bit floats only",
@@ -37,9 +37,9 @@ BACKENDS = {
         softcap="varlen_attn has no soft-cap",
         dropout="varlen_attn has no dropout",
     ),
-    "flex": Backend(("cuda",), dropout="FlexAttention has no dropout"),
-    "blockwise": Backend(("cpu", "cuda")),
-    "math": Backend(("cpu", "cuda")),
+    "flex": BackendSupport(("cuda",), dropout="FlexAttention has no dropout"),
+    "blockwise": BackendSupport(("cpu", "cuda")),
+    "math": BackendSupport(("cpu", "cuda")),
 }
 _ON_DEVICE = {
     "per_document": "one call per document uses a kernel that only the CPU has",

@@ -11,7 +11,7 @@ from bloomery.core.errors import UserError
 from bloomery.hub import cached_model, local_model
 from bloomery.model.config import ModelConfig, RopeScaling, checked
 from bloomery.model.families.registry import config_from_hf, config_to_hf, fresh_config, known_family
-from bloomery.model.transformers_backend.config import chosen, foreign_config
+from bloomery.model.transformers_backend.config import chosen, transformers_config
 from bloomery.recipe import schema
 
 _LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -44,7 +44,7 @@ _QWEN = {
     "3B": _qwen(2048, 11008, 36, 16, 2),
     "7B": _qwen(3584, 18944, 28, 28, 4, vocab=152064),
 }
-_STATED: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+_CONFIG_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     **{f"Qwen/Qwen2.5-{size}": raw_config for size, raw_config in _QWEN.items()},
     **{f"Qwen/Qwen2.5-{size}-Instruct": raw_config for size, raw_config in _QWEN.items()},
     "meta-llama/Llama-2-7b-hf": _LLAMA_2,
@@ -56,7 +56,7 @@ _STATED: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 
 def published_config(name: str) -> ModelConfig | None:
     """The config of a Hub id, with or without a revision; None where the table does not have it."""
-    raw_config = _STATED.get(name.partition("@")[0])
+    raw_config = _CONFIG_SIZES.get(name.partition("@")[0])
     return None if raw_config is None else config_from_hf(dict(raw_config), where=name)
 
 
@@ -105,7 +105,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     """
     said, where = stated_config(folder), str(folder / "config.json")
     if chosen(said, implementation) == "transformers":
-        return foreign_config(said, where=where)
+        return transformers_config(said, where=where)
     return config_from_hf(said, where=where)
 
 
@@ -206,7 +206,7 @@ def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:
     if config.transformers_backend is None:
         return replace(config, vocab_size=vocab_size)
     said = json.loads(config.transformers_backend.raw_config) | {"vocab_size": vocab_size}
-    larger = foreign_config(said, where="model.from")
+    larger = transformers_config(said, where="model.from")
     assert larger.transformers_backend is not None
     return replace(
         larger,

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 from bloomery.core.errors import UserError
 from bloomery.model.config import Activation, ModelConfig, RopeKind, RopeScaling, checked
 
-MEND = "mend that value; a published model is best downloaded again"
+FIX = "mend that value; a published model is best downloaded again"
 LARGEST = {"vocab_size": 2**24, "max_positions": 2**31, "num_layers": 2**12, "num_heads": 2**12, "num_kv_heads": 2**12,
            "hidden_size": 2**18, "intermediate_size": 2**21, "head_dim": 2**14}  # fmt: skip
 
@@ -32,7 +32,7 @@ class Fields:
     def refuse(self, key: str, expected: str) -> UserError:
         shown = repr(self.get(key))
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, fix=MEND)
+        return UserError(f"{key} is {shown}; it must be {expected}", where=self.where, fix=FIX)
 
     def size(self, key: str, largest: int, *, default: int | None = None) -> int:
         """A positive whole number of at most `largest`."""
@@ -40,7 +40,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if value is None:
-            raise UserError(f"{key} is missing", where=self.where, fix=MEND)
+            raise UserError(f"{key} is missing", where=self.where, fix=FIX)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
             raise self.refuse(key, f"a whole number from 1 to {largest:,}")
         return value
@@ -49,7 +49,7 @@ class Fields:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
-            raise UserError(f"{key} is missing", where=self.where, fix=MEND)
+            raise UserError(f"{key} is missing", where=self.where, fix=FIX)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
         if not plain or not math.isfinite(value) or not low <= value <= high:
             raise self.refuse(key, f"a number from {low:g} to {high:g}")
@@ -101,10 +101,10 @@ class Fields:
         return None if not value else Fields(value, {}, where=f"{self.where}, {key}")
 
 
-Facts = dict[str, Any]
+ConfigFields = dict[str, Any]
 
 
-def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> Facts:
+def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> ConfigFields:
     """`rope_theta`, `rope_scaling`, `rotary_share` and `local_rope_theta` of a ModelConfig."""
     raw_config = fields.inside("rope_parameters") or Fields({}, {}, where=fields.where)
     local = raw_config.inside("sliding_attention")
@@ -134,7 +134,7 @@ def _scaling(raw_config: Fields, outer: Fields, *, max_positions: int, width: in
         raise UserError(
             f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
             where=f"{outer.where}, rope_scaling",
-            fix=MEND,
+            fix=FIX,
         )
     if kind == "linear" or kind == "dynamic":
         return RopeScaling(kind=kind, factor=raw_config.number("factor", low=1e-6))
@@ -142,7 +142,7 @@ def _scaling(raw_config: Fields, outer: Fields, *, max_positions: int, width: in
     outermost = outer if outer.get("original_max_position_embeddings") is not None else nearest
     original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
     factor = raw_config.number("factor", low=1e-6, default=max_positions / original)
-    shared: Facts = {"kind": kind, "factor": factor, "original_max_positions": original}
+    shared: ConfigFields = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "llama3":
         low, high = raw_config.number("low_freq_factor", low=1e-6), raw_config.number("high_freq_factor", low=1e-6)
         return RopeScaling(**shared, low_freq_factor=low, high_freq_factor=high)
@@ -159,13 +159,13 @@ def _scaling(raw_config: Fields, outer: Fields, *, max_positions: int, width: in
     return RopeScaling(**shared, beta_fast=fast, beta_slow=slow, truncate=raw_config.get("truncate") is not False)
 
 
-def rope_keys(config: ModelConfig) -> Facts:
+def rope_keys(config: ModelConfig) -> ConfigFields:
     """The settings under their new and their old names, so that old and new versions of transformers agree."""
     scaling, keys = config.rope_scaling, {"rope_theta": config.rope_theta}
     share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
-    stretched: Facts = {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
+    stretched: ConfigFields = {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
     flat = {"rope_theta": config.rope_theta, **share, **stretched}
-    facts: Facts = {**keys, **share, "rope_scaling": None if scaling is None else {**flat, **stretched}}
+    facts: ConfigFields = {**keys, **share, "rope_scaling": None if scaling is None else {**flat, **stretched}}
     if config.local_rope_theta is None:
         return facts | {"rope_parameters": flat}
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
@@ -173,8 +173,8 @@ def rope_keys(config: ModelConfig) -> Facts:
     return facts | {"rope_parameters": nested, "rope_local_base_freq": config.local_rope_theta}
 
 
-def _scaling_keys(scaling: RopeScaling) -> Facts:
-    facts: Facts = {"rope_type": scaling.kind, "factor": scaling.factor}
+def _scaling_keys(scaling: RopeScaling) -> ConfigFields:
+    facts: ConfigFields = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.original_max_positions is not None:
         facts["original_max_position_embeddings"] = scaling.original_max_positions
     if scaling.attention_factor is not None:
@@ -199,7 +199,7 @@ GPT2_KEYS = MappingProxyType({
     "num_heads": "n_head", "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
     "activation": "activation_function", "attention_dropout": "attn_pdrop",
 })  # fmt: skip
-GEMMA_FACTS: Facts = {"norm": "rms_unit_offset", "scale_embeddings": True}
+GEMMA_FACTS: ConfigFields = {"norm": "rms_unit_offset", "scale_embeddings": True}
 BIASES = {"attention_bias": "attention_bias", "output_bias": "attention_bias"}
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -224,15 +224,15 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     windows: Callable[[Fields, int], tuple[int | None, ...]] = lambda _fields, _layers: ()
-    extra: Callable[[Fields, Facts], Facts] = lambda _fields, _facts: {}
-    write: Callable[[ModelConfig], Facts] = lambda _config: {}
+    extra: Callable[[Fields, ConfigFields], ConfigFields] = lambda _fields, _facts: {}
+    write: Callable[[ModelConfig], ConfigFields] = lambda _config: {}
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
     classifier: str = ""
     gelu_tanh: str = "gelu_pytorch_tanh"
     states_dropout: bool = False
 
 
-def _layer_types(config: ModelConfig) -> Facts:
+def _layer_types(config: ModelConfig) -> ConfigFields:
     kinds = ["full_attention" if config.window(n) is None else "sliding_attention" for n in range(config.num_layers)]
     return {"sliding_window": _window(config), "layer_types": kinds}
 
@@ -289,7 +289,7 @@ def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(bool(raw_config[n]) if raw_config is not None else (n + 1) % interval != 0 for n in range(layers))
 
 
-def _gemma_scale(fields: Fields, facts: Facts) -> Facts:
+def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
     scalar = fields.number("query_pre_attn_scalar", low=1e-6)
     caps = {
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),
@@ -298,35 +298,35 @@ def _gemma_scale(fields: Fields, facts: Facts) -> Facts:
     return caps | {"attention_scale": None if scalar == facts["head_dim"] else scalar**-0.5}
 
 
-def _write_gemma(config: ModelConfig) -> Facts:
+def _write_gemma(config: ModelConfig) -> ConfigFields:
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
     caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.final_softcap}
     return _layer_types(config) | caps | {"query_pre_attn_scalar": round(scalar)}
 
 
-def _write_qwen(config: ModelConfig) -> Facts:
+def _write_qwen(config: ModelConfig) -> ConfigFields:
     kinds = _layer_types(config)
     slides = config.sliding_window != ()
     return kinds | {"use_sliding_window": slides, "max_window_layers": kinds["layer_types"].count("full_attention")}
 
 
-def _write_smollm3(config: ModelConfig) -> Facts:
+def _write_smollm3(config: ModelConfig) -> ConfigFields:
     rotating = config.rotary_layers or (True,) * config.num_layers
     slides = {"use_sliding_window": config.sliding_window != (), "no_rope_layers": [int(turns) for turns in rotating]}
     return _layer_types(config) | slides
 
 
-def _write_phi3(config: ModelConfig) -> Facts:
+def _write_phi3(config: ModelConfig) -> ConfigFields:
     scaling = config.rope_scaling
     original = None if scaling is None else scaling.original_max_positions
     return {"sliding_window": _window(config), "original_max_position_embeddings": original or config.max_positions}
 
 
-def _gpt2_scale(fields: Fields, _facts: Facts) -> Facts:
+def _gpt2_scale(fields: Fields, _facts: ConfigFields) -> ConfigFields:
     return {"attention_scale": 1.0 if fields.get("scale_attn_weights") is False else None}
 
 
-def _write_gpt2(config: ModelConfig) -> Facts:
+def _write_gpt2(config: ModelConfig) -> ConfigFields:
     return {"scale_attn_weights": config.attention_scale is None}
 
 
@@ -422,7 +422,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     for key in family.refused:
         if fields.flag(key):
             raise UserError(f"{key} is not supported", where=where, fix="choose another model")
-    facts: Facts = {"family": name, **family.facts, **_sizes(fields, family)}
+    facts: ConfigFields = {"family": name, **family.facts, **_sizes(fields, family)}
     facts["embedding_dropout"] = fields.number("embd_pdrop", high=0.999, default=0.0)
     facts["residual_dropout"] = fields.number("resid_pdrop", high=0.999, default=0.0)
     facts["initializer_range"] = fields.number("initializer_range", high=1e3, default=0.02)
@@ -472,12 +472,12 @@ def _sizes(fields: Fields, family: Family) -> dict[str, int]:
     }  # fmt: skip
 
 
-def config_to_hf(config: ModelConfig) -> Facts:
+def config_to_hf(config: ModelConfig) -> ConfigFields:
     """A config.json for the config's family. Raises UserError when that family cannot hold these facts."""
     if config.transformers_backend is not None:
-        return cast(Facts, json.loads(config.transformers_backend.raw_config))
+        return cast(ConfigFields, json.loads(config.transformers_backend.raw_config))
     family = FAMILIES[config.family]
-    raw_config: Facts = {"architectures": [family.architecture], "model_type": config.family}
+    raw_config: ConfigFields = {"architectures": [family.architecture], "model_type": config.family}
     raw_config |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items() if ours != "activation"}
     raw_config |= {theirs: getattr(config, ours) for ours, theirs in family.flags.items()}
     raw_config[family.keys["activation"]] = family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
@@ -523,7 +523,7 @@ def known_family(name: str) -> Family:
 def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
     """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
     keys = known_family(name).keys
-    raw_config: Facts = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
+    raw_config: ConfigFields = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
     if window is not None:
         raw_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     config = config_from_hf({"model_type": name, **raw_config}, where="model")

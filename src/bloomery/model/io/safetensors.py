@@ -46,7 +46,7 @@ class _Stage:
 
 
 @final
-class Reader:
+class TensorReader:
     """Copies stored tensors into existing ones; keeps one file handle for each file. Used as a context.
 
     A tensor that needs no cast is read where it belongs, any other through STAGE_BYTES: the host never holds a second

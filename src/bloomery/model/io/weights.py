@@ -20,18 +20,18 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import grown, read_config
 from bloomery.model.families.registry import config_to_hf
-from bloomery.model.io.safetensors import Reader, split_shards, to_hf_names, write_tensors
+from bloomery.model.io.safetensors import TensorReader, split_shards, to_hf_names, write_tensors
 from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
-from bloomery.model.quantization.weight import QuantisedWeight
+from bloomery.model.quantization.weight import QuantizedWeight
 from bloomery.model.randomness import stream
-from bloomery.model.transformers_backend.backbone import TOLERANCE, ForeignBackbone, check_head, loaded_safely
+from bloomery.model.transformers_backend.backbone import TOLERANCE, TransformersBackbone, check_head, loaded_safely
 from bloomery.recipe.schema import Quantize
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A frozen linear map without an adapter."""
 
-    def __init__(self, stored: QuantisedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(self, stored: QuantizedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.stored, self.bias = stored, bias
 
@@ -40,7 +40,7 @@ class QuantisedLinear(nn.Module):
         return product
 
 
-def quantise(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> None:
+def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> None:
     """In place: the frozen matrices inside the layers; biases, norms, embeddings and the head stay as they are.
 
     On the meta device their numbers come later (`QuantisedWeight.fill`), elsewhere from the weights that are there.
@@ -49,7 +49,7 @@ def quantise(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> No
         if not path.startswith("model.layers.") or not isinstance(linear, nn.Linear) or linear.weight.requires_grad:
             continue
         weight = linear.weight
-        stored = QuantisedWeight(weight.shape, quantize, reader=reader, device=weight.device)
+        stored = QuantizedWeight(weight.shape, quantize, reader=reader, device=weight.device)
         if weight.device.type != "meta":
             stored.fill([weight.detach()], name=f"{path}.weight")
         if isinstance(linear, LoraLinear):
@@ -57,13 +57,13 @@ def quantise(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> No
             linear.stored = stored
         else:
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, QuantisedLinear(stored, linear.bias))
+            setattr(model.get_submodule(parent), leaf, QuantizedLinear(stored, linear.bias))
 
 
-def quantised_weights(model: nn.Module) -> Iterator[tuple[str, QuantisedWeight]]:
+def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
     """By the name that the weight has as a parameter."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedWeight):
+        if isinstance(module, QuantizedWeight):
             yield name.removesuffix(".stored") + ".weight", module
 
 
@@ -163,7 +163,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             parameter.fill_((last if name == "model.norm.weight" else 1.0) - offset)
         else:
             parameter.copy_(_drawn(name, parameter.shape, config, seed))
-    for name, weight in quantised_weights(decoder):
+    for name, weight in quantized_weights(decoder):
         weight.fill([_drawn(name, (weight.outputs, weight.inputs), config, seed)], name=name)
 
 
@@ -249,15 +249,15 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
-    if isinstance(decoder.model, ForeignBackbone) and decoder.model.transformers_backend.safe_reason:
+    if isinstance(decoder.model, TransformersBackbone) and decoder.model.transformers_backend.safe_reason:
         _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as stored:
         for name, parameter in decoder.named_parameters():
             if not is_adapter(name):
                 stored.fill(name, parameter)
-        for name, weight in quantised_weights(decoder):
-            _read_quantised(weight, stored.tensors[name], stored.places[name], stored.reader, name)
+        for name, weight in quantized_weights(decoder):
+            _read_quantized(weight, stored.tensors[name], stored.places[name], stored.reader, name)
 
 
 @final
@@ -275,7 +275,7 @@ class StoredModel:
         self.known = min(config.vocab_size, of_folder.vocab_size)
         saved = replace(config, vocab_size=self.known) if config.transformers_backend is None else of_folder
         self.tensors = stored_parameters(folder, saved, headless=seed is not None)
-        self.places, self.reader = places(config), Reader()
+        self.places, self.reader = places(config), TensorReader()
 
     def __enter__(self) -> Self:
         self.reader.__enter__()
@@ -306,7 +306,7 @@ def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[
         parameter.data[: len(values[name])] = values[name].to(parameter.device)
         if name in VOCABULARY:
             _fill_new_rows(parameter, len(values[name]), new)
-    for name, weight in quantised_weights(decoder):
+    for name, weight in quantized_weights(decoder):
         weight.fill([values[name].to(weight.codes.device)], name=name)
 
 
@@ -316,7 +316,9 @@ def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
         parameter.data[rows] = parameter.data[: rows[0]].mean(0, dtype=torch.float32).to(parameter.dtype)
 
 
-def _read_quantised(weight: QuantisedWeight, stored: Stored, place: TensorLocation, reader: Reader, name: str) -> None:
+def _read_quantized(
+    weight: QuantizedWeight, stored: Stored, place: TensorLocation, reader: TensorReader, name: str
+) -> None:
     device = weight.codes.device
     if place.transposed:  # its rows lie across the file: the one case where a whole tensor is held
         whole = torch.empty(weight.outputs, weight.inputs, dtype=stored.dtype, device=device)

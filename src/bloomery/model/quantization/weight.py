@@ -26,7 +26,7 @@ NF4_LEVELS = (
 LEAST = 1e-38  # a block of zeros is divided by this
 
 
-def quantise_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, two in a byte with the first one above (uint8 [N / 2]), and the largest size in each block (float32)."""
     blocks, scales = _blocks(values_N, BLOCK)
     pairs = _bounds_below(_normed(blocks, scales), nf4_bounds(values_N.device)).view(-1, 2)
@@ -34,12 +34,12 @@ def quantise_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_nf4(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
-    """Undoes `quantise_nf4`: level times scale in float32, rounded once to the dtype of `into_N`."""
+    """Undoes `quantize_nf4`: level times scale in float32, rounded once to the dtype of `into_N`."""
     values = nf4_pairs(codes.device).index_select(0, codes.int()).view(torch.float32)
     _scaled(values[: len(into_N)], scales, into_N)
 
 
-def quantise_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes from -127 to 127 (int8 [N]), and what a step of one is worth in each block (float32)."""
     blocks, largest = _blocks(values_N, BLOCK)
     codes = (_normed(blocks, largest) * 127.0).round_().to(torch.int8)
@@ -47,11 +47,11 @@ def quantise_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_int8(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
-    """Undoes `quantise_int8`, in float32, rounded once to the dtype of `into_N`."""
+    """Undoes `quantize_int8`, in float32, rounded once to the dtype of `into_N`."""
     _scaled(codes.float(), scales, into_N)
 
 
-def quantise_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of 8 bits (uint8 [N]) and what they are of: the largest of each 256, then the mean (float32).
 
     The mean is summed in float64: a base that is quantised again, with other threads, is the same to the bit.
@@ -65,7 +65,7 @@ def quantise_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_scales(codes: Tensor, outer: Tensor) -> Tensor:
-    """Undoes `quantise_scales`."""
+    """Undoes `quantize_scales`."""
     scales = dynamic_levels(codes.device).index_select(0, codes.int())
     result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     _scaled(scales, outer[:-1], result, size=SCALES_BLOCK)
@@ -152,7 +152,7 @@ _READ: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
 }
 
 
-def dequantised(stored: Buffers, dtype: torch.dtype) -> Tensor:
+def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
     """The weight as floats, [O, I]."""
     codes, shape = stored.codes, (stored.outputs, stored.inputs)
     if stored.outer.numel():
@@ -203,7 +203,7 @@ def ready(reader: str) -> str:
     return reader
 
 
-def quantised_product(x: Tensor, stored: Buffers) -> Tensor:
+def quantized_matmul(x: Tensor, stored: Buffers) -> Tensor:
     """x [..., I] times the weight, [..., O], in the dtype of x. The gradient goes to x alone."""
     result: Tensor = _ahead(x, *stored)
     return result
@@ -219,14 +219,14 @@ class _Context(Protocol):
 @torch.library.custom_op("bloomery::quantised_product", mutates_args=())
 def _ahead(x: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
-        weight_OI = dequantised(Buffers(codes, scales, outer, outputs, inputs, reader), x.dtype)
+        weight_OI = dequantized(Buffers(codes, scales, outer, outputs, inputs, reader), x.dtype)
         return torch.nn.functional.linear(x, weight_OI)
 
 
 @torch.library.custom_op("bloomery::quantised_product_backward", mutates_args=())
 def _back(grad: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
     with torch.autocast(grad.device.type, enabled=False):
-        return grad @ dequantised(Buffers(codes, scales, outer, outputs, inputs, reader), grad.dtype)
+        return grad @ dequantized(Buffers(codes, scales, outer, outputs, inputs, reader), grad.dtype)
 
 
 def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -258,7 +258,7 @@ AT_ONCE = 2**20  # weights that are quantised together: some 16 bytes each while
 
 
 @final
-class QuantisedWeight(nn.Module):
+class QuantizedWeight(nn.Module):
     """A frozen weight [O, I] of a linear layer. All buffers are bytes: `Module.to` leaves scales in float32.
 
     They are not in `state_dict`: who resumes quantises the same base again, to the same bits.
@@ -287,12 +287,12 @@ class QuantisedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., I] times the weight, plus the bias, in the dtype that autocast gives products."""
-        product = quantised_product(x.to(working_dtype(x)), self.stored)
+        product = quantized_matmul(x.to(working_dtype(x)), self.stored)
         return product if bias is None else product + bias.to(product.dtype)
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as floats, a copy."""
-        return dequantised(self.stored, dtype)
+        return dequantized(self.stored, dtype)
 
     @property
     def rows_at_once(self) -> int:
@@ -305,10 +305,10 @@ class QuantisedWeight(nn.Module):
 
         Raises UserError when a weight is not finite.
         """
-        quantise = quantise_int8 if self.base == "int8" else quantise_nf4
+        quantize = quantize_int8 if self.base == "int8" else quantize_nf4
         first, found = 0, []
         for part in self._parts(pieces):
-            codes, scales = quantise(part.to(self.codes.device).flatten())
+            codes, scales = quantize(part.to(self.codes.device).flatten())
             self.codes[first : first + len(codes)] = codes
             first += len(codes)
             found.append(scales)
@@ -320,7 +320,7 @@ class QuantisedWeight(nn.Module):
                 where="model.from", fix="take a model whose weights are sound, or download it again",
             )  # fmt: skip
         if self.outer.numel():
-            codes, outer = quantise_scales(scales)
+            codes, outer = quantize_scales(scales)
             self.scales.copy_(codes)
             self.outer.copy_(outer.view(torch.uint8))
         else:

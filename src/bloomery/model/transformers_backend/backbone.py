@@ -102,7 +102,7 @@ def computed_buffers(raw_config: str, attention: str) -> dict[str, Tensor]:
 
 
 @final
-class ForeignBackbone(nn.Module):
+class TransformersBackbone(nn.Module):
     """Everything below the head. `backend`: "sdpa" where each row is one document, else documents are kept apart."""
 
     embed_tokens: nn.Embedding
@@ -123,7 +123,7 @@ class ForeignBackbone(nn.Module):
         """Transformers' model, of the same modules."""
         return self._whole[0]
 
-    def train(self, mode: bool = True) -> "ForeignBackbone":
+    def train(self, mode: bool = True) -> "TransformersBackbone":
         """Reaches the modules around our parts, too."""
         self.whole.train(mode)
         return super().train(mode)
@@ -170,7 +170,7 @@ class ForeignBackbone(nn.Module):
 
 
 @torch.no_grad()
-def loaded_safely(backbone: ForeignBackbone, folder: Path) -> dict[str, Tensor]:
+def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Tensor]:
     """Transformers reads the folder by itself, from safetensors alone: its parameters by our names, its buffers set."""
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +192,7 @@ def loaded_safely(backbone: ForeignBackbone, folder: Path) -> dict[str, Tensor]:
     }
 
 
-def foreign_facts(whole: Any, num_layers: int) -> dict[str, Any]:
+def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
     """`parameters` and `matrices` of `config.Foreign`. Raises Unlike."""
     found = parts(whole, num_layers)
     saved, seen, parameters = _saved_names(whole), set[int](), []
@@ -250,7 +250,7 @@ OTHER = "choose another model, or one of the families of docs/reference/models.m
 @torch.no_grad()
 def check_head(model: "Decoder", limit: float) -> None:
     """Compares logits with those of transformers' own forward. Raises UserError; the model is in evaluation mode."""
-    assert isinstance(model.model, ForeignBackbone) and not model.training
+    assert isinstance(model.model, TransformersBackbone) and not model.training
     tokens_BT = _trial_tokens(model)
     theirs: Tensor = model.model.whole(input_ids=tokens_BT, use_cache=False).logits
     error = _difference(model(tokens_BT), theirs)

@@ -34,7 +34,7 @@ def _architecture(said: Mapping[str, Any]) -> object:
     return named[0] if isinstance(named, list) and named else None
 
 
-def foreign_config(said: Mapping[str, Any], *, where: str) -> ModelConfig:
+def transformers_config(said: Mapping[str, Any], *, where: str) -> ModelConfig:
     """Raises UserError where transformers has no decoder of text for it, or one that does not fit under our head."""
     if find_spec("transformers") is None:
         problem = "transformers, which has the layers of this architecture, is not installed"
@@ -61,13 +61,13 @@ def _asked(raw_config: str, where: str) -> ModelConfig:
 
 
 def _probed(raw_config: str, where: str) -> ModelConfig:
-    from bloomery.model.transformers_backend.backbone import Unlike, blank_model, computed_buffers, foreign_facts
+    from bloomery.model.transformers_backend.backbone import Unlike, blank_model, computed_buffers, transformers_facts
 
     fields = _fields(json.loads(raw_config), where)
     sizes = _sizes(fields)
     try:
         whole, attention = blank_model(raw_config)
-        facts = foreign_facts(whole, sizes["num_layers"])
+        facts = transformers_facts(whole, sizes["num_layers"])
     except Unlike as error:
         raise UserError(f"transformers' layers do not fit here: {error}", where=where, fix=OTHER) from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:

@@ -11,7 +11,7 @@ from bloomery.model.adapters.peft_settings import method_settings, named, target
 from bloomery.model.adapters.targets import ALL_LINEAR, Adaptation, adaptation, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.quantization.sizes import Reader, storage_bytes
+from bloomery.model.quantization.sizes import Dequantizer, storage_bytes
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
 MANY = 2**24  # weights, to say how many bits one takes: the scales of scales are spread over all
@@ -75,7 +75,7 @@ def refuse_quantized_misfits(recipe: Recipe) -> None:
         )
 
 
-def quantized_choices(recipe: Recipe, reader: Choice[Reader]) -> Iterator[tuple[str, Choice[str]]]:
+def quantized_choices(recipe: Recipe, reader: Choice[Dequantizer]) -> Iterator[tuple[str, Choice[str]]]:
     """By key, in how many bits what is kept, and who reads it."""
     base, double = recipe.quantize.kind, recipe.quantize.double_quant
     if base == "none":

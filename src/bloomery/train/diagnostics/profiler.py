@@ -27,7 +27,7 @@ from bloomery.train.step import ModelAndOptimizer
 
 KEPT, OTHERS = "kept for backward", "everything else"
 GROUPS = 40  # of equal tensors that are listed
-TELLS_KEPT = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
+SAVED_TENSORS_READABLE = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
 NAME = 56  # columns
 
 
@@ -48,7 +48,7 @@ def live_tensors(model_and_optimizer: ModelAndOptimizer) -> list[Live]:
     seen: set[int] = set()
     found = list(_new(_named(model_and_optimizer), seen))
     reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
-    found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen) if TELLS_KEPT else ()
+    found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen) if SAVED_TENSORS_READABLE else ()
     found += _new(((OTHERS, tensor) for tensor in reachable), seen)
     return found
 
@@ -112,7 +112,7 @@ def page(found: list[Live], title: str, device: str) -> str:
     lines = [
         title,
         *_totals(device),
-        *([] if TELLS_KEPT else [untold]),
+        *([] if SAVED_TENSORS_READABLE else [untold]),
         "",
         f"{'what':<{NAME}}{'tensors':>9}{'memory':>13}",
     ]
@@ -202,7 +202,7 @@ class Recorder:
 
         return replace(objective, loss=loss)
 
-    def memory_full(self, plan: RunPlan, step: int, where: str) -> str:
+    def record_out_of_memory(self, plan: RunPlan, step: int, where: str) -> str:
         """Called while all that filled memory is still there; the file's name in the run's folder, "" without one."""
         self._lists += 1
         if self._lists > MOST_LISTS:

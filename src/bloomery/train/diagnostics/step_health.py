@@ -31,12 +31,12 @@ SCHEDULER = Path("/proc/thread-self/schedstat")
 class HealthCheck:
     """Looks at a step from both sides of its update. Draws no random number and writes to no tensor of the run.
 
-    `parameters`: those that are trained. `beside_frozen`: they are an adapter's, which begins at zero, so that the size
+    `parameters`: those that are trained. `is_adapter`: they are an adapter's, which begins at zero, so that the size
     of its updates beside its own tells nothing.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, beside_frozen: bool = False) -> None:
-        self._parameters, self._beside_frozen = dict(parameters), beside_frozen
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, is_adapter: bool = False) -> None:
+        self._parameters, self._is_adapter = dict(parameters), is_adapter
         self._sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._all = max(1, sum(self._sizes.values()))
         self._moved: list[tuple[float, float]] = []  # by tensor: the norm of the change, the norm before it
@@ -75,7 +75,7 @@ class HealthCheck:
         utils = sys.modules.get("torch._dynamo.utils")  # counts what torch.compile has made so far in this process
         health = StepHealth(
             step=step,
-            update_ratio=median(ratios) if ratios and not self._beside_frozen else None,
+            update_ratio=median(ratios) if ratios and not self._is_adapter else None,
             unchanged_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
             unchanged=max(still, key=lambda name: self._sizes[name], default=""),
             no_gradient_share=self._without if self._moved else None,

@@ -22,7 +22,7 @@ DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)  # the likeliest tokens go
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptAndResponse:
     """Ids up to the first answer, and that answer with the token that ends it."""
 
     prompt: list[int]
@@ -30,14 +30,14 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What a model said, and whether it ended by itself."""
 
     ids: list[int]
     ended: bool
 
 
-def held_out_questions(prepared: Path, most: int) -> list[Question]:
+def validation_prompts(prepared: Path, most: int) -> list[PromptAndResponse]:
     """Of the validation split, spread over all of it; of pairs with the chosen answer, of marked answers with the
     desirable ones. Empty for plain text. Raises UserError.
     """
@@ -47,23 +47,23 @@ def held_out_questions(prepared: Path, most: int) -> list[Question]:
     numbers = range(0, len(split), ANSWERS[split.kind])
     found = [n for n in numbers if (split.marks is None or split.marks[n]) and not split.is_plain(n)]
     chosen = [found[place * len(found) // most] for place in range(most)] if len(found) > most else found
-    made = [_question(split, number) for number in chosen]
+    made = [_prompt_and_response(split, number) for number in chosen]
     return [question for question in made if question.prompt and question.reference]
 
 
-def _question(split: Split, number: int) -> Question:
+def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
     ids = split.document(number)
     assert split.learned is not None
     learned = split.learned[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(bool)
     starts = np.flatnonzero(learned)
     if not len(starts):
-        return Question([], [])
+        return PromptAndResponse([], [])
     ends = np.flatnonzero(~learned[starts[0] :])
     end = int(starts[0] + ends[0]) if len(ends) else len(ids)
-    return Question(ids[: starts[0]].tolist(), ids[starts[0] : end].tolist())
+    return PromptAndResponse(ids[: starts[0]].tolist(), ids[starts[0] : end].tolist())
 
 
-def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, *, max_tokens: int) -> Answer:
+def answer(decoder: Decoder, tokenizer: Tokenizer, question: PromptAndResponse, *, max_tokens: int) -> Completion:
     """Until the token that ends the reference, the text, or `max_tokens`. Drawn as DRAWN says, always alike."""
     last = question.reference[-1]
     ends = [last] if tokenizer.token_bytes()[last] == 0 else []
@@ -72,12 +72,12 @@ def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, *, max_to
 
 def drawn(
     decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, max_tokens: int, ends: Iterable[int] = ()
-) -> Answer:
+) -> Completion:
     """What follows the prompt, up to one of the `ends` or what ends every text. Drawn as DRAWN says, always alike."""
     room = min(max_tokens, decoder.config.max_positions - len(prompt))
     stops = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
     ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_tokens=room, stop_ids=stops)))
-    return Answer(ids, len(ids) < room)
+    return Completion(ids, len(ids) < room)
 
 
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -24,7 +24,7 @@ from bloomery.train.length import Costs, current, measured, with_next_block
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import added, means
 from bloomery.train.objectives.reference import Stopped
-from bloomery.train.recover import Full, attempt, replan
+from bloomery.train.recover import AllocationFailed, attempt, replan
 from bloomery.train.step import compute_loss
 
 # A guess at checkpoints, for the share of a wall-time length that they take: a hash, a copy, a disk.
@@ -92,7 +92,7 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch_size, limit=limit)
     with eval_mode(model):
-        for batch in completed(model, batches, objective):
+        for batch in complete_batches(model, batches, objective):
             parts = compute_loss(model, to_device(batch, device), objective, precision=precision)
             total += float(parts.total)
             count += round(float(parts.count))
@@ -105,7 +105,7 @@ def evaluate(
     return EvalResult(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
 
 
-def completed(model: Decoder, batches: Iterable[Batch], objective: Objective) -> Iterator[Batch]:
+def complete_batches(model: Decoder, batches: Iterable[Batch], objective: Objective) -> Iterator[Batch]:
     """With what the objective asks the model before it scores them; all are read at once only where all must be known.
 
     KTO alone needs that, for its drift: 4 bytes a token on the model's device.
@@ -142,7 +142,7 @@ def evaluate_and_sample(context: RunContext) -> None:
                 context.emit(found.event(context.step))
             context.timer.note_evaluation(seconds(), context.plan)
         with interruptible(context), context.timer.aside() as seconds:
-            if isinstance(drawn := attempt(draw, context.state), Full):
+            if isinstance(drawn := attempt(draw, context.state), AllocationFailed):
                 context.emit(
                     Warned(step=context.step, reason=f"not all samples were drawn after step {context.step}: {drawn}")
                 )
@@ -185,8 +185,10 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
         plan = context.plan
         evaluate_now = partial(work, context.objective, plan=plan.eval, precision=plan.train.precision)
         where = f"the evaluation after step {context.step}"
-        found = attempt(evaluate_now, context.state, partial(context.recorder.memory_full, plan, context.step, where))
-        if not isinstance(found, Full):
+        found = attempt(
+            evaluate_now, context.state, partial(context.recorder.record_out_of_memory, plan, context.step, where)
+        )
+        if not isinstance(found, AllocationFailed):
             return found
         fallback = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch_size}")
         if fallback is None:
@@ -226,13 +228,13 @@ def measure_costs(context: RunContext) -> Costs:
         sampled = attempt(partial(sampling_seconds, context, tokens=16), context.state)
     except NotFinite:  # then no samples are drawn, either
         sampled = 0.0
-    token_seconds = 0.0 if isinstance(sampled, Full) else sampled / 16  # then none will be drawn, either
+    token_seconds = 0.0 if isinstance(sampled, AllocationFailed) else sampled / 16  # then none will be drawn, either
     written = sum(tensor.nbytes for part in context.state.parts().values() for tensor in part.values())
     save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
-        row=(looked - begun) / plan.eval.micro_batch_size,
-        rows=0 if context.validation is None else context.validation.rows,
+        sequence=(looked - begun) / plan.eval.micro_batch_size,
+        sequences=0 if context.validation is None else context.validation.rows,
         samples=len(plan.sample.prompts) * plan.sample.max_new_tokens * token_seconds,
         save=copy if plan.checkpoint.async_save else save,
         end=save if plan.checkpoint.async_save else 0.0,

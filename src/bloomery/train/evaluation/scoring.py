@@ -108,7 +108,7 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class PairMetrics:
     """Means over pairs. `margin` is how much more the chosen answer is worth than the rejected one, `accuracy` the
     share of pairs in which that is above 0, `loss` its -log sigmoid.
     """
@@ -121,12 +121,12 @@ class Judgement:
     pairs: int
 
 
-def judge_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Judgement:
+def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics:
     """Of at least one pair; texts 2i and 2i + 1 are the chosen and the rejected answer, each after its prompt."""
     values_1S = values_of(decoder, texts).double()[None]
     parts = reward_loss(values_1S, torch.arange(len(texts))[None])
     means = {name: float(some[0] / some[1]) for name, some in parts.metrics.items()}
-    return Judgement(loss=float(parts.total / parts.count), **means, pairs=int(parts.count))
+    return PairMetrics(loss=float(parts.total / parts.count), **means, pairs=int(parts.count))
 
 
 def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:

@@ -50,11 +50,11 @@ def load_teacher(plan: RunPlan) -> Decoder:
     assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
     refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
-    attention = teachers_attention(read_config(folder), plan, where=str(folder))
+    attention = teacher_attention(read_config(folder), plan, where=str(folder))
     return _loaded(folder, product_dtype(plan.train.precision), plan.train.device, attention)
 
 
-def teachers_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
+def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
     """The run's own backend where it computes what the teacher needs, else the one that can do everything.
 
     Raises UserError when the rows are longer than the positions that the teacher has learned.
@@ -98,7 +98,7 @@ def distil_loss(found_2BT: Tensor, loss_mask_BT: Tensor, asked: Distill) -> Loss
     return LossParts((each_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)
 
 
-def completed(batch: Batch, plan: RunPlan) -> Batch:
+def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
     """With what the plan's objective reads beside tokens: a row of plain text becomes two texts, with scores of 0."""
     if not plan.objective.spec.numbers_texts:
         return batch
@@ -117,7 +117,7 @@ def meta_teacher(plan: RunPlan) -> Decoder:
     assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
     config = read_config(folder)
-    attention = teachers_attention(config, plan, where=str(folder))
+    attention = teacher_attention(config, plan, where=str(folder))
     usual = torch.get_default_dtype()
     torch.set_default_dtype(product_dtype(plan.train.precision))
     try:
@@ -129,7 +129,7 @@ def meta_teacher(plan: RunPlan) -> Decoder:
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
 
-def learned_labels(batch: Batch) -> float:
+def count_loss_tokens(batch: Batch) -> float:
     """How many labels of a batch on the host are learned."""
     return float(batch.loss_mask.sum())
 
@@ -146,7 +146,7 @@ class Objective:
 
     head: Callable[[Batch], Head]
     loss: Callable[[Tensor, Batch], LossParts]
-    count: Callable[[Batch], float] = learned_labels
+    count: Callable[[Batch], float] = count_loss_tokens
     before: Before | None = None
     together: bool = False
     per: Literal["token", "label", "pair", "answer"] = "token"

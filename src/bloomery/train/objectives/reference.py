@@ -16,7 +16,7 @@ from bloomery.model.heads import LabelScores
 from bloomery.monitor.events import Emit, Phase
 from bloomery.train.forward import eval_mode, forward, to_device
 
-TOLD_EVERY = 1.0  # seconds
+REPORT_SECONDS = 1.0  # seconds
 
 
 class Stopped(Exception):
@@ -24,7 +24,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Watch:
+class ReferenceProgress:
     """Says how many rows of all splits are done, and hears whether to go on."""
 
     emit: Emit
@@ -32,8 +32,8 @@ class Watch:
     before: int  # rows of the splits before this one
     total: int
 
-    def __call__(self, rows: int) -> None:
-        self.emit(Phase(name="reference", done=self.before + rows, total=self.total))
+    def __call__(self, sequences: int) -> None:
+        self.emit(Phase(name="reference", done=self.before + sequences, total=self.total))
         if self.stop():
             raise Stopped
 
@@ -44,23 +44,24 @@ def reference_file(run_dir: Path, split: Name) -> Path:
 
 
 def precompute(
-    model: Decoder, loader: Loader, path: Path, *, rows: int, score_chunk: int, precision: str, watch: Watch, run: str
-) -> None:
+    model: Decoder, loader: Loader, path: Path, *, batch_size: int, score_chunk: int, precision: str, run: str,
+    progress: ReferenceProgress,
+) -> None:  # fmt: skip
     """Fills the file with the log-probability of every learned label of the split; what is there already stays.
 
     `model` is as it was before the first step. A killed computation goes on where it was. Raises Stopped.
     """
     device, last = next(model.parameters()).device, 0.0
     with ReferenceWriter(path, loader.tokens, run) as writer, eval_mode(model):
-        for number, (batch, stored) in enumerate(loader.stored_batches(rows)):
-            if time.monotonic() - last > TOLD_EVERY:
+        for number, (batch, stored) in enumerate(loader.stored_batches(batch_size)):
+            if time.monotonic() - last > REPORT_SECONDS:
                 last = time.monotonic()
-                watch(number * rows)
+                progress(number * batch_size)
             if writer.has(stored.numpy()):
                 continue
             scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
             writer.add(stored.numpy(), scores_BT.cpu().numpy())
-    watch(loader.stored_rows)
+    progress(loader.stored_rows)
 
 
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:

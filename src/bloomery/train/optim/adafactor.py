@@ -112,17 +112,17 @@ class _Update:
         self._scales: tuple[Tensor, Tensor] | None = None  # of rows and of columns; of a vector all, and one
         self._kept: Tensor | None = None
 
-    def learn(self, states: list[State], share: float) -> None:
-        """Moves the estimates in `states` by `share` towards this gradient's squares."""
+    def learn(self, states: list[State], weight: float) -> None:
+        """Moves the estimates in `states` by `weight` towards this gradient's squares."""
         factor = torch.ones(()) if self._gate is None else self._gate.factor
         if "variance" in states[0]:
             squares = self._gradient_NRC.to(torch.float32).mul(factor).square_()
-            variance = self._moved(states, "variance", squares, share)
+            variance = self._moved(states, "variance", squares, weight)
             self._scales = variance.rsqrt_().mul_(factor), torch.ones(1, device=variance.device)
             return
         row_new, col_new = self._sums([state["row_var"] for state in states], [s["col_var"] for s in states])
-        row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), share)
-        col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._gradient_NRC.shape[-2]), share)
+        row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight)
+        col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._gradient_NRC.shape[-2]), weight)
         # The paper's R C / sum(R), a factor each: their product would leave float32 where gradients are small.
         self._scales = (row / row.mean(-2, keepdim=True)).rsqrt_().mul_(factor), col.rsqrt_()
 
@@ -134,10 +134,10 @@ class _Update:
             col += of_columns
         return row, col
 
-    def _moved(self, states: list[State], slot: str, squares: Tensor, share: float) -> Tensor:
+    def _moved(self, states: list[State], slot: str, squares: Tensor, weight: float) -> Tensor:
         """The new estimates, in `states` too; a copy that is never zero."""
         old = stacked([state[slot] for state in states])
-        new = _if_open(self._gate, old.lerp(squares.add_(SMALLEST_SQUARE), share), old)
+        new = _if_open(self._gate, old.lerp(squares.add_(SMALLEST_SQUARE), weight), old)
         torch._foreach_copy_([state[slot] for state in states], list(new.unbind(0)))
         return new.clamp(min=SMALLEST_SQUARE)
 

@@ -217,7 +217,7 @@ class StatePlacement:
 
 
 @final
-class LeanAdamW(torch.optim.Optimizer):
+class ChunkedAdamW(torch.optim.Optimizer):
     """Equal to torch.optim.AdamW in float32. `states`: float32, bfloat16 or int8; `placement`: where they are stored.
 
     State: `exp_avg` and `exp_avg_sq` in the parameter's shape, or as int8 and uint8 [blocks, 256] beside

@@ -13,14 +13,14 @@ from bloomery.core.errors import UserError
 from bloomery.model.limits import MUON_STACK
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
-from bloomery.train.optim.adamw import LeanAdamW, StatePlacement
+from bloomery.train.optim.adamw import ChunkedAdamW, StatePlacement
 from bloomery.train.optim.common import Gate, Rounding, exact_norm
 
-Rule = Adafactor | LeanAdamW
+Rule = Adafactor | ChunkedAdamW
 
 
 @final
-class InBackward:
+class FusedBackward:
     """One optimizer a parameter, called by autograd's hook: two gradients stand at most, or a compiled block's.
 
     The norm over all gradients is known only afterwards, so none is clipped by it. A gradient is looked at alone: from
@@ -100,7 +100,7 @@ _NEWTON_SCHULZ_STEPS = 5
 _AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # a run whose precision has changed keeps them otherwise
 
 
-def orthogonalised(stack_NRC: Tensor) -> Tensor:
+def orthogonalize(stack_NRC: Tensor) -> Tensor:
     """Roughly the nearest matrix with orthonormal rows to each of a stack (singular values 0.7 to 1.2), in bfloat16.
 
     The matrices are wide or square: the product of rows is then the smaller one.
@@ -127,7 +127,7 @@ def stacks(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return runs
 
 
-def _lying(matrix: Tensor) -> Tensor:
+def _wide(matrix: Tensor) -> Tensor:
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
@@ -153,8 +153,8 @@ class Muon(torch.optim.Optimizer):
         gradients = [p.grad for p in run if p.grad is not None]
         buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in run]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        steepest = [_lying(g.lerp(m, momentum)) for g, m in zip(gradients, buffers, strict=True)]
-        stack_NRC = orthogonalised(torch.stack(steepest))
+        steepest = [_wide(g.lerp(m, momentum)) for g, m in zip(gradients, buffers, strict=True)]
+        stack_NRC = orthogonalize(torch.stack(steepest))
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
         update = [(u if p.shape == u.shape else u.mT).to(p.dtype) for u, p in zip(stack_NRC, weights, strict=True)]
         torch._foreach_add_(weights, update, alpha=-lr * 0.2 * math.sqrt(max(run[0].shape)))
@@ -168,7 +168,7 @@ class OptimizersContainer:
         self,
         members: list[torch.optim.Optimizer],
         names: Mapping[nn.Parameter, str],
-        backward: InBackward | None = None,
+        backward: FusedBackward | None = None,
     ) -> None:
         self._members, self._names, self._backward = members, dict(names), backward
         for group in self._groups():
@@ -226,7 +226,7 @@ class OptimizersContainer:
     def named_tensors(self) -> dict[str, Tensor]:
         """State with dimensions by "parameter.slot"; the tensors themselves, not copies."""
         for member in self._members:
-            if isinstance(member, LeanAdamW):
+            if isinstance(member, ChunkedAdamW):
                 member.settle()
         return {name: value for name, value in self._slots() if value.ndim > 0}
 
@@ -250,7 +250,7 @@ class OptimizersContainer:
         for key, value in [*tensors.items(), *((k, torch.tensor(v, dtype=torch.float32)) for k, v in scalars.items())]:
             parameter, _, slot = key.rpartition(".")
             stored.setdefault(parameter, {})[slot] = value
-        self._refuse_strangers(stored)
+        self._refuse_unknown(stored)
         for member in self._members:
             member.state.clear()
             for group in member.param_groups:
@@ -262,16 +262,16 @@ class OptimizersContainer:
     def _adopted(
         self, member: torch.optim.Optimizer, parameter: nn.Parameter, slots: dict[str, Tensor], group: dict[str, object]
     ) -> dict[str, Tensor]:
-        if isinstance(member, LeanAdamW):
+        if isinstance(member, ChunkedAdamW):
             return member.adopted(parameter, slots, name=self._names[parameter])
         return _placed(slots, parameter, fused=bool(group.get("fused")))
 
-    def _refuse_strangers(self, stored: Mapping[str, object]) -> None:
-        strangers = sorted(set(stored) - set(self._names.values()))
-        if strangers:
+    def _refuse_unknown(self, stored: Mapping[str, object]) -> None:
+        unknown = sorted(set(stored) - set(self._names.values()))
+        if unknown:
             raise UserError(
-                f"the optimizer state holds {strangers[0]}, which this model does not train",
-                where=f"{len(strangers)} of {len(stored)} parameters in the checkpoint",
+                f"the optimizer state holds {unknown[0]}, which this model does not train",
+                where=f"{len(unknown)} of {len(stored)} parameters in the checkpoint",
                 fix="resume with the recipe that the run was started with",
             )
 
@@ -303,10 +303,10 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     names = {p: name for name, p in named.items()}
     rounding = Rounding(names, seed, plan.stochastic_rounding)
     placement = StatePlacement(away=plan.paged or plan.offload)
-    lean = partial(_lean, plan=plan, rounding=rounding, placement=placement)
+    chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
-        rules = {p: lean(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
-        return OptimizersContainer(list(rules.values()), names, InBackward(rules, head_weights(model)))
+        rules = {p: chunked(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
+        return OptimizersContainer(list(rules.values()), names, FusedBackward(rules, head_weights(model)))
     if plan.kind == "muon":
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
@@ -316,7 +316,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     plain = plan.kind == "adamw" and plan.state_dtype == "float32"
     if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
         return OptimizersContainer([_torchs(named, plan)], names)
-    return OptimizersContainer([lean(_decay_groups(named, plan.weight_decay))], names)
+    return OptimizersContainer([chunked(_decay_groups(named, plan.weight_decay))], names)
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
@@ -324,13 +324,13 @@ def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.opt
     return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, fused=plan.fused)
 
 
-def _lean(
+def _chunked(
     groups: list[dict[str, object]], *, plan: OptimizerPlan, rounding: Rounding, placement: StatePlacement
-) -> Adafactor | LeanAdamW:
+) -> Adafactor | ChunkedAdamW:
     if plan.kind == "adafactor":
         return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
     assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
-    return LeanAdamW(
+    return ChunkedAdamW(
         groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, states=plan.state_dtype, rounding=rounding,
         placement=placement,
     )  # fmt: skip

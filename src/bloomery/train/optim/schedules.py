@@ -15,7 +15,7 @@ Shape = Literal["cosine", "linear", "constant", "wsd"]
 STEEPEST = 0.1  # of the peak rate: how far a warmup whose end came nearer may rise in a step
 
 
-def rate_share(
+def lr_scale_at(
     step: int, *, steps: int | None, warmup_steps: int, shape: Shape, min_lr_ratio: float = 0.0, decay_steps: int = 0
 ) -> float:
     """The share of the peak rate with which the step after `step` finished ones is taken.
@@ -48,20 +48,20 @@ def planned_lr_scale(step: int, plan: RunPlan) -> float:
     optimizer, blocks = plan.optimizer, plan.train.blocks
     shape, min_lr_ratio = _shape(optimizer)
     if not blocks:
-        return rate_share(
+        return lr_scale_at(
             step, steps=plan.train.steps, warmup_steps=optimizer.warmup_steps, shape=shape, min_lr_ratio=min_lr_ratio,
             decay_steps=optimizer.decay_steps,
         )  # fmt: skip
     assert plan.lengths is not None and plan.train.seconds is not None, "blocks are of a wall-time run"
-    whole = share_of_run(plan.lengths.warmup, plan.train.seconds)
+    whole = fraction_of_run(plan.lengths.warmup, plan.train.seconds)
     if whole is None:
         warm = _at(optimizer.warmup_steps, blocks, step)
         rising = min(1.0, (step + 1) / optimizer.warmup_steps) if optimizer.warmup_steps else 1.0
     else:
         warm, rising = whole, _risen(step + 1, blocks, whole)
-    decay = None if plan.lengths.decay is None else share_of_run(plan.lengths.decay, plan.train.seconds)
+    decay = None if plan.lengths.decay is None else fraction_of_run(plan.lengths.decay, plan.train.seconds)
     start = max(warm, 1.0 - (decay or 0.0)) if shape == "wsd" else warm
-    progress = (share_done(step, blocks) - start) / (1.0 - start) if start < 1.0 else 0.0
+    progress = (fraction_done(step, blocks) - start) / (1.0 - start) if start < 1.0 else 0.0
     return min(rising, _fallen(progress, shape, min_lr_ratio))
 
 
@@ -71,7 +71,7 @@ def _shape(optimizer: OptimizerPlan) -> tuple[Shape, float]:
     return "wsd", optimizer.schedule.min_lr_ratio
 
 
-def share_of_run(length: Duration, seconds: float) -> float | None:
+def fraction_of_run(length: Duration, seconds: float) -> float | None:
     """The share of a run of so many seconds; None for a length in steps, tokens or epochs."""
     if length.unit == "percent":
         return length.amount / 100
@@ -83,7 +83,7 @@ def block_at(step: int, blocks: Sequence[ScheduleBlock]) -> ScheduleBlock:
     return next((block for block in reversed(blocks) if block.step <= step), blocks[0])
 
 
-def share_done(step: int, blocks: Sequence[ScheduleBlock]) -> float:
+def fraction_done(step: int, blocks: Sequence[ScheduleBlock]) -> float:
     """The share of a wall-time run that is done after `step` steps."""
     return _along(step, block_at(step, blocks))
 
@@ -95,8 +95,8 @@ def _at(boundary: int, blocks: Sequence[ScheduleBlock], step: int) -> float:
 
 def _along(step: int, block: ScheduleBlock) -> float:
     left = block.steps - block.step
-    share = block.share + (1.0 - block.share) * (step - block.step) / left if left > 0 else 1.0
-    return min(1.0, max(0.0, share))
+    fraction = block.fraction + (1.0 - block.fraction) * (step - block.step) / left if left > 0 else 1.0
+    return min(1.0, max(0.0, fraction))
 
 
 def _risen(boundary: int, blocks: Sequence[ScheduleBlock], warm: float) -> float:
@@ -106,7 +106,7 @@ def _risen(boundary: int, blocks: Sequence[ScheduleBlock], warm: float) -> float
     """
     if warm <= 0.0:
         return 1.0
-    reached = min(1.0, blocks[0].share / warm)
+    reached = min(1.0, blocks[0].fraction / warm)
     for block, after in zip(blocks, [*(block.step for block in blocks[1:]), boundary], strict=True):
         end = min(after, boundary)
         reached = min(1.0, _along(end, block) / warm, reached + STEEPEST * (end - block.step))
