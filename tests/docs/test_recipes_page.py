@@ -1,9 +1,12 @@
-"""The pages name every recipe that is packaged."""
+"""The pages name every packaged recipe, and show what the commands print."""
 
 import re
+from pathlib import Path
 
-from words_of_docs import ROOT
+import pytest
+from words_of_docs import ROOT, shown_equals
 
+from bloomery.cli import main
 from bloomery.recipe.load import load_recipe, packaged
 
 
@@ -22,3 +25,34 @@ def test_the_page_on_fine_tuning_says_what_each_of_its_recipes_does_and_on_what_
             stem = next((stem for stem in named if name.startswith(stem) and not stem.startswith("-")), None)
             assert stem is not None, f"docs/how-to/choose-a-method.md lacks {name}"
             assert str(recipe.data.path).removeprefix("hub:") in named
+
+
+MINE = """extends: go-coder-125m
+data:
+  path: my-code
+  glob: "*.py"
+num_train_epochs: 3
+optimizer:
+  learning_rte: 1e-3
+  lr_scheduler_type: cosine
+train:
+  precision: bf16-mixed
+  compile: on
+  batch: 16
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plan mine.yaml", "train demo per_device_train_batch_size=4", "recipes import axolotl.yml"],
+)
+def test_the_page_shows_the_answers_to_other_names(command, tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs/reference/recipes.md"
+    shown = re.search(rf"\$ bloomery {re.escape(command)}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(MINE)
+    Path("axolotl.yml").write_text((ROOT / "tests/recipe/foreign/axolotl.yml").read_text())
+    with pytest.raises(SystemExit):
+        main(command.split())
+    captured = capsys.readouterr()
+    shown_equals(page, shown, captured.out + captured.err)
