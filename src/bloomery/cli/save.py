@@ -3,7 +3,7 @@
 import click
 
 from bloomery.cli.common import say
-from bloomery.recipe.schema import LONGEST_TRACE
+from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.names import find_run
 
 
@@ -12,7 +12,7 @@ from bloomery.runs.names import find_run
 @click.option(
     "--profile",
     "steps",
-    type=click.IntRange(1, LONGEST_TRACE),
+    type=click.IntRange(1, LONGEST_PROFILE),
     metavar="STEPS",
     help="Instead record the next steps: operators, times, memory.",
 )

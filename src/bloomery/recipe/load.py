@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import closest, expanded
-from bloomery.recipe.mistakes import from_pydantic, place_of, refuse, secrets, step
+from bloomery.core.units import Duration
+from bloomery.recipe.mistakes import from_pydantic, models_at, place_of, refuse, secrets, step
 from bloomery.recipe.schema import LENGTHS, Recipe
+from bloomery.recipe.values import write_duration
 from bloomery.recipe.yaml import MAX_BYTES, MAX_DEPTH, Document, KeyPath, Mistake, Origin, read_yaml
 
 # Keys that exclude each other: a layer that sets one of them drops the others that it would inherit.
@@ -100,7 +102,25 @@ def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> L
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a recipe, for editors: `# yaml-language-server: $schema=bloomery.schema.json`."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bloomery recipe"}
-    return Recipe.model_json_schema(by_alias=True) | head
+    schema = Recipe.model_json_schema(by_alias=True)
+    owners = {"tokenizer": schema["$defs"]["TokenizerSection"], "model": schema["$defs"]["Model"]}
+    for *section, key in _WITH_KIND:
+        properties = (owners[str(section[0])] if section else schema)["properties"]
+        models = [model for model in models_at((*section, key)) if "kind" in model.model_fields]
+        kinds = [kind for model in models for kind in get_args(model.model_fields["kind"].annotation)]
+        described = {name: properties[key].pop(name) for name in ("description", "default") if name in properties[key]}
+        properties[key] = {"anyOf": [{"enum": kinds}, properties[key]]} | described
+    found: dict[str, Any] = _with_lengths(schema | head)
+    return found
+
+
+def _with_lengths(schema: Any) -> Any:
+    """Defaults that are lengths, as people write them: "1000 steps"."""
+    if isinstance(schema, dict):
+        if set(schema) == {"amount", "unit"}:
+            return write_duration(Duration(**schema))
+        return {key: _with_lengths(value) for key, value in schema.items()}
+    return [_with_lengths(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def dump_recipe(loaded: LoadedRecipe) -> str:

@@ -1,12 +1,9 @@
 """What a recipe may say. Defaults live here and nowhere else; sections know nothing of each other."""
 
-import shlex
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -18,6 +15,7 @@ from bloomery.core.units import Duration, Unit, parse_bytes, parse_count
 from bloomery.recipe.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.recipe.values import (
     Auto,
+    Checkpointing,
     ClaimedRange,
     Count,
     Epochs,
@@ -25,7 +23,10 @@ from bloomery.recipe.values import (
     Length,
     LengthOrNothing,
     OneOrMore,
+    Precision,
     Share,
+    ShellCommand,
+    StepRange,
     Steps,
     Tokens,
     WallTime,
@@ -35,31 +36,12 @@ from bloomery.recipe.values import (
 
 LENGTHS: dict[str, Unit] = {"epochs": "epochs", "max_steps": "steps", "max_tokens": "tokens", "max_time": "seconds"}
 IF_INSTALLED = "tensorboard-if-installed"  # the tracker of a plan whose recipe names none
-LONGEST_TRACE = 20  # steps: a profile of more fills the disk
-Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 # The names that bloomery.model knows, which is a layer above; a test holds them equal.
 Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo2", "phi3", "gpt2",
 ]  # fmt: skip
 AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
-
-
-PrecisionNames = Literal[Auto, Precision, "fp32", "bf16", "fp16"]
-
-
-def _precision(value: object) -> object:
-    """The short names of Transformers, too."""
-    return (
-        {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(value, value)
-        if isinstance(value, str)
-        else value
-    )
-
-
-def _checkpointing(value: object) -> object:
-    """true is "full", false is "none"."""
-    return ("full" if value else "none") if isinstance(value, bool) else value
 
 
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -69,26 +51,46 @@ class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 class Claims(Section):
     """What the author expects. `plan` checks every claim, `report` compares it with the run."""
 
-    tokens: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = None
-    epochs: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = None
-    tokens_per_second: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = None
-    duration: Annotated[ClaimedRange, claimed(wall_time, "8h or 5 to 7 days")] | None = None
-    memory: Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")] | None = None
-    perplexity: dict[Length, Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]] = {}
+    tokens: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
+        None, description="Tokens that the run trains on, a value or a range.", examples=["2 to 4 M"]
+    )
+    epochs: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
+        None, description="Epochs that the run makes.", examples=[1]
+    )
+    tokens_per_second: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
+        None, description="Training speed in tokens per second, all devices.", examples=["100 to 100000"]
+    )
+    duration: Annotated[ClaimedRange, claimed(wall_time, "8h or 5 to 7 days")] | None = Field(
+        None, description="Time that the whole run takes.", examples=["1m to 8h"]
+    )
+    memory: Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")] | None = Field(
+        None, description="Peak memory of one device.", examples=["0.5 to 16 GB"]
+    )
+    perplexity: dict[Length, Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]] = Field(
+        {}, description="Validation perplexity by step.", examples=[{"100 steps": "20 to 2000"}]
+    )
 
 
 class RopeScalingSection(Section):
     """Stretching of rotary positions, in transformers' terms; fields that a kind does not use are ignored by it."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
-    factor: PositiveFloat
-    original_max_positions: PositiveInt | None = None
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    attention_factor: PositiveFloat | None = None
-    truncate: bool = True
+    kind: Literal["linear", "dynamic", "llama3", "yarn"] = Field(description="Method that extends the context.")
+    factor: PositiveFloat = Field(description="Context length relative to original_max_positions.", examples=[8])
+    original_max_positions: PositiveInt | None = Field(
+        None, description="Context length of pretraining, in tokens.", examples=[8192]
+    )
+    low_freq_factor: PositiveFloat = Field(
+        1.0, description="llama3: wavelengths above original_max_positions / low_freq_factor are scaled in full."
+    )
+    high_freq_factor: PositiveFloat = Field(
+        4.0, description="llama3: wavelengths below original_max_positions / high_freq_factor are not scaled."
+    )
+    beta_fast: PositiveFloat = Field(32.0, description="yarn: rotations above which a dimension is not scaled.")
+    beta_slow: PositiveFloat = Field(1.0, description="yarn: rotations below which a dimension is scaled in full.")
+    attention_factor: PositiveFloat | None = Field(
+        None, description="yarn: factor of the attention logits; unset: from `factor`.", examples=[1.0]
+    )
+    truncate: bool = Field(True, description="yarn: round the boundaries of the dimensions to integers.")
 
 
 class Model(Section):
@@ -97,35 +99,75 @@ class Model(Section):
     Sizes beside a preset override it; beside `from` they are refused when the recipe is resolved.
     """
 
-    from_: Annotated[str | None, Field(alias="from")] = None
-    preset: Preset | None = None
-    family: Family | None = None
-    implementation: Auto | Literal["native", "transformers"] = "auto"
-    load_with: Literal["native", "transformers"] = "native"
-    vocab_size: PositiveInt | None = None
-    hidden_size: PositiveInt | None = None
-    intermediate_size: PositiveInt | None = None
-    num_layers: PositiveInt | None = None
-    num_heads: PositiveInt | None = None
-    num_kv_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    max_positions: PositiveInt | None = None
-    norm: Literal["rms", "rms_unit_offset", "layer"] | None = None
-    norm_eps: PositiveFloat | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None
-    qk_norm: Literal["none", "head", "full"] | None = None
-    rope_theta: PositiveFloat | None = None
-    rope_scaling: RopeScalingSection | None = None
-    sliding_window: PositiveInt | None = None
-    tie_embeddings: bool | None = None
-    dropout: Share | None = None
-    initializer_range: PositiveFloat | None = None
+    from_: Annotated[str | None, Field(alias="from")] = Field(
+        None,
+        description="Pretrained model: a folder in Hugging Face format or a Hub id.",
+        examples=["Qwen/Qwen2.5-1.5B-Instruct"],
+    )
+    preset: Preset | None = Field(
+        None, description="Architecture and sizes of a packaged model, with random weights.", examples=["go-coder-tiny"]
+    )
+    family: Family | None = Field(
+        None, description="Architecture of a new model; the sizes follow below.", examples=["llama"]
+    )
+    implementation: Auto | Literal["native", "transformers"] = Field(
+        "auto", description="Layers that compute the model: Bloomery's (native) or those of transformers."
+    )
+    load_with: Literal["native", "transformers"] = Field(
+        "native", description="Loader of a model that runs in transformers' layers; transformers: from_pretrained."
+    )
+    vocab_size: PositiveInt | None = Field(
+        None, description="Tokens of the vocabulary; unset: those of the tokenizer.", examples=[50000]
+    )
+    hidden_size: PositiveInt | None = Field(None, description="Width of the hidden states.", examples=[512])
+    intermediate_size: PositiveInt | None = Field(None, description="Width of the MLP.", examples=[2048])
+    num_layers: PositiveInt | None = Field(None, description="Number of transformer layers.", examples=[8])
+    num_heads: PositiveInt | None = Field(None, description="Attention heads (queries).", examples=[8])
+    num_kv_heads: PositiveInt | None = Field(
+        None, description="Key and value heads; fewer than num_heads: grouped-query attention.", examples=[8]
+    )
+    head_dim: PositiveInt | None = Field(
+        None, description="Width of one attention head; unset: hidden_size / num_heads.", examples=[64]
+    )
+    max_positions: PositiveInt | None = Field(None, description="Context length in tokens.", examples=[1024])
+    norm: Literal["rms", "rms_unit_offset", "layer"] | None = Field(
+        None, description="Normalization layer.", examples=["rms"]
+    )
+    norm_eps: PositiveFloat | None = Field(None, description="Epsilon of the normalization layers.", examples=[1e-05])
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = Field(
+        None, description="Activation function of the MLP.", examples=["silu"]
+    )
+    qk_norm: Literal["none", "head", "full"] | None = Field(
+        None, description="Normalization of queries and keys: per head or over the full width.", examples=["none"]
+    )
+    rope_theta: PositiveFloat | None = Field(
+        None, description="Base of the rotary position embedding.", examples=[10000]
+    )
+    rope_scaling: RopeScalingSection | None = Field(
+        None, description="Context extension of the rotary position embedding."
+    )
+    sliding_window: PositiveInt | None = Field(
+        None, description="Attention window in tokens; unset: the whole context.", examples=[4096]
+    )
+    tie_embeddings: bool | None = Field(
+        None, description="Use one matrix for the input embedding and the output head.", examples=[True]
+    )
+    dropout: Share | None = Field(
+        None, description="Dropout probability; unset: that of the preset or the pretrained model.", examples=[0.1]
+    )
+    initializer_range: PositiveFloat | None = Field(
+        None, description="Standard deviation of the random initial weights.", examples=[0.02]
+    )
 
 
 class TrainTokenizer(Section):
-    kind: Literal["bpe", "unigram"] = "bpe"
-    vocab_size: Annotated[int, Field(gt=0, le=2**24)] = 50_000  # more than any model has; the trainer reserves them all
-    special_tokens: list[Annotated[str, Field(min_length=1)]] = []
+    kind: Literal["bpe", "unigram"] = Field("bpe", description="Algorithm: byte-level BPE or unigram.")
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] = Field(
+        50_000, description="Tokens of the vocabulary, special tokens included."
+    )
+    special_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Special tokens besides <s> </s> <pad> <unk>.", examples=[["<PR_TITLE>"]]
+    )
 
 
 class TokenizerSection(Section):
@@ -134,14 +176,26 @@ class TokenizerSection(Section):
     `additional_special_tokens`: added to it; the model's embeddings grow by one row each, the mean of the others.
     """
 
-    from_: Annotated[str | None, Field(alias="from")] = None
-    additional_special_tokens: list[Annotated[str, Field(min_length=1)]] = []
-    train: TrainTokenizer | None = None
+    from_: Annotated[str | None, Field(alias="from")] = Field(
+        None, description="same (the model's), a folder, a tokenizer.json or a SentencePiece .model.", examples=["same"]
+    )
+    additional_special_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Special tokens to add; each new embedding row is the mean of the others."
+    )
+    train: TrainTokenizer | None = Field(
+        None, description="Train a tokenizer on the data, once; a resumed run reuses it."
+    )
 
 
 class Chat(Section):
-    template: str | None = None
-    train_on: Literal["assistant", "all", "last"] = "assistant"
+    template: str | None = Field(
+        None,
+        description="Chat template: a name or a file; none: no template; unset: the tokenizer's.",
+        examples=["chatml"],
+    )
+    train_on: Literal["assistant", "all", "last"] = Field(
+        "assistant", description="Messages with loss: the assistant's, all, or the last of the assistant."
+    )
 
 
 Layout = Literal["packed", "padded", "fixed"]
@@ -154,30 +208,50 @@ Format = Auto | Literal[
 class Source(Section):
     """One corpus of several. `weight`: how often an epoch sees it (2 = twice, 0.5 = half of its rows)."""
 
-    path: FilePath
-    glob: str | None = None
-    format: Format = "auto"
-    columns: dict[str, str] = {}
-    weight: PositiveFloat = 1.0
+    path: FilePath = Field(description="File, folder or Hub id.")
+    glob: str | None = Field(None, description="Pattern of file names below path.", examples=["*.go"])
+    format: Format = Field("auto", description="Format of the files; auto: by their content.")
+    columns: dict[str, str] = Field({}, description="Names of the columns in the files, by role.")
+    weight: PositiveFloat = Field(1.0, description="Passes per epoch: 2 reads the source twice, 0.5 half of it.")
 
 
 class Data(Section):
-    path: FilePath | None = None
-    glob: str | None = None
-    format: Format = "auto"
-    columns: dict[str, str] = {}
-    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = None
-    sources: list[Source] = []
-    sequence_length: Annotated[int, Field(ge=2)] = 1024  # of one token nothing is predicted
-    validation: str | float = "auto"  # a split of the data set that is meant for it, else 1%
-    packing: bool = True
-    document_masking: bool = True  # without packing each sequence is one document
-    chat: Chat = Chat()
-    on_error: Literal["stop", "skip"] = "stop"
-    prepared: FilePath | None = None
-    num_proc: Auto | Annotated[int, Field(ge=0)] = "auto"
-    pin_memory: Auto | bool = "auto"
-    prefetch: Auto | PositiveInt = "auto"
+    path: FilePath | None = Field(None, description="File, folder or Hub id (ORG/NAME).", examples=["corpus"])
+    glob: str | None = Field(
+        None, description="Pattern of file names below path; unset: every file of the format.", examples=["*.py"]
+    )
+    format: Format = Field("auto", description="Format of the files; auto: by their content.")
+    columns: dict[str, str] = Field(
+        {},
+        description="Names of the columns in the files, by role; default: the usual names.",
+        examples=[{"text": "text"}],
+    )
+    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = Field(
+        None, description="Dataset made from the Python installation of this machine.", examples=["stdlib-code"]
+    )
+    sources: list[Source] = Field(
+        [],
+        description="Several datasets instead of path.",
+        examples=[
+            [{"path": "code", "glob": "*.go", "weight": 2.0}, {"path": "issues.jsonl", "columns": {"text": "body"}}]
+        ],
+    )
+    sequence_length: Annotated[int, Field(ge=2)] = Field(1024, description="Tokens per training sequence.")
+    validation: str | float = Field(
+        "auto", description="Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%."
+    )
+    packing: bool = Field(
+        True, description="Fill each sequence with several documents; false: one document per sequence, padded."
+    )
+    document_masking: bool = Field(True, description="No attention across the documents of a packed sequence.")
+    chat: Chat = Field(Chat(), description="How conversations are formatted and masked.")
+    on_error: Literal["stop", "skip"] = Field("stop", description="At a malformed row: stop, or skip and count it.")
+    prepared: FilePath | None = Field(
+        None, description="Folder of the tokenized dataset; unset: prepared/<recipe>-<hash>.", examples=["shards"]
+    )
+    num_proc: Auto | Annotated[int, Field(ge=0)] = Field("auto", description="Processes that tokenize the dataset.")
+    pin_memory: Auto | bool = Field("auto", description="Copy batches to the GPU from pinned memory.")
+    prefetch: Auto | PositiveInt = Field("auto", description="Batches read ahead.")
 
     @property
     def layout(self) -> Layout:
@@ -190,7 +264,7 @@ class Data(Section):
 class ObjectiveSection(Section):
     """The loss, by its `kind`."""
 
-    kind: str
+    kind: str = Field(description="Training objective.")
 
     @property
     def spec(self) -> ObjectiveSpec:
@@ -200,66 +274,73 @@ class ObjectiveSection(Section):
 class Pretrain(ObjectiveSection):
     """Every token is learned."""
 
-    kind: Literal["pretrain"] = "pretrain"
+    kind: Literal["pretrain"] = Field("pretrain", description="Cross-entropy on every token.")
 
 
 class Sft(ObjectiveSection):
     """The answers of conversations are learned, as `data.chat.train_on` says."""
 
-    kind: Literal["sft"]
+    kind: Literal["sft"] = Field(description="Cross-entropy on the responses.")
 
 
 class Preference(ObjectiveSection):
     """Of two answers, the chosen one is made likelier than the rejected one, compared with the model of the start."""
 
-    kind: Literal["dpo", "ipo"]
-    beta: PositiveFloat = 0.1
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0  # dpo: the share of pairs that are wrong way round
+    kind: Literal["dpo", "ipo"] = Field(description="Preference pairs against a reference model.")
+    beta: PositiveFloat = Field(0.1, description="Strength of the penalty for leaving the reference model.")
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = Field(
+        0.0, description="dpo: assumed share of pairs with swapped labels."
+    )
 
 
 class SimPo(ObjectiveSection):
     """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
 
-    kind: Literal["simpo"]
-    beta: PositiveFloat = 2.0
-    gamma: NonNegativeFloat = 1.0
+    kind: Literal["simpo"] = Field(description="Preference pairs without a reference model.")
+    beta: PositiveFloat = Field(2.0, description="Scale of the rewards.")
+    gamma: NonNegativeFloat = Field(1.0, description="Target margin between the rewards.")
 
 
 class OrPo(ObjectiveSection):
     """The chosen answer is learned, and its odds are raised above the rejected one's (arXiv:2403.07691)."""
 
-    kind: Literal["orpo"]
-    beta: PositiveFloat = 0.1
+    kind: Literal["orpo"] = Field(description="Cross-entropy plus an odds ratio loss.")
+    beta: PositiveFloat = Field(0.1, description="Weight of the odds ratio loss.")
 
 
 class Kto(ObjectiveSection):
     """Single answers, each marked desirable or not (arXiv:2402.01306)."""
 
-    kind: Literal["kto"]
-    beta: PositiveFloat = 0.1
-    desirable_weight: PositiveFloat = 1.0
-    undesirable_weight: PositiveFloat = 1.0
+    kind: Literal["kto"] = Field(description="Single responses marked desirable or not.")
+    beta: PositiveFloat = Field(0.1, description="Strength of the penalty for leaving the reference model.")
+    desirable_weight: PositiveFloat = Field(1.0, description="Loss weight of desirable responses.")
+    undesirable_weight: PositiveFloat = Field(1.0, description="Loss weight of undesirable responses.")
 
 
 class Reward(ObjectiveSection):
     """One number a text, higher for the chosen answer of a pair."""
 
-    kind: Literal["reward"]
+    kind: Literal["reward"] = Field(description="Reward model: one number per text.")
 
 
 class Distill(ObjectiveSection):
     """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
 
-    kind: Literal["distill"]
-    teacher: str  # a folder in Hugging Face's layout, or an id on the Hub
-    temperature: PositiveFloat = 1.0
-    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
+    teacher: str = Field(
+        description="Teacher model: a folder in Hugging Face format or a Hub id.", examples=["Qwen/Qwen2.5-7B-Instruct"]
+    )
+    temperature: PositiveFloat = Field(1.0, description="Temperature of both distributions.")
+    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5,
+        description="Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio).",
+    )
 
 
 class Online(ObjectiveSection):
     """The model writes answers that are then judged."""
 
-    kind: Literal["ppo", "grpo"]
+    kind: Literal["ppo", "grpo"] = Field(description="Reinforcement learning on generated responses.")
 
 
 Objective = Annotated[
@@ -270,62 +351,81 @@ Objective = Annotated[
 class NoAdapter(Section):
     """Every parameter is trained."""
 
-    kind: Literal["none"] = "none"
+    kind: Literal["none"] = Field("none", description="No adapter: every parameter is trained.")
 
 
 class Lora(Section):
-    kind: Literal["lora", "dora"]
-    rank: PositiveInt = 16
-    alpha: PositiveFloat = 32.0
-    use_rslora: bool = False
-    init: Literal["default", "pissa"] = "default"
-    dropout: Share = 0.0
-    target_modules: OneOrMore[str] = ["q_proj", "v_proj"]
-    modules_to_save: OneOrMore[str] = []
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    kind: Literal["lora", "dora"] = Field(description="Low-rank adapters.")
+    rank: PositiveInt = Field(16, description="Rank of the LoRA matrices.")
+    alpha: PositiveFloat = Field(32.0, description="Scale: the update is multiplied by alpha / rank.")
+    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
+    init: Literal["default", "pissa"] = Field(
+        "default",
+        description="Initial LoRA matrices: random and zero, or from the singular values of the weight (pissa).",
+    )
+    dropout: Share = Field(0.0, description="Dropout probability before the LoRA matrices.")
+    target_modules: OneOrMore[str] = Field(
+        ["q_proj", "v_proj"], description="Modules with LoRA: names, patterns or all-linear."
+    )
+    modules_to_save: OneOrMore[str] = Field(
+        [], description="Modules trained in full, such as embed_tokens, lm_head, norms."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of the LoRA matrices.")
 
 
 class Peft(BaseModel, frozen=True, extra="allow"):
     """Any other method of PEFT, with PEFT's own fields."""
 
-    kind: Literal["peft"]
-    method: str
+    kind: Literal["peft"] = Field(description="Any other method of PEFT.")
+    method: str = Field(
+        description="PEFT's name of the method; PEFT's own fields stand next to it.", examples=["adalora"]
+    )
 
 
 Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
 
 
 class Quantize(Section):
-    kind: Literal["none", "nf4", "int8"] = "none"
-    double_quant: bool = True  # nf4: the scales are quantised, too (arXiv:2305.14314)
+    kind: Literal["none", "nf4", "int8"] = Field(
+        "none", description="Storage of the frozen base weights; needs an adapter."
+    )
+    double_quant: bool = Field(True, description="nf4: quantize the scales, too (arXiv:2305.14314).")
 
 
 class Wsd(Section):
     """Warmup, stable, decay: `decay` is the length of the last part, `min_lr_ratio` where it ends, of the rate."""
 
-    kind: Literal["wsd"] = "wsd"
-    decay: Length = Duration(20.0, "percent")
-    min_lr_ratio: Share = 0.0
+    kind: Literal["wsd"] = Field("wsd", description="Warmup, stable, decay.")
+    decay: Length = Field(Duration(20.0, "percent"), description="Length of the decay at the end of the run.")
+    min_lr_ratio: Share = Field(0.0, description="Final learning rate, relative to learning_rate.")
 
 
 class OptimizerSection(Section):
-    kind: Literal["adamw", "muon", "adafactor"] = "adamw"
-    learning_rate: PositiveFloat = 5e-4
-    muon_learning_rate: PositiveFloat | None = (
-        None  # of the matrices; the rest takes learning_rate, as they do without it
+    kind: Literal["adamw", "muon", "adafactor"] = Field(
+        "adamw", description="muon updates the matrices of the layers, AdamW the rest."
     )
-    momentum: Share = 0.95
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
-    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    paged: bool = False
-    offload: bool = False
-    fused_backward: bool = False
-    stochastic_rounding: bool = False
-    schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = "cosine"
-    min_lr_ratio: Share = 0.0  # cosine and linear end at this share of the rate
-    warmup: LengthOrNothing = Duration(1.0, "percent")
+    learning_rate: PositiveFloat = Field(5e-4, description="Peak learning rate.")
+    muon_learning_rate: PositiveFloat | None = Field(
+        None, description="muon: learning rate of the matrices; unset: learning_rate.", examples=[0.02]
+    )
+    momentum: Share = Field(0.95, description="muon: momentum.")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW: decay rates of the two averages.")
+    eps: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = Field("float32", description="Data type of AdamW's states.")
+    paged: bool = Field(False, description="States in pinned host memory that the GPU reads directly.")
+    offload: bool = Field(False, description="States in host memory, updated on the CPU.")
+    fused_backward: bool = Field(
+        False, description="Update each parameter during backward and free its gradient; no gradient accumulation."
+    )
+    stochastic_rounding: bool = Field(False, description="Round bfloat16 weights stochastically.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = Field(
+        "cosine",
+        description="Shape of the learning rate after warmup.",
+        examples=[{"kind": "wsd", "decay": "20%", "min_lr_ratio": 0.0}],
+    )
+    min_lr_ratio: Share = Field(0.0, description="Final learning rate of cosine and linear, relative to learning_rate.")
+    warmup: LengthOrNothing = Field(Duration(1.0, "percent"), description="Length of the linear warmup.")
 
 
 def _with_one_length(value: Any) -> Any:
@@ -336,25 +436,45 @@ def _with_one_length(value: Any) -> Any:
 
 
 class Train(Section):
-    epochs: Epochs | None = 1.0
-    max_steps: Steps | None = None
-    max_tokens: Tokens | None = None
-    max_time: WallTime | None = None
-    min_steps: PositiveInt | None = None  # of max_time, which then takes longer where it must
-    tokens_per_step: Auto | Count = "auto"
-    batch_size: PositiveInt | None = None  # sequences per step on all devices, instead of tokens_per_step
-    micro_batch_size: Auto | PositiveInt = "auto"
-    precision: Annotated[Auto | Precision, BeforeValidator(_precision, json_schema_input_type=PrecisionNames)] = "auto"
-    compile: Auto | bool = "auto"
-    attention: Auto | AttentionBackend = "auto"
-    activation_checkpointing: Annotated[
-        Auto | Annotated[str, Field(pattern="^(none|selective|full|every-[1-9][0-9]*)$")],
-        BeforeValidator(_checkpointing, json_schema_input_type=str | bool),
-    ] = "auto"
-    offload_activations: bool = False
-    max_grad_norm: PositiveFloat | None = 1.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    deterministic: Auto | bool = "auto"
+    epochs: Epochs | None = Field(
+        1.0,
+        description="Length in passes over the dataset. Set exactly one of epochs, max_steps, max_tokens, max_time.",
+    )
+    max_steps: Steps | None = Field(None, description="Length of the run in optimizer steps.", examples=[1000])
+    max_tokens: Tokens | None = Field(None, description="Length of the run in tokens.", examples=["10B"])
+    max_time: WallTime | None = Field(
+        None,
+        description="Length of the run in wall time; the number of steps follows from measured steps.",
+        examples=["8h"],
+    )
+    min_steps: PositiveInt | None = Field(
+        None, description="max_time: at least so many steps, even if they take longer.", examples=[200]
+    )
+    tokens_per_step: Auto | Count = Field(
+        "auto",
+        description="Tokens per optimizer step on all devices (global batch); auto: from the model and the dataset.",
+    )
+    batch_size: PositiveInt | None = Field(
+        None, description="Sequences per optimizer step on all devices, instead of tokens_per_step.", examples=[16]
+    )
+    micro_batch_size: Auto | PositiveInt = Field(
+        "auto", description="Sequences per forward pass and device; changes memory and speed, not the result."
+    )
+    precision: Precision = Field(
+        "auto", description="Data type of the computation; all but bfloat16-pure keep float32 master weights."
+    )
+    compile: Auto | bool = Field("auto", description="Use torch.compile.")
+    attention: Auto | AttentionBackend = Field("auto", description="Attention kernel.")
+    activation_checkpointing: Checkpointing = Field(
+        "auto",
+        description="Recompute activations in backward: none, selected operations, all layers (true) or every N-th.",
+    )
+    offload_activations: bool = Field(False, description="Keep activations in host memory until backward.")
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the gradient to this norm; null: no clipping.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="Seed of initial weights, data order and dropout."
+    )
+    deterministic: Auto | bool = Field("auto", description="Bitwise repeatable steps on a GPU, which are slower.")
 
     _one_length = model_validator(mode="before")(_with_one_length)
 
@@ -376,67 +496,67 @@ class Train(Section):
 
 
 class Parallel(Section):
-    replicate: Auto | PositiveInt = "auto"
-    shard: Auto | PositiveInt = "auto"
-    tensor: PositiveInt = 1
-    context: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    pipeline_schedule: Literal["1f1b"] = "1f1b"
-    pipeline_microbatches: Auto | PositiveInt = "auto"
+    replicate: Auto | PositiveInt = Field("auto", description="Data parallel replicas.")
+    shard: Auto | PositiveInt = Field("auto", description="Devices that shard parameters, gradients and states (FSDP).")
+    tensor: PositiveInt = Field(1, description="Tensor parallel devices.")
+    context: PositiveInt = Field(1, description="Context parallel devices.")
+    pipeline: PositiveInt = Field(1, description="Pipeline stages.")
+    pipeline_schedule: Literal["1f1b"] = Field("1f1b", description="Order of the micro-batches in the pipeline.")
+    pipeline_microbatches: Auto | PositiveInt = Field("auto", description="Micro-batches per step in the pipeline.")
 
 
 class Checkpoint(Section):
-    every: Length = Duration(1000.0, "steps")
-    keep: PositiveInt = 3
-    async_save: Auto | bool = "auto"
+    every: Length = Field(Duration(1000.0, "steps"), description="Interval between checkpoints.")
+    keep: PositiveInt = Field(3, description="Checkpoints to keep, besides the best.")
+    async_save: Auto | bool = Field("auto", description="Write checkpoints in the background.")
 
 
 class Eval(Section):
-    every: Literal["none"] | Length = Duration(500.0, "steps")
-    tokens: Auto | Count = "auto"  # of the validation split that an evaluation during training reads
-    early_stopping_patience: Literal["none"] | PositiveInt = "none"  # evaluations without improvement that end the run
+    every: Literal["none"] | Length = Field(
+        Duration(500.0, "steps"), description="Interval between evaluations; none: off."
+    )
+    tokens: Auto | Count = Field("auto", description="Tokens of the validation set per evaluation.")
+    early_stopping_patience: Literal["none"] | PositiveInt = Field(
+        "none", description="Evaluations without a lower loss after which the run ends; none: off."
+    )
 
 
 class Sample(Section):
     """Texts that the model generates at every evaluation."""
 
-    prompts: list[str] = []
-    max_new_tokens: PositiveInt = 200
-    temperature: NonNegativeFloat = 0.8
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
-
-
-def _words_of_a_command(value: str) -> str:
-    try:
-        words = shlex.split(value)
-    except ValueError as error:
-        raise ValueError("a quote is never closed in this command") from error
-    if not words:
-        raise ValueError("must be a command, not an empty text")
-    return value
+    prompts: list[str] = Field(
+        [], description="Prompts that the model completes or answers at every evaluation.", examples=[["def main():"]]
+    )
+    max_new_tokens: PositiveInt = Field(200, description="Longest completion in tokens.")
+    temperature: NonNegativeFloat = Field(0.8, description="Sampling temperature; 0: greedy.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.95, description="Nucleus sampling: share of the probability to sample from."
+    )
 
 
 class Command(Section):
-    command: Annotated[str, AfterValidator(_words_of_a_command)]
-
-
-def _in_order(value: list[int]) -> list[int]:
-    if value[0] > value[1] or value[1] - value[0] >= LONGEST_TRACE:
-        raise ValueError(f"must be the first and the last of at most {LONGEST_TRACE} steps, such as [100, 102]")
-    return value
+    command: ShellCommand = Field(description="Program that receives each event as a JSON line on stdin.")
 
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command
 
 
 class Logging(Section):
-    every: Length = Duration(10.0, "steps")
-    trackers: OneOrMore[Tracker] = ["tensorboard"]
-    max_gpu_temperature: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = "auto"  # degrees Celsius
-    memory: bool = False  # prints the peak so far in each line; events always have it
-    profile_steps: (
-        Literal["none"] | Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
-    ) = "none"
+    every: Length = Field(
+        Duration(10.0, "steps"), description="Interval of the terminal and the trackers; events.jsonl has every step."
+    )
+    trackers: OneOrMore[Tracker] = Field(
+        ["tensorboard"],
+        description="Experiment trackers, one or a list; the default is silent if tensorboard is not installed.",
+        examples=[["wandb", {"command": "./hook.sh"}]],
+    )
+    max_gpu_temperature: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = Field(
+        "auto", description="Pause the run above this temperature in degrees Celsius; auto: 5 below the GPU's limit."
+    )
+    memory: bool = Field(False, description="Print the peak memory in each line.")
+    profile_steps: Literal["none"] | StepRange = Field(
+        "none", description="First and last step to profile.", examples=[[100, 102]]
+    )
 
     @property
     def libraries(self) -> list[str]:
@@ -447,22 +567,28 @@ class Logging(Section):
 class Recipe(Section):
     """One training run, everywhere the same. Runs and shards take its `name`; without one, that of the file."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None
-    extends: str | None = None
-    claims: Claims = Claims()
-    model: Model
-    tokenizer: TokenizerSection = TokenizerSection()
-    data: Data
-    objective: Objective = Pretrain()
-    adapter: Adapter = NoAdapter()
-    quantize: Quantize = Quantize()
-    optimizer: OptimizerSection = OptimizerSection()
-    train: Train = Train()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
-    eval: Eval = Eval()
-    sample: Sample = Sample()
-    logging: Logging = Logging()
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = Field(
+        None, description="Name of the run folder; unset: the name of the recipe file.", examples=["my-run"]
+    )
+    extends: str | None = Field(
+        None, description="A packaged recipe or a file that this one changes.", examples=["go-coder-125m"]
+    )
+    claims: Claims = Field(
+        Claims(), description="What you expect of the run; plan checks each claim, report compares it with the run."
+    )
+    model: Model = Field(description="The model: exactly one of from, preset and family.")
+    tokenizer: TokenizerSection = Field(TokenizerSection(), description="The tokenizer: from or train.")
+    data: Data = Field(description="The dataset: exactly one of path, builtin and sources.")
+    objective: Objective = Field(Pretrain(), description="The training objective.")
+    adapter: Adapter = Field(NoAdapter(), description="Parameter-efficient fine-tuning.")
+    quantize: Quantize = Field(Quantize(), description="Quantization of the frozen base weights.")
+    optimizer: OptimizerSection = Field(OptimizerSection(), description="The optimizer and its learning rate schedule.")
+    train: Train = Field(Train(), description="Length, batch, precision and memory of training.")
+    parallel: Parallel = Field(Parallel(), description="Layout on several devices.")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="Saving.")
+    eval: Eval = Field(Eval(), description="Evaluation on the validation set.")
+    sample: Sample = Field(Sample(), description="Texts sampled at every evaluation.")
+    logging: Logging = Field(Logging(), description="Terminal, trackers, temperature and profiling.")
 
     @property
     def tokens_per_step(self) -> Literal["auto"] | int:

@@ -2,10 +2,12 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, PlainSerializer, PositiveInt
+from pydantic_core import CoreSchema
 
 from bloomery.core.units import Duration, Unit, parse_count, parse_duration, parse_range, whole_steps
 
@@ -40,7 +42,7 @@ def _word(value: object, examples: str) -> str | float:
     return value
 
 
-def _write_duration(value: Duration) -> str:
+def write_duration(value: Duration) -> str:
     amount = f"{value.amount:.0f}" if value.amount.is_integer() else repr(value.amount)
     return amount + {"percent": "%", "seconds": "s"}.get(value.unit, f" {value.unit}")
 
@@ -48,7 +50,7 @@ def _write_duration(value: Duration) -> str:
 LengthOrNothing = Annotated[
     Duration,
     BeforeValidator(_duration, json_schema_input_type=str | float),
-    PlainSerializer(_write_duration, return_type=str),
+    PlainSerializer(write_duration, return_type=str),
 ]
 Length = Annotated[LengthOrNothing, AfterValidator(_more_than_nothing)]
 
@@ -115,11 +117,23 @@ WallTime = Annotated[
     BeforeValidator(
         lambda value: value if isinstance(value, Duration) else _more_than_no_time(value), json_schema_input_type=str
     ),
-    PlainSerializer(_write_duration, return_type=str),
+    PlainSerializer(write_duration, return_type=str),
 ]
 
 T = TypeVar("T")
-OneOrMore = Annotated[list[T], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value)]
+
+
+class _OneOrMoreSchema:
+    """The JSON schema of one value or a list of them."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(core)
+        return {"anyOf": [found["items"], found]}
+
+
+OneOrMore = Annotated[
+    list[T], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value), _OneOrMoreSchema()
+]
 
 
 def _path(value: str) -> str:
@@ -135,3 +149,44 @@ def _path(value: str) -> str:
 
 
 FilePath = Annotated[str, AfterValidator(_path)]
+
+
+_SHORT_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_PRECISIONS = Literal["auto", "float32", "bfloat16", "float16", "bfloat16-pure"]
+Precision = Annotated[
+    _PRECISIONS,
+    BeforeValidator(
+        lambda value: _SHORT_PRECISION.get(value, value) if isinstance(value, str) else value,
+        json_schema_input_type=Literal[_PRECISIONS, "fp32", "bf16", "fp16"],
+    ),
+]
+Checkpointing = Annotated[
+    Auto | Annotated[str, Field(pattern="^(none|selective|full|every-[1-9][0-9]*)$")],
+    BeforeValidator(
+        lambda value: ("full" if value else "none") if isinstance(value, bool) else value,
+        json_schema_input_type=str | bool,
+    ),
+]
+
+
+def _words_of_a_command(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError("a quote is never closed in this command") from error
+    if not words:
+        raise ValueError("must be a command, not an empty text")
+    return value
+
+
+LONGEST_PROFILE = 20  # steps: a profile of more fills the disk
+
+
+def _in_order(value: list[int]) -> list[int]:
+    if value[0] > value[1] or value[1] - value[0] >= LONGEST_PROFILE:
+        raise ValueError(f"must be the first and the last of at most {LONGEST_PROFILE} steps, such as [100, 102]")
+    return value
+
+
+ShellCommand = Annotated[str, AfterValidator(_words_of_a_command)]
+StepRange = Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)]

@@ -10,7 +10,7 @@ from typing import Any, final
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.monitor.events import Resumed, RunEnded, RunStarted, StepDone, Tail
-from bloomery.recipe.schema import LONGEST_TRACE
+from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.train.sealed import saved_steps, step_folder
 
 PROFILE = "profile"  # the folder of what was recorded of steps
@@ -36,7 +36,7 @@ def asked_steps(request: Path) -> int:
         words = read_whole(request, most=100).decode()
     except (OSError, ValueError, UserError):
         return 0
-    return min(int(words), LONGEST_TRACE) if words.isdecimal() else 0
+    return min(int(words), LONGEST_PROFILE) if words.isdecimal() else 0
 
 
 def name_of(folder: Path) -> str:
