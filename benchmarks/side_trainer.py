@@ -49,7 +49,7 @@ class PackedRows(Dataset):
         self.loader = Loader(prepared, sequence_length=LENGTH, layout="packed", seed=SEED)
 
     def __len__(self) -> int:
-        return self.loader.rows
+        return self.loader.sequences
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = self.loader.batch(Cursor(SEED, index), 1).tokens[0]

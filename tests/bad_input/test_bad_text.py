@@ -172,4 +172,4 @@ def test_a_damaged_shard_is_named_before_it_reaches_the_model(workshop):
     shard.write_bytes(content)
     loader = Loader(workshop / "shards", sequence_length=32, layout="packed", seed=0)
     with pytest.raises(UserError, match="has changed"):
-        loader.batch(Cursor(0, 0), loader.rows)
+        loader.batch(Cursor(0, 0), loader.sequences)

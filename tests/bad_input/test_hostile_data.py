@@ -14,7 +14,7 @@ from command_line import assert_clear, here, process, write_workshop
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.data.prepare.workers import cores, count_workers, fewer_workers
-from bloomery.data.sources.documents import Document, ReadStats, open_corpus, read_documents
+from bloomery.data.sources.documents import Document, ReadStats, open_dataset, read_documents
 from bloomery.data.tokenizer.tokenizer import check_growth, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Source, TrainTokenizer
@@ -23,7 +23,7 @@ SECONDS = 2.0
 
 
 def read(path: Path, *, on_error: str = "stop", stats: ReadStats | None = None) -> list[Document]:
-    return list(read_documents(open_corpus(Source(path=str(path))), on_error=on_error, stats=stats or ReadStats()))
+    return list(read_documents(open_dataset(Source(path=str(path))), on_error=on_error, stats=stats or ReadStats()))
 
 
 @pytest.fixture(scope="module")

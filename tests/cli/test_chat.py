@@ -12,7 +12,7 @@ from bloomery.cli.sampling import SETTINGS, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.data.chat.examples import Message
-from bloomery.data.chat.render import Form, chat_form
+from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.sampling import Sampling
 from bloomery.runs.generate import continued, load_model
@@ -33,7 +33,7 @@ def model(folder):
 
 def chatting(model, **rest):
     decoder, tokenizer = model
-    form = Form(lambda turns: tokenizer.encode("".join(f"<{t.role}>{t.content}" for t in turns)), (), (), "")
+    form = ChatFormat(lambda turns: tokenizer.encode("".join(f"<{t.role}>{t.content}" for t in turns)), (), (), "")
     return Session(decoder, tokenizer, form, COLD, **rest)
 
 
@@ -52,7 +52,7 @@ def test_each_turn_is_put_to_the_model_with_all_before_it(model):
 def test_the_oldest_turns_are_forgotten_and_the_system_prompt_never(model):
     session = chatting(model, system="be brief")
     put = []
-    session.form = Form(lambda turns: put.append(turns) or [3] * (10 * len(turns)), (), (), "")
+    session.form = ChatFormat(lambda turns: put.append(turns) or [3] * (10 * len(turns)), (), (), "")
     for number in range(8):
         list(session.answer(f"question {number}"))
     assert session.forgotten and session.said[session.forgotten].role == "user"
@@ -84,11 +84,11 @@ def test_an_answer_ends_where_the_template_ends_a_turn(folder):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"
     template += "{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    with chat_form(tokenizer, template) as form:
-        assert form.ends == (tokenizer.eos_id,) and form.stops == ()
-        assert tokenizer.decode(form.put([Message("user", "hi")])) == "user: hi\nassistant: "
-    with chat_form(tokenizer, "chatml") as form:  # its markup is letters to this tokenizer
-        assert form.ends == () and "<|im_end|>" in form.stops
+    with chat_format(tokenizer, template) as form:
+        assert form.stop_ids == (tokenizer.eos_id,) and form.stop_strings == ()
+        assert tokenizer.decode(form.encode([Message("user", "hi")])) == "user: hi\nassistant: "
+    with chat_format(tokenizer, "chatml") as form:  # its markup is letters to this tokenizer
+        assert form.stop_ids == () and "<|im_end|>" in form.stop_strings
 
 
 def test_a_template_that_wants_a_system_message_is_talked_to_with_one(folder):
@@ -96,19 +96,19 @@ def test_a_template_that_wants_a_system_message_is_talked_to_with_one(folder):
     template += "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     template += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     tokenizer = load_tokenizer(folder)
-    with chat_form(tokenizer, template) as form:
-        assert form.ends == (tokenizer.eos_id,)
-        assert tokenizer.decode(form.put([Message("system", "s"), Message("user", "u")])) == "system: suser: u"
+    with chat_format(tokenizer, template) as form:
+        assert form.stop_ids == (tokenizer.eos_id,)
+        assert tokenizer.decode(form.encode([Message("system", "s"), Message("user", "u")])) == "system: suser: u"
         with pytest.raises(UserError, match="no system"):
-            form.put([Message("user", "u")])
+            form.encode([Message("user", "u")])
 
 
 def test_a_model_without_a_template_goes_on_with_one_text(folder):
     tokenizer = load_tokenizer(folder)
-    with chat_form(tokenizer, None) as form:
+    with chat_format(tokenizer, None) as form:
         turns = [Message("user", "def f"), Message("assistant", "(x):"), Message("user", "    return")]
-        assert tokenizer.decode(form.put(turns)[1:]) == "def f(x):\n    return"
-        assert form.put(turns)[0] == tokenizer.bos_id and "no chat template" in form.told
+        assert tokenizer.decode(form.encode(turns)[1:]) == "def f(x):\n    return"
+        assert form.encode(turns)[0] == tokenizer.bos_id and "no chat template" in form.description
 
 
 def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):

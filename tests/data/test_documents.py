@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from bloomery.core.errors import UserError
-from bloomery.data.sources.documents import Document, ReadStats, open_corpora, open_corpus, read_documents
+from bloomery.data.sources.documents import Document, ReadStats, open_dataset, open_datasets, read_documents
 from bloomery.data.sources.readers import MAX_BYTES
 from bloomery.recipe.schema import Data, Source
 
@@ -19,7 +19,7 @@ TEXTS = ["first\nof them", "zweiter, größer", 'third "quoted", with\ttab', "la
 
 
 def read(path: Path, on_error: str = "stop", stats: ReadStats | None = None, **source: object) -> list[Document]:
-    corpus = open_corpus(Source.model_validate({"path": str(path), **source}))
+    corpus = open_dataset(Source.model_validate({"path": str(path), **source}))
     return list(read_documents(corpus, on_error=on_error, stats=stats or ReadStats()))
 
 
@@ -148,12 +148,12 @@ def test_files_are_named_as_they_are_found_from_here(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_bytes(b'{"text": "good"}\n')
     sources = [Source(path=str(tmp_path / "one")), Source(path=str(tmp_path / "two" / "a.jsonl"))]
-    found = [document.source for corpus in open_corpora(Data(sources=sources))
+    found = [document.source for corpus in open_datasets(Data(sources=sources))
              for document in read_documents(corpus, on_error="stop", stats=ReadStats())]  # fmt: skip
     assert found == ["one/a.jsonl:1", "two/a.jsonl:1"]
     monkeypatch.chdir(tmp_path / "one")
-    assert open_corpora(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(tmp_path / "two" / "a.jsonl")
-    assert open_corpora(Data(path=str(tmp_path / "one")))[0].files[0].shown == "a.jsonl"
+    assert open_datasets(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(tmp_path / "two" / "a.jsonl")
+    assert open_datasets(Data(path=str(tmp_path / "one")))[0].files[0].shown == "a.jsonl"
 
 
 def test_line_of_200_mb_is_refused_in_constant_memory(tmp_path):
@@ -244,7 +244,7 @@ def test_extension_columns_are_not_read(tmp_path):
 )
 def test_sources_that_cannot_be(data, problem):
     with pytest.raises(UserError, match=problem):
-        open_corpora(Data.model_validate(data))
+        open_datasets(Data.model_validate(data))
 
 
 def test_folder_without_text_says_what_lies_there(tmp_path):
@@ -271,7 +271,7 @@ def test_a_common_ending_makes_no_two_names_alike(tmp_path):
 
 
 def test_stdlib_is_code_without_tables_and_tests():
-    corpus = open_corpora(Data(builtin="stdlib-code"))[0]
+    corpus = open_datasets(Data(builtin="stdlib-code"))[0]
     names = [file.name for file in corpus.files]
     assert "argparse.py" in names
     assert names == sorted(names)

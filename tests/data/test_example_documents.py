@@ -16,8 +16,8 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Example, Message, from_wire, texts_of, to_wire
 from bloomery.data.prepare.split import content_key
 from bloomery.data.sources import builtin
-from bloomery.data.sources.documents import Document, ReadStats, open_corpora, open_corpus, read_documents
-from bloomery.data.sources.files import list_files, other_splits, train_files, unread
+from bloomery.data.sources.documents import Document, ReadStats, open_dataset, open_datasets, read_documents
+from bloomery.data.sources.files import list_files, other_splits, train_files, unread_files
 from bloomery.recipe.schema import Data, Source
 
 TALK = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]
@@ -45,13 +45,13 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def read(path: Path, required_format: str = "sft", stats: ReadStats | None = None, **source) -> list[Document]:
-    corpus = open_corpus(Source(path=str(path), **source), required_format)
+    corpus = open_dataset(Source(path=str(path), **source), required_format)
     return list(read_documents(corpus, on_error="stop", stats=stats or ReadStats()))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
 @pytest.mark.parametrize(
-    ("row", "format", "answers"),
+    ("row", "format", "responses"),
     [
         ({"id": "a", "messages": TALK}, "messages", (SAID,)),
         ({"conversations": [{"from": "human", "value": "two and two?"}, {"from": "gpt", "value": "four"}]},
@@ -61,11 +61,11 @@ def read(path: Path, required_format: str = "sft", stats: ReadStats | None = Non
         ({"prompt": "two and two?", "completion": " four"}, "completion", (" four",)),
     ],
 )  # fmt: skip
-def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, answers):
+def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, responses):
     stats = ReadStats()
     (found,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), stats=stats)
     assert found.example is not None
-    assert found.example.answers == answers
+    assert found.example.responses == responses
     assert stats.formats == {format}
     assert from_wire(found.wire.decode(), found.source) == found.example
 
@@ -76,11 +76,11 @@ def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
     path = write_rows(tmp_path / f"a.{suffix}", [pair])
     (found,) = read(path, "pairs")
     assert found.example and found.example.prompt == SAID[:1]
-    assert found.example.answers == (SAID[1:], (Message("assistant", "five"),))
+    assert found.example.responses == (SAID[1:], (Message("assistant", "five"),))
     good, bad = read(path, "kto")
     assert good.example and bad.example
     assert (good.example.desirable, bad.example.desirable) == (True, False)
-    assert (good.example.answers, bad.example.answers) == tuple((answer,) for answer in found.example.answers)
+    assert (good.example.responses, bad.example.responses) == tuple((answer,) for answer in found.example.responses)
     marked = write_rows(tmp_path / f"b.{suffix}", [{"prompt": "a", "completion": "b", "label": False}])
     (found,) = read(marked, "kto")
     assert found.example and found.example.desirable is False
@@ -89,9 +89,9 @@ def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
 def test_columns_of_other_names(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"dialogue": TALK, "text": "no"}])
     (found,) = read(path, columns={"messages": "dialogue"})
-    assert found.example and found.example.answers == (SAID,)
+    assert found.example and found.example.responses == (SAID,)
     (found,) = read(path, columns={"messages": "dialogue"}, format="messages")
-    assert found.example and found.example.answers == (SAID,)
+    assert found.example and found.example.responses == (SAID,)
     (found,) = read(path, columns={"text": "text"})
     assert (found.text, found.example) == ("no", None)
     with pytest.raises(UserError, match="no such role: label; there are messages, tools"):
@@ -147,7 +147,7 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
     for split in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         rows = [{"messages": [TALK[0], {**TALK[1], "content": split}]}]
         write_rows(tmp_path / "data" / f"{split}.parquet", rows)
-    texts = [document.example.answers[0][1].content for document in read(tmp_path)]
+    texts = [document.example.responses[0][1].content for document in read(tmp_path)]
     assert texts == ["train-00000-of-00002", "train-00001-of-00002"]
     (test,) = other_splits(Source(path=str(tmp_path)), rows=True)["test"]
     assert test.name == "data/test-00000-of-00001.parquet"
@@ -182,7 +182,7 @@ def left(folder, *names, rows=True, **fields):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
-    return unread(Source(path=str(folder), **fields), rows=rows)
+    return unread_files(Source(path=str(folder), **fields), rows=rows)
 
 
 def test_tables_beside_data_files_are_named_with_the_glob_that_reads_them(tmp_path):
@@ -208,7 +208,7 @@ def test_a_flaw_names_its_row(tmp_path):
         read(path, format="messages")
     assert caught.value.where == f"{path}:2"
     stats = ReadStats()
-    corpus = open_corpus(Source(path=str(path)), "sft")
+    corpus = open_dataset(Source(path=str(path)), "sft")
     assert len(list(read_documents(corpus, on_error="skip", stats=stats))) == 1
     assert stats.skipped == 2
 
@@ -253,7 +253,7 @@ def library(request, monkeypatch):
 
 
 def stdlib(name: str, required_format: str) -> list[Example]:
-    corpus = open_corpora(Data(builtin=name), required_format)[0]
+    corpus = open_datasets(Data(builtin=name), required_format)[0]
     return [found.example for found in read_documents(corpus, on_error="stop", stats=ReadStats()) if found.example]
 
 
@@ -261,11 +261,11 @@ def test_the_standard_library_answers_questions(library):
     found = stdlib("stdlib-chat", "sft")
     assert len(found) > min(2000, 4 * len(library))
     questions = [texts_of(example)[0] for example in found]
-    answers = [texts_of(example)[1] for example in found]
+    responses = [texts_of(example)[1] for example in found]
     assert len(set(questions)) == len(questions)
-    assert len(set(answers)) == len(answers)
-    assert all(len(answer) <= 1500 for answer in answers)
-    assert not any(ast.get_docstring(ast.parse(answer).body[0]) for answer in answers)
+    assert len(set(responses)) == len(responses)
+    assert all(len(answer) <= 1500 for answer in responses)
+    assert not any(ast.get_docstring(ast.parse(answer).body[0]) for answer in responses)
     assert len({question.split()[0] + question.split()[1] for question in questions}) >= 4
     own = [example for example in found if example.source.startswith("textwrap.py:")]
     assert any("def dedent(text):" in texts_of(example)[1] for example in own)
@@ -276,7 +276,7 @@ def test_the_standard_library_prefers_answers(library):
     assert found == stdlib("stdlib-pairs", "pairs")
     assert len(found) > min(2000, 4 * len(library))
     for example in found:
-        chosen, rejected = (answer[0].content for answer in example.answers)
+        chosen, rejected = (answer[0].content for answer in example.responses)
         ast.parse(chosen)
         with pytest.raises(SyntaxError):
             ast.parse(rejected)

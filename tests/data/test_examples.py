@@ -53,7 +53,7 @@ GOOD = {
     "weight": (
         {"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]},
         "messages",
-        chat(HI, Message("assistant", "yo", learned=False), HI, YO),
+        chat(HI, Message("assistant", "yo", trained_on=False), HI, YO),
     ),
     "developer": (
         {"messages": [{"role": "developer", "content": "be kind"}, USER, ANSWER]},
@@ -136,7 +136,7 @@ def test_a_row_is_recognised_and_read(name):
 def test_calls_of_tools_are_read_with_their_arguments_as_an_object():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     _, example = read({"messages": [USER, CALLING, RESULT, ANSWER], "tools": json.dumps([tool])})
-    calling, result = example.answers[0][1:3]
+    calling, result = example.responses[0][1:3]
     assert calling.calls == ({"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}},)
     assert calling.content == "" and result == Message("tool", "2", call_id="c1")
     assert example.tools == (tool,)
@@ -146,9 +146,9 @@ def test_sharegpt_writes_calls_as_turns_of_their_own():
     turns = [("human", "hi"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "2"),
              ("gpt", "yo")]  # fmt: skip
     _, example = read({"conversations": [{"from": role, "value": text} for role, text in turns]})
-    roles = [message.role for message in example.answers[0]]
+    roles = [message.role for message in example.responses[0]]
     assert roles == ["user", "assistant", "tool", "assistant"]
-    assert example.answers[0][1].calls[0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert example.responses[0][1].calls[0]["function"] == {"name": "add", "arguments": {"a": 1}}
 
 
 def test_columns_of_other_names_are_mapped():
@@ -322,7 +322,7 @@ def test_whatever_is_read_is_a_conversation(turns):
     found = read_example({"messages": turns}, format="messages", columns={}, where="a.jsonl:3")
     if isinstance(found, BadRow):
         return
-    (messages,) = found.answers
+    (messages,) = found.responses
     assert [message.content for message in messages] == [turn["content"] for turn in turns]
     assert messages[-1].role == "assistant" and all(
         message.content.strip() or message.role == "tool" for message in messages

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from structured import PAD, Text, write_structured
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.packing import Rows, best_fit
+from bloomery.data.loading.packing import PackedSequences, best_fit
 from bloomery.data.shards.format import Split
 
 
@@ -51,17 +51,17 @@ def test_a_hundred_thousand_texts_take_no_time_and_little_room():
 
 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
-    rows = Rows(split, sequence_length=length, layout=layout, pad_id=PAD)
+    rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
     read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
     return [{name: value.tolist() for name, value in vars(row).items() if value is not None} for row in read]
 
 
-def text(*tokens: int, learned: tuple[int, ...]) -> Text:
-    return [(token, place in learned) for place, token in enumerate(tokens)]
+def text(*tokens: int, loss_mask: tuple[int, ...]) -> Text:
+    return [(token, place in loss_mask) for place, token in enumerate(tokens)]
 
 
 def test_packed_conversations_by_hand(tmp_path):
-    texts = [text(10, 11, 12, 13, learned=(2, 3)), text(20, 21, learned=(1,)), text(30, 31, 32, learned=(1,))]
+    texts = [text(10, 11, 12, 13, loss_mask=(2, 3)), text(20, 21, loss_mask=(1,)), text(30, 31, 32, loss_mask=(1,))]
     first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "packed", 6)
     assert first == {"tokens": [10, 11, 12, 13, 20, 21], "labels": [11, 12, 13, 20, 21, PAD],
                      "loss_mask": [0, 1, 1, 0, 1, 0], "positions": [0, 1, 2, 3, 0, 1], "documents": [0, 0, 0, 0, 1, 1],
@@ -73,14 +73,14 @@ def test_packed_conversations_by_hand(tmp_path):
 
 def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
     texts = [
-        text(*range(10, 20), learned=(3, 9)),
-        text(*range(20, 30), learned=(8, 9)),
-        text(30, 31, learned=()),
-        text(40, 41, learned=(0,)),  # nothing predicts the first token of a text
+        text(*range(10, 20), loss_mask=(3, 9)),
+        text(*range(20, 30), loss_mask=(8, 9)),
+        text(30, 31, loss_mask=()),
+        text(40, 41, loss_mask=(0,)),  # nothing predicts the first token of a text
     ]
-    rows = Rows(write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD)
-    fitted = rows.fitted[0]
-    assert (fitted.rows, fitted.truncated, fitted.cut, fitted.dropped, fitted.unlearned) == (1, 1, 4, 1, 2)
+    rows = PackedSequences(write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD)
+    fitted = rows.packed[0]
+    assert (fitted.rows, fitted.truncated, fitted.cut, fitted.dropped, fitted.all_masked) == (1, 1, 4, 1, 2)
     row = rows.read(0, 0)
     assert row.tokens.tolist() == [10, 11, 12, 13, 14, 15]
     assert row.loss_mask.tolist() == [0, 0, 1, 0, 0, 0]
@@ -90,7 +90,7 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
     ("sizes", "kept"), [((3, 4), (3, 4)), ((3, 9), (3, 7)), ((9, 3), (7, 3)), ((9, 9), (5, 5)), ((5, 6), (5, 5))]
 )
 def test_both_sides_of_a_long_pair_share_the_row(tmp_path, sizes, kept):
-    texts = [text(*range(100 * side, 100 * side + size), learned=(2,)) for side, size in enumerate(sizes, 1)]
+    texts = [text(*range(100 * side, 100 * side + size), loss_mask=(2,)) for side, size in enumerate(sizes, 1)]
     (row,) = rows_of(write_structured(tmp_path, [texts], "pairs"), "packed", 10)
     expected = [*range(100, 100 + kept[0]), *range(200, 200 + kept[1])]
     assert row["tokens"][: sum(kept)] == expected
@@ -99,19 +99,20 @@ def test_both_sides_of_a_long_pair_share_the_row(tmp_path, sizes, kept):
 
 
 def test_a_pair_with_one_side_unlearned_is_dropped_whole(tmp_path):
-    texts = [text(1, 2, 3, learned=(2,)), text(1, 2, 4, learned=()), text(5, 6, learned=(1,)), text(5, 7, learned=(1,))]
+    texts = [text(1, 2, 3, loss_mask=(2,)), text(1, 2, 4, loss_mask=())]
+    texts += [text(5, 6, loss_mask=(1,)), text(5, 7, loss_mask=(1,))]
     (row,) = rows_of(write_structured(tmp_path, [texts], "pairs"), "packed", 8)
     assert row["tokens"][:4] == [5, 6, 5, 7]
 
 
 def test_pairs_are_never_cut_by_the_stream(tmp_path):
-    split = write_structured(tmp_path, [[text(1, 2, learned=(1,)), text(1, 3, learned=(1,))]], "pairs")
+    split = write_structured(tmp_path, [[text(1, 2, loss_mask=(1,)), text(1, 3, loss_mask=(1,))]], "pairs")
     with pytest.raises(UserError, match="a pair must stay in one row"):
-        Rows(split, sequence_length=8, layout="fixed", pad_id=PAD)
+        PackedSequences(split, sequence_length=8, layout="fixed", pad_id=PAD)
 
 
 def test_fixed_learns_what_is_marked(tmp_path):
-    texts = [text(1, 2, 3, learned=(2,)), text(4, 5, 6, learned=(1, 2))]
+    texts = [text(1, 2, 3, loss_mask=(2,)), text(4, 5, 6, loss_mask=(1, 2))]
     first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "fixed", 4)
     assert first["labels"] + second["labels"][:1] == [2, 3, 4, 5, 6]
     assert first["loss_mask"] + second["loss_mask"] == [0, 1, 0, 1, 1, 0, 0, 0]
@@ -129,7 +130,7 @@ def test_every_kept_token_stands_once_with_its_flag(tmp_path_factory, kind, layo
     together = 1 if kind == "chat" else 2
     parts = [texts[: len(texts) // together * together] for texts in parts]
     split = write_structured(tmp_path_factory.mktemp("s"), parts, kind)
-    rows = Rows(split, sequence_length=length, layout=layout, pad_id=PAD)
+    rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
     for part, texts in enumerate(parts):
         found: list[list[tuple[int, int, float]]] = []
         for index in range(rows.counts[part]):

@@ -7,7 +7,7 @@ from structured import Text, write_structured
 
 from bloomery.data.chat.templates import builtin_template
 from bloomery.data.prepare.kinds import missing_markup
-from bloomery.data.prepare.stats import Health, health
+from bloomery.data.prepare.stats import DatasetCheck, check_dataset
 from bloomery.data.shards.format import FileRecord, Manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from models_for_tests import make_tokenizer
@@ -15,14 +15,14 @@ from models_for_tests import make_tokenizer
 BOS, EOS = 1, 2
 
 
-def text(*tokens: int, learned: int = 1) -> Text:
-    return [(token, place >= len(tokens) - learned) for place, token in enumerate(tokens)]
+def text(*tokens: int, loss_mask: int = 1) -> Text:
+    return [(token, place >= len(tokens) - loss_mask) for place, token in enumerate(tokens)]
 
 
-GOOD = text(BOS, 50, 51, EOS, learned=2)
+GOOD = text(BOS, 50, 51, EOS, loss_mask=2)
 
 
-def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, marks=None, **ids) -> Health:
+def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, marks=None, **ids) -> DatasetCheck:
     split = write_structured(folder, [texts], kind, marks=marks)
     tokenizer = make_tokenizer(folder)
     empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": ()})
@@ -31,7 +31,7 @@ def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 
                         dtype="uint16", shard_tokens=7, sources=(), train=split.record, validation=empty,
                         **said)  # fmt: skip
     assert isinstance(manifest.train.bounds, FileRecord)
-    return health(folder, manifest, tokenizer, sequence_length=length, layout="packed")
+    return check_dataset(folder, manifest, tokenizer, sequence_length=length, layout="packed")
 
 
 def test_good_conversations_are_told_nothing_but_that_none_is_held_back(tmp_path):
@@ -46,9 +46,9 @@ def test_good_conversations_are_told_nothing_but_that_none_is_held_back(tmp_path
     [
         (text(BOS, BOS, 50, EOS), "two begin tokens (id 1) stand before 1 text:"),
         (text(BOS, 50, 51), "1 of 2 answers teach no end"),
-        (text(BOS, 50, 51, learned=0), "left out: 1 conversation with nothing to learn; see"),
+        (text(BOS, 50, 51, loss_mask=0), "left out: 1 conversation with nothing to learn; see"),
         (text(BOS, *range(50, 90), EOS), "left out: 1 conversation with nothing to learn within"),
-        (text(BOS, 50, *range(60, 99), EOS, learned=40), "of the tokens are cut off: a larger data.sequence_length"),
+        (text(BOS, 50, *range(60, 99), EOS, loss_mask=40), "of the tokens are cut off: a larger data.sequence_length"),
         (GOOD, "50% of the conversations repeat an earlier one"),
     ],
 )
@@ -62,7 +62,7 @@ def test_an_end_that_is_padding_too_is_mentioned(tmp_path):
 
 
 def test_pairs_are_counted_as_pairs(tmp_path):
-    other = text(BOS, 50, 52, EOS, learned=2)
+    other = text(BOS, 50, 52, EOS, loss_mask=2)
     found = examined(tmp_path, [GOOD, other, GOOD, other, other, GOOD], "pairs")
     assert (found.units, found.duplicates) == (3, 1)
 

@@ -54,11 +54,11 @@ def test_batch_is_what_the_docstring_says(folder):
 
 def test_an_epoch_visits_every_row_once_in_another_order_each_time(folder):
     data = loader(folder)
-    first = [data.place(index) for index in range(data.rows)]
-    second = [data.place(index) for index in range(data.rows, 2 * data.rows)]
-    assert sorted(first) == sorted(second) == [(0, row) for row in range(data.rows)]
+    first = [data.place(index) for index in range(data.sequences)]
+    second = [data.place(index) for index in range(data.sequences, 2 * data.sequences)]
+    assert sorted(first) == sorted(second) == [(0, row) for row in range(data.sequences)]
     assert first != second
-    assert first != [loader(folder, seed=4).place(index) for index in range(data.rows)]
+    assert first != [loader(folder, seed=4).place(index) for index in range(data.sequences)]
 
 
 def test_ranks_share_the_rows_of_one(folder):
@@ -83,9 +83,9 @@ def test_weights_of_sources_are_exact(tmp_path, recipe_of):
         sources.append({"path": str(path), "weight": weight})
     prepare(recipe_of(sources=sources, validation=0), tmp_path / "prepared")
     data = loader(tmp_path / "prepared")
-    once = loader(tmp_path / "prepared")._rows.counts
+    once = loader(tmp_path / "prepared")._sequences.counts
     for epoch in range(2):
-        visits = Counter(data.place(epoch * data.rows + index) for index in range(data.rows))
+        visits = Counter(data.place(epoch * data.sequences + index) for index in range(data.sequences))
         by_source = [Counter({row: n for (part, row), n in visits.items() if part == source}) for source in range(3)]
         assert [sum(rows.values()) for rows in by_source] == [round(2.5 * once[0]), once[1], round(0.4 * once[2])]
         assert set(by_source[0].values()) == {2, 3}
@@ -97,26 +97,26 @@ def test_validation_is_in_order_and_padded_to_one_shape(folder):
     batches = list(data.validation_batches(4))
     assert {batch.tokens.shape for batch in batches} == {(4, 16)}
     rows = [row for batch in batches for row in as_rows(batch)]
-    assert len(rows) == -(-data.rows // 4) * 4
+    assert len(rows) == -(-data.sequences // 4) * 4
     assert all(
         batch.loss_mask[row].sum() == 0
         for batch in batches[-1:]
         for row in range(4)
-        if data.rows % 4 and row >= data.rows % 4
+        if data.sequences % 4 and row >= data.sequences % 4
     )
-    expected = [data._rows.read(0, index) for index in range(data.rows)]
-    assert [row[0] for row in rows[: data.rows]] == [tuple(row.tokens.tolist()) for row in expected]
+    expected = [data._sequences.read(0, index) for index in range(data.sequences)]
+    assert [row[0] for row in rows[: data.sequences]] == [tuple(row.tokens.tolist()) for row in expected]
     two = [list(loader(folder, split="validation", rank=rank, world=2).validation_batches(2)) for rank in range(2)]
     assert len(two[0]) == len(two[1])
     shared = [as_rows(batch)[row] for pair in zip(*two, strict=True) for row in range(2) for batch in pair]
-    assert shared[: data.rows] == rows[: data.rows]
+    assert shared[: data.sequences] == rows[: data.sequences]
 
 
 def test_limited_validation_is_spread_over_the_text(folder):
     data = loader(folder, split="validation")
     rows = [row for batch in data.validation_batches(2, limit=4) for row in as_rows(batch)]
     everything = [row for batch in data.validation_batches(2) for row in as_rows(batch)]
-    assert rows == [everything[index * data.rows // 4] for index in range(4)]
+    assert rows == [everything[index * data.sequences // 4] for index in range(4)]
 
 
 def test_empty_validation_is_said(tmp_path, corpus, recipe_of):
@@ -127,7 +127,7 @@ def test_empty_validation_is_said(tmp_path, corpus, recipe_of):
 
 def test_prefetcher_gives_the_cursor_s_batches_and_closes(folder):
     data = loader(folder)
-    with Prefetcher(data, Cursor(3, 5), rows=2, depth=3) as ahead:
+    with Prefetcher(data, Cursor(3, 5), sequences=2, depth=3) as ahead:
         read = [row for _ in range(6) for row in as_rows(ahead.next())]
     assert read == as_rows(data.batch(Cursor(3, 5), 12))
     assert not ahead._thread.is_alive()
@@ -144,7 +144,7 @@ def test_prefetcher_hands_over_errors(folder, monkeypatch):
     class Failing:
         batch = staticmethod(broken)
 
-    with Prefetcher(Failing(), Cursor(3, 0), rows=2) as ahead:
+    with Prefetcher(Failing(), Cursor(3, 0), sequences=2) as ahead:
         ahead.next()
         ahead.next()
         for _ in range(2):

@@ -50,7 +50,7 @@ def folder(tmp_path: Path):
 
 
 def _manifest(split: Split, folder: Path, tokenizer: Tokenizer) -> Manifest:
-    empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": (), "shards": (), "learned": ()})
+    empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": (), "shards": (), "loss_mask": ()})
     return Manifest(recipe="r", identity="i", tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size, bos_id=1,
                     eos_id=2, pad_id=3, unk_id=0, dtype="uint16", shard_tokens=64, sources=(), kind=split.kind,
                     train=split.record, validation=empty)  # fmt: skip
@@ -61,7 +61,7 @@ def loader(folder: Path, layout: str = "packed", **options) -> Loader:
 
 
 def whole(data: Loader) -> Batch:
-    return data.batch(Cursor(3, 0), data.rows)
+    return data.batch(Cursor(3, 0), data.sequences)
 
 
 def test_sequences_are_numbered_through_the_micro_batch(folder):
@@ -132,10 +132,10 @@ def partial(path: Path, file: Path, layout: str) -> Path:
 
 def test_an_epoch_visits_every_conversation_once(folder):
     data = loader(folder("chat", parts=2))
-    places = [data.place(index) for index in range(2 * data.rows)]
-    assert sorted(places[: data.rows]) == sorted(places[data.rows :]) == sorted(set(places))
-    learned = whole(data).loss_mask.sum()
-    assert learned == sum(flag for source in range(2) for text in texts(30, 1, source) for _, flag in text)
+    places = [data.place(index) for index in range(2 * data.sequences)]
+    assert sorted(places[: data.sequences]) == sorted(places[data.sequences :]) == sorted(set(places))
+    loss_mask = whole(data).loss_mask.sum()
+    assert loss_mask == sum(flag for source in range(2) for text in texts(30, 1, source) for _, flag in text)
 
 
 def gradients(path: Path, layout: str, tokenizer: Tokenizer) -> tuple[float, dict[str, torch.Tensor]]:
@@ -143,8 +143,8 @@ def gradients(path: Path, layout: str, tokenizer: Tokenizer) -> tuple[float, dic
     model = fresh_decoder(make_config(tokenizer), seed=1, attention="mask").double()
     objective = pretraining(score_chunk=64)
     data, total = loader(path, layout), 0.0
-    for index in range(0, data.rows, 4):
-        batch = data.batch(Cursor(3, index), min(4, data.rows - index))
+    for index in range(0, data.sequences, 4):
+        batch = data.batch(Cursor(3, index), min(4, data.sequences - index))
         batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         loss = next_token_loss(forward(model, batch, objective.head(batch), precision="float32"), batch.loss_mask).total
         loss.backward()
@@ -157,7 +157,7 @@ def test_packed_and_unpacked_give_the_same_gradients(folder):
     tokenizer = make_tokenizer(path)
     loss, packed = gradients(path, "packed", tokenizer)
     alone_loss, alone = gradients(path, "padded", tokenizer)
-    assert loader(path).rows < loader(path, "padded").rows / 2
+    assert loader(path).sequences < loader(path, "padded").sequences / 2
     assert loss == pytest.approx(alone_loss, rel=1e-12)
     assert packed.keys() == alone.keys()
     for name, gradient in packed.items():

@@ -14,9 +14,9 @@ from test_prepare_examples import TOKENIZER, chat_rows, pair_rows, stored
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Batch, Cursor, Loader
-from bloomery.data.loading.packing import Rows
+from bloomery.data.loading.packing import PackedSequences
 from bloomery.data.prepare.prepare import preparation, prepare
-from bloomery.data.prepare.stats import fill_of, health, preview
+from bloomery.data.prepare.stats import check_dataset, packing_stats, preview
 from bloomery.data.shards.format import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.io.weights import fresh_decoder
@@ -64,18 +64,18 @@ def test_each_source_has_the_tokens_that_it_has_alone(recipe, tmp_path):
     manifest = prepare(recipe("chats", "texts", "tokens"), tmp_path / "mixed", limits=SMALL)
     assert (manifest.kind, manifest.formats, manifest.turns) == ("chat", ("messages",), True)
     assert [(part.plain, part.weight) for part in manifest.train.parts] == [(False, 1), (True, 1.5), (True, 2)]
-    split, number, learned = open_split(tmp_path / "mixed", "train"), 0, 0
+    split, number, loss_mask = open_split(tmp_path / "mixed", "train"), 0, 0
     for name in ("chats", "texts", "tokens"):
         prepare(recipe(name), tmp_path / name, limits=SMALL)
         alone = open_split(tmp_path / name, "train")
         assert (alone.kind == "text") == (name != "chats")
         for index in range(len(alone)):
             ids = tuple(alone.document(index).tolist())
-            flags = (1,) * len(ids) if alone.learned is None else stored(alone, index)[1]
+            flags = (1,) * len(ids) if alone.loss_mask is None else stored(alone, index)[1]
             assert stored(split, number) == (ids, flags)
             assert split.is_plain(number) == (name != "chats")
-            number, learned = number + 1, learned + sum(flags)
-    assert (number, learned) == (len(split), manifest.train.loss_tokens)
+            number, loss_mask = number + 1, loss_mask + sum(flags)
+    assert (number, loss_mask) == (len(split), manifest.train.loss_tokens)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "fixed"])
@@ -83,10 +83,10 @@ def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
     names = ("texts", "chats", "tokens")
     prepare(recipe(*names), tmp_path / "mixed")
     split = open_split(tmp_path / "mixed", "train")
-    rows = Rows(split, sequence_length=LENGTH, layout=layout, pad_id=3)
+    rows = PackedSequences(split, sequence_length=LENGTH, layout=layout, pad_id=3)
     for part, name in enumerate(names):
         manifest = prepare(recipe(name), tmp_path / name)
-        alone = Rows(open_split(tmp_path / name, "train"), sequence_length=LENGTH, layout=layout, pad_id=3)
+        alone = PackedSequences(open_split(tmp_path / name, "train"), sequence_length=LENGTH, layout=layout, pad_id=3)
         assert rows.counts[part] == alone.counts[0]
         for index in range(alone.counts[0]):
             ours, theirs = vars(rows.read(part, index)), vars(alone.read(0, index))
@@ -94,9 +94,9 @@ def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
             assert all(np.array_equal(ours[key], theirs[key] + (began if key == "stored" else 0))
                        for key in ours if key != "kto_labels")  # fmt: skip
         if name == "texts" and layout == "packed":
-            learned = sum(rows.read(part, index).loss_mask.sum() for index in range(rows.counts[part]))
-            assert learned == manifest.train.tokens - manifest.train.documents, "a long text loses nothing"
-    fill = fill_of(split, sequence_length=LENGTH, layout=layout)
+            loss_mask = sum(rows.read(part, index).loss_mask.sum() for index in range(rows.counts[part]))
+            assert loss_mask == manifest.train.tokens - manifest.train.documents, "a long text loses nothing"
+    fill = packing_stats(split, sequence_length=LENGTH, layout=layout)
     if layout == "fixed":
         assert fill is None
         return
@@ -113,10 +113,10 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
 
     def cost(names: tuple[str, ...], visits: list[int] | None = None) -> tuple[float, float]:
         loader = Loader(folders[names], sequence_length=LENGTH, layout="packed", seed=3)
-        batch = loader.batch(Cursor(3, 0), loader.rows)
+        batch = loader.batch(Cursor(3, 0), loader.sequences)
         batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         if visits is not None:
-            visits += [loader.place(index)[0] for index in range(loader.rows)]
+            visits += [loader.place(index)[0] for index in range(loader.sequences)]
         head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
             parts = next_token_loss(forward(model, batch, head, precision="float32"), batch.loss_mask)
@@ -125,7 +125,7 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
     visits: list[int] = []
     total, count = cost(("chats", "texts"), visits)
     chats, texts = cost(("chats",)), cost(("texts",))
-    rows = Loader(folders["texts",], sequence_length=LENGTH, layout="packed", seed=3).rows
+    rows = Loader(folders["texts",], sequence_length=LENGTH, layout="packed", seed=3).sequences
     assert visits.count(1) == round(1.5 * rows) > rows, "the weight of the text counts its rows"
     extra = [index for index in range(len(visits)) if visits[index] == 1]
     loader = Loader(folders["chats", "texts"], sequence_length=LENGTH, layout="packed", seed=3)
@@ -147,7 +147,7 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
 def test_several_processes_and_a_second_start_write_the_same_bytes(recipe, tmp_path):
     names = ("texts", "chats", "tokens")
     prepare(recipe(*names), tmp_path / "whole", limits=SMALL)
-    prepare(recipe(*names, workers=2), tmp_path / "two", limits=SMALL)
+    prepare(recipe(*names, num_proc=2), tmp_path / "two", limits=SMALL)
     journal_of_stopped(recipe(*names), tmp_path / "again", 3)
     prepare(recipe(*names), tmp_path / "again", limits=SMALL)
     assert contents(tmp_path / "whole") == contents(tmp_path / "two") == contents(tmp_path / "again")
@@ -185,7 +185,7 @@ def test_a_preview_tells_what_each_document_is(recipe, tmp_path):
         seen = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
     assert [one.kind for one in seen] == ["conversation", "conversation", "text", "text"]
     assert [one.rows for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]
-    assert seen[2].rows > 1 and seen[2].cut == 0 and seen[2].learned == [True] * len(seen[2].ids)
+    assert seen[2].rows > 1 and seen[2].cut == 0 and seen[2].loss_mask == [True] * len(seen[2].ids)
 
 
 def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch):
@@ -214,6 +214,7 @@ def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
     texts = list(texts_of(tmp_path / "p", tokenizer))
     assert [text.learned is None for text in texts] == [False] * chats + [True] * plain
     assert len(validation_prompts(tmp_path / "p", 99)) == chats
-    found = health(tmp_path / "p", read_manifest(tmp_path / "p"), tokenizer, sequence_length=LENGTH, layout="packed")
-    assert (found.units, found.named) == (manifest.train.documents, "texts")
-    assert found.foreign_eos == manifest.train.parts[0].documents, "texts are not asked how an answer ends"
+    manifest_read = read_manifest(tmp_path / "p")
+    found = check_dataset(tmp_path / "p", manifest_read, tokenizer, sequence_length=LENGTH, layout="packed")
+    assert (found.units, found.unit_name) == (manifest.train.documents, "texts")
+    assert found.other_eos == manifest.train.parts[0].documents, "texts are not asked how an answer ends"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.loading.packing import Rows, part_rows
+from bloomery.data.loading.packing import PackedSequences, count_plain_sequences
 from bloomery.data.shards.format import Manifest, Split, SplitRecord
-from bloomery.data.shards.writer import Progress, SplitWriter, file_record
+from bloomery.data.shards.writer import SplitProgress, SplitWriter, file_record
 
 PAD = 9
 
@@ -19,7 +19,7 @@ def write_split(folder: Path, parts: list[list[list[int]]], shard_tokens: int = 
     """Documents of each source as a split of many small shards."""
     records: dict[str, SplitRecord] = {}
     for name, sources in (("train", parts), ("validation", [])):
-        writer = SplitWriter(folder, name, "uint16", shard_tokens, Progress())
+        writer = SplitWriter(folder, name, "uint16", shard_tokens, SplitProgress())
         for documents in sources:
             writer.begin_part()
             for document in documents:
@@ -31,7 +31,7 @@ def write_split(folder: Path, parts: list[list[list[int]]], shard_tokens: int = 
 
 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
-    rows = Rows(split, sequence_length=length, layout=layout, pad_id=PAD)
+    rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
     read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
     names = ("tokens", "labels", "loss_mask", "positions", "documents")
     return [{name: getattr(row, name).tolist() for name in names} for row in read]
@@ -105,7 +105,8 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=9), max_si
 def test_rows_equal_the_reference(tmp_path_factory, layout, parts, length, shard_tokens):
     split = write_split(tmp_path_factory.mktemp("s"), parts, shard_tokens)
     assert rows_of(split, layout, length) == reference(parts, layout, length)
-    counts = [part_rows(p.tokens, p.documents, sequence_length=length, layout=layout) for p in split.record.parts]
+    laid = {"sequence_length": length, "layout": layout}
+    counts = [count_plain_sequences(p.tokens, p.documents, **laid) for p in split.record.parts]
     assert sum(counts) == len(reference(parts, layout, length))
 
 

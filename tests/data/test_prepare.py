@@ -22,7 +22,7 @@ from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_fo
 from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
 from bloomery.data.shards import writer as shard_writer
 from bloomery.data.shards.format import open_split, read_manifest, write_manifest
-from bloomery.data.sources.documents import Document, ReadStats, open_corpora, read_documents, unpadded
+from bloomery.data.sources.documents import Document, ReadStats, open_datasets, read_documents, unpadded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.recipe.load import LoadedRecipe
 
@@ -57,7 +57,7 @@ def test_text_comes_back_from_the_shards(corpus, tmp_path, recipe_of):
 
 def test_several_processes_write_the_same_bytes(corpus, tmp_path, recipe_of):
     for workers in (0, 3):
-        prepare(recipe_of(path=str(corpus), workers=workers), tmp_path / str(workers), limits=SMALL)
+        prepare(recipe_of(path=str(corpus), num_proc=workers), tmp_path / str(workers), limits=SMALL)
     assert contents(tmp_path / "0") == contents(tmp_path / "3")
 
 
@@ -65,7 +65,7 @@ def test_folder_depends_on_what_changes_tokens_only(corpus, tmp_path, recipe_of)
     def folder(**data) -> Path:
         return prepared_folder(recipe_of(path=str(corpus), **data), tmp_path)
 
-    assert folder() == folder(sequence_length=99, layout="padded", prefetch=3, workers=2)
+    assert folder() == folder(sequence_length=99, packing=False, prefetch=3, num_proc=2)
     assert folder().parent == tmp_path / "prepared"
     assert folder().name.startswith("small-")
     assert len({folder(), folder(validation="7%"), folder(glob="*.txt"), folder(on_error="skip")}) == 4
@@ -100,7 +100,7 @@ def kill_after(seconds: float, recipe: Path, folder: Path) -> int:
 def killed_runs(count: int, tmp_path: Path, recipe_of) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences(1200, 30)))
-    loaded = recipe_of(path=str(text), validation="5%", workers=2)
+    loaded = recipe_of(path=str(text), validation="5%", num_proc=2)
     recipe = tmp_path / "recipe.json"
     recipe.write_text(loaded.recipe.model_dump_json(by_alias=True))
     started = time.monotonic()
@@ -300,7 +300,7 @@ def test_empty_and_tiny_corpora(tmp_path, recipe_of):
     assert caught.value.where == "data.sequence_length"
     with pytest.raises(UserError, match="less than one sequence"):
         finished(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
-    assert finished(recipe_of(path=str(text), sequence_length=512, layout="padded"), tmp_path / "tiny")
+    assert finished(recipe_of(path=str(text), sequence_length=512, packing=False), tmp_path / "tiny")
 
 
 def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
@@ -352,7 +352,7 @@ def test_padding_of_others_is_not_trained_on(tmp_path, recipe_of, corpus, suffix
     assert manifest.empty == 1
     assert manifest.padding == sum(len(row["input_ids"]) for row in rows) - sum(map(len, kept))
     if objective == "sft":
-        assert split.learned[:].tolist() == [int(token not in (pad, 50)) for ids in kept for token in ids]
+        assert split.loss_mask[:].tolist() == [int(token not in (pad, 50)) for ids in kept for token in ids]
 
 
 def test_of_a_padding_token_that_ends_texts_one_is_kept():
@@ -403,7 +403,7 @@ def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["one"] * 5 + ["two"] * 5))
     for share in ("1%", "50%", "99%"):
         data = recipe_of(path=str(tmp_path / "a.jsonl"), validation=share).recipe.data
-        corpora = open_corpora(data)
+        corpora = open_datasets(data)
         splitter = make_splitter(corpora, data)
         documents = read_documents(corpora[0], on_error="stop", stats=ReadStats())
         sides = {document.text: splitter.keeps(content_key(document)) for document in documents}

@@ -74,8 +74,8 @@ def examples(loaded: LoadedRecipe) -> list[Example]:
 
 def stored(split: Split, document: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     start, end = int(split.bounds[document]), int(split.bounds[document + 1])
-    assert split.learned is not None
-    return tuple(split.tokens[start:end].tolist()), tuple(split.learned[start:end].tolist())
+    assert split.loss_mask is not None
+    return tuple(split.tokens[start:end].tolist()), tuple(split.loss_mask[start:end].tolist())
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
@@ -89,19 +89,19 @@ def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
     )
     with Renderer(load_tokenizer(tmp_path / "p"), template="chatml", train_on="assistant") as renderer:
         expected = [renderer.encode(example) for example in examples(loaded)]
-    units = [tuple((tuple(s.ids), tuple(map(int, s.learned))) for s in sequences) for sequences in expected]
+    units = [tuple((tuple(s.ids), tuple(map(int, s.loss_mask))) for s in sequences) for sequences in expected]
     found = []
     for name in ("train", "validation"):
         split, step = open_split(tmp_path / "p", name), len(units[0])
         assert len(split) % step == 0
         found += [tuple(stored(split, i + side) for side in range(step)) for i in range(0, len(split), step)]
-        learned = split.learned[0 : len(split.tokens)]
-        assert split.record.loss_tokens == learned.sum()
+        loss_mask = split.loss_mask[0 : len(split.tokens)]
+        assert split.record.loss_tokens == loss_mask.sum()
         firsts = [next((i for i, flag in enumerate(stored(split, d)[1]) if flag and i), len(stored(split, d)[1]))
                   for d in range(len(split))]  # fmt: skip
         assert split.first.tolist() == firsts
     assert sorted(found) == sorted(units)
-    assert len(read_manifest(tmp_path / "p").train.learned) > 1
+    assert len(read_manifest(tmp_path / "p").train.loss_mask) > 1
 
 
 def test_a_tokenizer_sees_the_texts_and_keeps_the_template(recipe, tmp_path):
@@ -114,7 +114,7 @@ def test_a_tokenizer_sees_the_texts_and_keeps_the_template(recipe, tmp_path):
 def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
     loaded = recipe("kto", chat={"template": "none"})
     prepare(loaded, tmp_path / "p", limits=SMALL)
-    known = {(example.prompt, example.answers[0]): example for example in examples(loaded)}
+    known = {(example.prompt, example.responses[0]): example for example in examples(loaded)}
     tokenizer, seen = load_tokenizer(tmp_path / "p"), 0
     by_answer = {answer: example for (_, answer), example in known.items()}
     others = {"train": set(), "validation": set()}
@@ -129,7 +129,7 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
                 sides.append((tokenizer.decode(list(ids[1:start])), tokenizer.decode(list(ids[start:-1]))))
             (prompt, own), (same, other) = sides
             assert prompt == same
-            assert split.marks[unit] == split.marks[unit + 1] == known[prompt, own].desirable
+            assert split.kto_labels[unit] == split.kto_labels[unit + 1] == known[prompt, own].desirable
             assert by_answer[other].prompt != prompt
             others[name].add(by_answer[other].prompt)
             prompts[name].add(prompt)
@@ -168,12 +168,12 @@ def test_one_prompt_alone_is_nothing_for_kto(recipe, tmp_path):
 @pytest.mark.parametrize("objective", ["sft", "kto"])
 def test_several_processes_write_the_same_bytes(recipe, tmp_path, objective):
     for workers in (0, 3):
-        prepare(recipe(objective, workers=workers), tmp_path / str(workers), limits=SMALL)
+        prepare(recipe(objective, num_proc=workers), tmp_path / str(workers), limits=SMALL)
     assert contents(tmp_path / "0") == contents(tmp_path / "3")
 
 
 def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path):
-    loaded = recipe("kto", 600, workers=2)
+    loaded = recipe("kto", 600, num_proc=2)
     file = tmp_path / "recipe.json"
     file.write_text(loaded.recipe.model_dump_json(by_alias=True))
     begun = time.monotonic()
@@ -196,7 +196,7 @@ def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batche
     assert manifest.skipped == 1
     journal = journal_of_stopped(loaded, tmp_path / "p", batches)
     kept = sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
-    assert sum(path.stat().st_size for path in (tmp_path / "p").glob("*-learned-*.bin")) == kept
+    assert sum(path.stat().st_size for path in (tmp_path / "p").glob("*-loss-mask-*.bin")) == kept
     prepare(loaded, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
 
@@ -234,7 +234,7 @@ def test_folder_depends_on_chat_settings_where_they_decide_tokens(recipe, recipe
     assert identity(mine) != before
     text = {"path": "a", "format": "text"}
     assert identity(recipe_of(objective="sft", **text)) == identity(recipe_of(**text))
-    assert identity(recipe(layout="padded")) == identity(plain)
+    assert identity(recipe(packing=False)) == identity(plain)
 
 
 def _data(loaded: LoadedRecipe) -> dict:
@@ -297,11 +297,11 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
     from bloomery.data.loading.loader import Loader
 
     for objective, layout in (("sft", "packed"), ("dpo", "packed"), ("kto", "padded"), ("sft", "fixed")):
-        loaded = recipe(objective, layout=layout)
+        loaded = recipe(objective, packing=layout != "padded", document_masking=layout != "fixed")
         folder = tmp_path / objective / layout
         manifest = prepare(loaded, folder)
         facts = counted(manifest, loaded.recipe.data, folder)
-        assert facts.sequences_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).rows
+        assert facts.sequences_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).sequences
         assert facts.left_out == facts.cut_short == 0
         if layout == "packed":
             before = guessed(loaded.recipe)

@@ -53,13 +53,13 @@ def encode(example, template, train_on="assistant", tokenizer=None):
         return tokenizer, renderer.encode(example)
 
 
-def learned(example, template, train_on="assistant", tokenizer=None):
+def trained_text(example, template, train_on="assistant", tokenizer=None):
     """The text of each stretch of learned tokens, of each answer."""
     tokenizer, sequences = encode(example, template, train_on, tokenizer)
     found = []
     for sequence in sequences:
-        assert len(sequence.ids) == len(sequence.learned)
-        stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
+        assert len(sequence.ids) == len(sequence.loss_mask)
+        stretches = groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
         found.append([tokenizer.decode([token for token, _ in pairs]) for flag, pairs in stretches if flag])
     return found
 
@@ -85,7 +85,7 @@ def test_tokens_and_flags_are_those_of_transformers_where_the_template_has_marke
             expected = reference(messages, template, kind)
             (found,) = renderer.encode(chat(*messages))
             assert found.ids == expected["input_ids"]
-            assert found.learned == [bool(flag) for flag in expected["assistant_masks"]]
+            assert found.loss_mask == [bool(flag) for flag in expected["assistant_masks"]]
 
 
 UNMARKED = [
@@ -114,9 +114,9 @@ def test_without_markers_the_same_is_learned_as_with_those_that_trl_put_in(name)
                 continue  # refuses system messages
             (one,), (other,) = (renderer.encode(chat(*messages)) for renderer in (ours, theirs))
             assert one.ids == other.ids
-            extra = [a for a, mine, yours in zip(one.ids, one.learned, other.learned, strict=True) if mine != yours]
+            extra = [a for a, mine, yours in zip(one.ids, one.loss_mask, other.loss_mask, strict=True) if mine != yours]
             assert chat_tokenizers.ours().decode(extra).strip() == ""
-            assert sum(one.learned) > len(messages) // 2
+            assert sum(one.loss_mask) > len(messages) // 2
 
 
 END = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>",
@@ -133,14 +133,14 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_an_answer_and_its_end_token_are_learned_and_no_header(name):
-    assert learned(chat(*TALKS["white space"]), name) == [BY_HAND[name]]
+    assert trained_text(chat(*TALKS["white space"]), name) == [BY_HAND[name]]
 
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_the_last_answer_alone_and_everything(name):
-    assert learned(chat(*TALKS["white space"]), name, "last") == [BY_HAND[name][-1:]]
+    assert trained_text(chat(*TALKS["white space"]), name, "last") == [BY_HAND[name][-1:]]
     _, (sequence,) = encode(chat(*TALKS["two"]), name, "all")
-    assert all(sequence.learned)
+    assert all(sequence.loss_mask)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -164,7 +164,7 @@ def test_what_is_learned_reads_as_the_answers(renderers, pairs, system):
     for name, renderer in renderers.items():
         tokenizer = chat_tokenizers.ours()
         (sequence,) = renderer.encode(chat(*messages))
-        stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
+        stretches = groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
         found = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
         keeps = name in ("chatml", "qwen")
         expected = [(answer if keeps else answer.strip()) for _, answer in pairs]
@@ -221,38 +221,38 @@ def test_the_prompt_for_an_answer_is_what_training_put_before_it(name):
     with Renderer(tokenizer, template=name, train_on="assistant") as renderer:
         (sequence,) = renderer.encode(chat(*TALKS["one"]))
         asked = renderer.prompt(TALKS["one"][:1])
-    assert asked == sequence.ids[: sequence.learned.index(True)]
+    assert asked == sequence.ids[: sequence.loss_mask.index(True)]
 
 
 def test_calls_are_learned_and_what_tools_answer_is_not():
     example = chat(*CALLING, tools=(TOOL,))
     call = '<tool_call>\n{"name": "add_up", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    assert learned(example, "qwen") == [[call, "two<|im_end|>", "fine<|im_end|>"]]
+    assert trained_text(example, "qwen") == [[call, "two<|im_end|>", "fine<|im_end|>"]]
     published = (TRL / "qwen3.jinja").read_text()
-    assert learned(example, published) == [[call, "two<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]]
+    assert trained_text(example, published) == [[call, "two<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]]
 
 
 def test_thoughts_of_the_last_answer_are_learned_as_the_template_writes_them():
     template = (TRL / "qwen3.jinja").read_text()
     talk = (user("hi"), said("a", thinking="hm"), user("x"), said("b", thinking="so"))
-    assert learned(chat(*talk), template) == [["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]]
+    assert trained_text(chat(*talk), template) == [["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]]
 
 
 def test_turns_of_weight_zero_are_not_learned():
-    talk = (user("hi"), said("hello", learned=False), user("what"), said("dog"))
-    assert learned(chat(*talk), "chatml") == [["dog<|im_end|>"]]
+    talk = (user("hi"), said("hello", trained_on=False), user("what"), said("dog"))
+    assert trained_text(chat(*talk), "chatml") == [["dog<|im_end|>"]]
     marked = (TRL / "llama3_training.jinja").read_text()
-    assert learned(chat(*talk), marked) == [["dog<|eot_id|>"]]
+    assert trained_text(chat(*talk), marked) == [["dog<|eot_id|>"]]
 
 
 @pytest.mark.parametrize("kind", ["pair", "kto", "completion"])
 def test_of_a_prompt_and_its_answers_only_answers_are_learned(kind):
     answers = ((said("hello"),), (said("dog"),))[: 2 if kind == "pair" else 1]
     example = Example("a.jsonl:3", kind, (user("hi"), said("x"), user("what")), answers)
-    assert learned(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
-    assert learned(example, "chatml", "last") == learned(example, "chatml")
+    assert trained_text(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
+    assert trained_text(example, "chatml", "last") == trained_text(example, "chatml")
     marked = (TRL / "qwen3_instruct_2507_training.jinja").read_text()
-    assert learned(example, marked) == [["hello<|im_end|>\n"], ["dog<|im_end|>\n"]][: len(answers)]
+    assert trained_text(example, marked) == [["hello<|im_end|>\n"], ["dog<|im_end|>\n"]][: len(answers)]
 
 
 TEXTS = [("hello", " there"), ("hell", "o there"), ("the quick ", "brown"), ("a\n", "\nb"), ("<s>hi", " dog</s>")]
@@ -274,7 +274,7 @@ def test_texts_are_cut_as_trl_cuts_them(kind, prompt_answer):
         example = Example("a.jsonl:3", example_kind, prompt, (answer,) * count)
         for sequence in encode(example, None, tokenizer=chat_tokenizers.ours(kind))[1]:
             assert sequence.ids == whole
-            assert sequence.learned == [index >= start for index in range(len(whole))]
+            assert sequence.loss_mask == [index >= start for index in range(len(whole))]
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -294,7 +294,7 @@ def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_wha
             for sequence, answer in zip(found, ("hello there", "dog"), strict=False):
                 expected = reference((user("hi"), said(answer)), template)
                 assert sequence.ids == expected["input_ids"], format
-                assert sequence.learned == [bool(flag) for flag in expected["assistant_masks"]], format
+                assert sequence.loss_mask == [bool(flag) for flag in expected["assistant_masks"]], format
             assert len(found) == (2 if format == "preference" else 1)
 
 
@@ -327,7 +327,7 @@ def test_a_prompt_that_is_formatted_already_is_not_formatted_twice(prompt, word)
 
 def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():
     _, (chosen, rejected) = encode(Example("a.jsonl:3", "pair", "hell", ("o there", " the")), None)
-    assert chosen.learned.index(True) == rejected.learned.index(True)
+    assert chosen.loss_mask.index(True) == rejected.loss_mask.index(True)
     assert chosen.ids[-1] == rejected.ids[-1] == chat_tokenizers.ours().eos_id
 
 
@@ -362,22 +362,22 @@ def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
         assert "template" in found.problem and found.fix
         return
     (sequence,) = found
-    stretches = groupby(zip(sequence.ids, sequence.learned, strict=True), key=lambda pair: pair[1])
+    stretches = groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
     spoken = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
     assert spoken == RIGHT[name]
 
 
 def test_a_conversation_that_uses_the_characters_of_the_marks():
     talk = (user("\U00100000\U00100001"), said("a\U0010fffd"), user("\U00100003"), said("\U00100004b"))
-    assert learned(chat(*talk), "chatml") == [["a\U0010fffd<|im_end|>", "\U00100004b<|im_end|>"]]
+    assert trained_text(chat(*talk), "chatml") == [["a\U0010fffd<|im_end|>", "\U00100004b<|im_end|>"]]
     both = (user("\U00100000"), said("\U000f0000"))
     with pytest.raises(UserError, match="private planes"):
-        learned(chat(*both), "chatml")
+        trained_text(chat(*both), "chatml")
 
 
 def test_a_thousand_turns_take_no_longer_than_the_limit():
     talk = [message for index in range(500) for message in (user(f"q {index}"), said(f"a {index}"))]
-    (found,) = learned(chat(*talk), "chatml")
+    (found,) = trained_text(chat(*talk), "chatml")
     assert found == [f"a {index}<|im_end|>" for index in range(500)]
 
 
@@ -421,10 +421,10 @@ def test_sentencepiece_models_read_the_control_tokens_of_a_template(tmp_path, ki
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     _, (sequence,) = encode(chat(*TALKS["two"]), "llama2", tokenizer=tokenizer)
     assert sequence.ids.count(tokenizer.bos_id) == sequence.ids.count(tokenizer.eos_id) == 2
-    spoken = [tokenizer.decode([token]) for token, flag in zip(sequence.ids, sequence.learned, strict=True) if flag]
+    spoken = [tokenizer.decode([token]) for token, flag in zip(sequence.ids, sequence.loss_mask, strict=True) if flag]
     assert "".join(spoken).replace(" ", "") == "hellolazydog"
     assert (
-        sum(token == tokenizer.eos_id and flag for token, flag in zip(sequence.ids, sequence.learned, strict=True)) == 2
+        sum(t == tokenizer.eos_id and flag for t, flag in zip(sequence.ids, sequence.loss_mask, strict=True)) == 2
     )
 
 
@@ -433,6 +433,6 @@ def test_many_calls_with_arguments_of_all_lengths():
     turns = [user("go")]
     for said_so in arguments:
         turns += [said("", calls=({**CALL, "function": {"name": "add", "arguments": said_so}},)), Message("tool", "1")]
-    (found,) = learned(chat(*turns, said("done"), tools=(TOOL,)), "qwen")
+    (found,) = trained_text(chat(*turns, said("done"), tools=(TOOL,)), "qwen")
     calls = (json.dumps({"name": "add", "arguments": said_so}) for said_so in arguments)
     assert found == [*(f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls), "done<|im_end|>"]

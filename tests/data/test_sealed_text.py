@@ -30,7 +30,7 @@ def flip(path, at, bit=0):
 
 def read_all(folder, split="train"):
     loader = Loader(folder, sequence_length=16, layout="packed", seed=0, split=split)
-    return [loader.batch(Cursor(0, row), 1).tokens.tolist() for row in range(loader.rows)]
+    return [loader.batch(Cursor(0, row), 1).tokens.tolist() for row in range(loader.sequences)]
 
 
 def test_every_flipped_file_is_refused_by_prepare_and_by_reading(sealed):
@@ -66,14 +66,14 @@ def test_zeroed_text_is_refused_by_the_first_row_of_it_and_by_no_other(sealed):
     assert len(split.tokens[384:400]) == 16
     loader = Loader(folder, sequence_length=16, layout="packed", seed=0)
     same = refused = 0
-    for row in range(loader.rows):
+    for row in range(loader.sequences):
         try:
             assert loader.batch(Cursor(0, row), 1).tokens.tolist() == before[row]
             same += 1
         except UserError:
             refused += 1
     assert refused in (9, 10)  # 128 tokens in rows of 16
-    assert same == loader.rows - refused
+    assert same == loader.sequences - refused
 
 
 def test_a_block_is_hashed_once(sealed, monkeypatch):
@@ -101,7 +101,7 @@ def test_a_file_that_is_added_is_refused(sealed, name):
     assert read_manifest(folder)
 
 
-@pytest.mark.parametrize("name", ["first", "marks", "learned-00000", "documents"])
+@pytest.mark.parametrize("name", ["first", "kto-labels", "loss-mask-00000", "documents"])
 def test_what_stands_beside_the_tokens_is_sealed_too(tmp_path, name):
     texts = [[(token, place > 3) for place, token in enumerate(range(1, 9))] for _ in range(12)]
     whole = write_structured(tmp_path, [texts], "kto", marks=[0, 1] * 6)

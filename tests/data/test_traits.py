@@ -5,7 +5,7 @@ import pytest
 
 from bloomery.data.prepare import stats as traits
 from bloomery.data.prepare.prepare import prepare
-from bloomery.data.prepare.stats import read_traits
+from bloomery.data.prepare.stats import read_stats
 from bloomery.data.shards.format import open_split
 from bloomery.recipe.load import load_recipe
 
@@ -29,7 +29,7 @@ def prepared(tmp_path_factory):
 
 
 def test_entropy_and_bytes_are_those_of_the_split(prepared):
-    split, found = open_split(prepared, "train"), read_traits(prepared)
+    split, found = open_split(prepared, "train"), read_stats(prepared)
     counts = np.bincount(split.tokens[0 : len(split.tokens)])
     shares = counts[counts > 0] / counts.sum()
     by_hand = -(shares * np.log(shares)).sum() + ((counts > 0).sum() - 1) / (2 * counts.sum())
@@ -41,11 +41,11 @@ def test_entropy_and_bytes_are_those_of_the_split(prepared):
 def test_repeated_documents_are_counted(prepared):
     split = open_split(prepared, "train")
     texts = [bytes(split.document(i).tobytes()) for i in range(len(split))]
-    assert read_traits(prepared).duplicates == pytest.approx(1 - len(set(texts)) / len(texts))
-    assert read_traits(prepared).duplicates > 0.25
+    assert read_stats(prepared).duplicates == pytest.approx(1 - len(set(texts)) / len(texts))
+    assert read_stats(prepared).duplicates > 0.25
 
 
 def test_a_sample_is_spread_over_the_split(prepared, monkeypatch):
-    whole = read_traits(prepared).unigram_nats
+    whole = read_stats(prepared).unigram_nats
     monkeypatch.setattr(traits, "SAMPLE_TOKENS", 640)
-    assert read_traits(prepared).unigram_nats == pytest.approx(whole, abs=0.3)
+    assert read_stats(prepared).unigram_nats == pytest.approx(whole, abs=0.3)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.data.sources.documents import ReadStats, open_corpus, read_documents
+from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
 from bloomery.recipe.schema import Source
 
 ASKED = [
@@ -19,12 +19,12 @@ ASKED = [
 
 def read(path, required_format="sft", **source):
     stats = ReadStats()
-    corpus = open_corpus(Source(path=str(path), **source), required_format)
+    corpus = open_dataset(Source(path=str(path), **source), required_format)
     return list(read_documents(corpus, on_error="stop", stats=stats)), stats
 
 
 def turns_of(document):
-    (turns,) = document.example.answers
+    (turns,) = document.example.responses
     return [(turn.role, turn.content) for turn in turns]
 
 

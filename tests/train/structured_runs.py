@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from bloomery.data.shards.format import MANIFEST, Manifest, read_manifest, write_manifest
-from bloomery.data.shards.writer import Progress, SplitWriter, Structure
+from bloomery.data.shards.writer import SplitProgress, SplitWriter, Structure
 
 
 def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed: int = 0) -> Path:
@@ -21,7 +21,7 @@ def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed:
             shutil.copy(path, folder / path.name)
     numbers, records = np.random.default_rng(seed), {}
     for split, count in (("train", units), ("validation", max(4, units // 5))):
-        writer = SplitWriter(folder, split, source.dtype, source.shard_tokens, Progress(), kind)
+        writer = SplitWriter(folder, split, source.dtype, source.shard_tokens, SplitProgress(), kind)
         writer.begin_part()
         for unit in range(count):
             prompt = numbers.integers(100, 120, int(numbers.integers(2, 5)))
@@ -29,9 +29,9 @@ def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed:
                 low = side == 0 if kind != "kto" else (unit + side) % 2 == 0
                 answer = numbers.integers(*(20, 40) if low else (200, 220), int(numbers.integers(2, 6)))
                 ids = np.concatenate([prompt, answer]).astype(source.dtype)
-                learned = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+                loss_mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
                 mark = np.array([unit % 2 == 0], np.uint8)
-                writer.add(ids, np.array([len(ids)], np.uint64), 0, Structure(learned, mark))
+                writer.add(ids, np.array([len(ids)], np.uint64), 0, Structure(loss_mask, mark))
         records[split] = writer.finish([1.0])
     manifest = Manifest(**source.model_dump() | {"kind": kind, **records})
     write_manifest(folder, manifest)

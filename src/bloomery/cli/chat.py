@@ -20,7 +20,7 @@ from bloomery.data.chat.examples import Message
 from bloomery.runs.names import chosen_use, model_path
 
 if TYPE_CHECKING:
-    from bloomery.data.chat.render import Form
+    from bloomery.data.chat.render import ChatFormat
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
@@ -33,13 +33,13 @@ class Session:
     """What was said, and the model that answers. `system` goes before it all and is never forgotten."""
 
     def __init__(
-        self, decoder: "Decoder", tokenizer: "Tokenizer", form: "Form", sampling: "Sampling", *,
+        self, decoder: "Decoder", tokenizer: "Tokenizer", form: "ChatFormat", sampling: "Sampling", *,
         system: str | None = None,
     ) -> None:  # fmt: skip
         from bloomery.model.sampling import Past
 
         self.decoder, self.tokenizer, self.form, self.system = decoder, tokenizer, form, system
-        self.sampling = replace(sampling, stop_ids=form.ends)
+        self.sampling = replace(sampling, stop_ids=form.stop_ids)
         self.said: list[Message] = []
         self.past = Past(decoder)
         self.forgotten = 0  # turns that the model no longer sees
@@ -67,7 +67,7 @@ class Session:
         self._answers += 1
         pieces: list[str] = []
         try:
-            for piece in continued(self.decoder, self.tokenizer, ids, sampling, self.form.stops, self.past):
+            for piece in continued(self.decoder, self.tokenizer, ids, sampling, self.form.stop_strings, self.past):
                 pieces.append(piece)
                 yield piece
         finally:
@@ -79,7 +79,7 @@ class Session:
         room = max(1, min(self.sampling.max_tokens, context // SHARE))
         starts = [at for at, message in enumerate(said) if message.role == "user"]
         for start in [at for at in starts if at >= self.forgotten] or starts[-1:]:
-            ids = self.form.put([*self.opening, *said[start:]])
+            ids = self.form.encode([*self.opening, *said[start:]])
             if len(ids) + room <= context or (start == starts[-1] and len(ids) < context):
                 self.forgotten = start
                 return ids
@@ -132,14 +132,14 @@ def command(
     finite(drawing)
     where = model_path(model)
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.data.chat.render import chat_form
+    from bloomery.data.chat.render import chat_format
     from bloomery.model.sampling import Sampling
     from bloomery.runs.generate import load_model
 
     decoder, tokenizer = load_model(where, step=step, use=use, tell=loading)
-    with text_flags(), chat_form(tokenizer, template) as form:
+    with text_flags(), chat_format(tokenizer, template) as form:
         session = Session(decoder, tokenizer, form, Sampling(**drawing), system=system)
-        _tell(f"{model}: reads {decoder.config.max_positions:,} tokens; {form.told}")
+        _tell(f"{model}: reads {decoder.config.max_positions:,} tokens; {form.description}")
         _tell("/help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves")
         return Terminal(session).talk()
 

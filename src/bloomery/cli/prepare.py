@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from bloomery.data.prepare.pipeline import Report
-    from bloomery.data.prepare.stats import Health, Previewed
-    from bloomery.data.shards.format import Manifest, Part
+    from bloomery.data.prepare.stats import DatasetCheck, Preview
+    from bloomery.data.shards.format import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
 
 _NAMES = {"tokenizer": "training the tokenizer", "tokens": "making tokens", "checksums": "checking"}
@@ -88,14 +88,14 @@ def reporting() -> Iterator["Report"]:
 def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.core.errors import one_line
     from bloomery.core.units import counted, format_count
-    from bloomery.data.chat.formats import ROWS, wants_of
-    from bloomery.data.prepare.split import validation_corpora
-    from bloomery.data.shards.format import ANSWERS
+    from bloomery.data.chat.formats import ROW_FORMATS, required_format_of
+    from bloomery.data.prepare.split import validation_datasets
+    from bloomery.data.shards.format import DOCUMENTS_PER_UNIT
     from bloomery.data.sources.documents import sources_of
     from bloomery.data.sources.files import other_splits
     from bloomery.plan.gather import left_aside
 
-    train, validation, each = manifest.train, manifest.validation, ANSWERS[manifest.kind]
+    train, validation, each = manifest.train, manifest.validation, DOCUMENTS_PER_UNIT[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
     say(
         f"text       {_units(manifest, train.parts)} to learn"
@@ -105,19 +105,21 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     )
     if manifest.formats:
         say(f"format     {', '.join(manifest.formats)}")
-    data, required_format, title = loaded.recipe.data, wants_of(loaded.recipe), "sources"
+    data, required_format, title = loaded.recipe.data, required_format_of(loaded.recipe), "sources"
     for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
         place = source.path.removeprefix(f"{Path.cwd()}/")
         say(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
         title = ""
-    held_out = validation_corpora(data, required_format)
+    held_out = validation_datasets(data, required_format)
     for corpus in held_out:
         say(f"validation {one_line(corpus.path)}")
     read = {file.path for corpus in held_out for file in corpus.files}
     others = [
-        split for source in sources_of(data) for split in other_splits(source, rows=required_format in ROWS).values()
+        split
+        for source in sources_of(data)
+        for split in other_splits(source, rows=required_format in ROW_FORMATS).values()
     ]
     if aside := [file.shown for files in others for file in files if file.path not in read]:
         say(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
@@ -135,37 +137,39 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     say(f"folder     {folder}")
 
 
-def _units(manifest: "Manifest", parts: "Sequence[Part]") -> str:
+def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
     """How many conversations or documents some sources gave; conversations and documents where there are both."""
     from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS
-    from bloomery.data.shards.format import ANSWERS
+    from bloomery.data.shards.format import DOCUMENTS_PER_UNIT
 
     numbers = dict.fromkeys((manifest.kind_of(part) for part in parts), 0) or {manifest.kind: 0}
     for part in parts:
         kind = manifest.kind_of(part)
-        numbers[kind] += part.documents // ANSWERS[kind]
+        numbers[kind] += part.documents // DOCUMENTS_PER_UNIT[kind]
     return " and ".join(counted(number, UNITS[kind]) for kind, number in numbers.items())
 
 
 def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     """What of it is learned, and how it fits into rows."""
     from bloomery.core.units import counted
-    from bloomery.data.prepare.stats import UNITS, fill_of, named
+    from bloomery.data.prepare.stats import UNITS, packing_stats, unit_name
     from bloomery.data.shards.format import open_split
 
     train, data = manifest.train, loaded.recipe.data
     share = (train.loss_tokens or 0) / max(1, train.tokens)
     say(f"learned    {share:.1%} of the tokens to learn; the others are read")
-    fill = fill_of(open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout)
+    fill = packing_stats(
+        open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout
+    )
     if fill is None:
         return
     full = fill.positions / max(1, fill.rows * data.sequence_length)
     units = UNITS[manifest.kind]
     lost = (
-        (fill.truncated, f"cut short: {counted(fill.truncated, named(manifest))} by {fill.cut:,} tokens"),
+        (fill.truncated, f"cut short: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"),
         (fill.dropped, f"left out: {counted(fill.dropped, units)} with nothing to learn within a row"),
-        (fill.unlearned, f"left out: {counted(fill.unlearned, units)} with nothing to learn"),
+        (fill.all_masked, f"left out: {counted(fill.all_masked, units)} with nothing to learn"),
     )
     told = [what for count, what in lost if count]
     say(f"rows       {'; '.join([f'{fill.rows:,} of {data.sequence_length:,}, {full:.1%} full', *told])}")
@@ -198,31 +202,31 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
         )
         console.print(_coloured(seen), soft_wrap=True)
         console.print()
-    if any(seen.learned is not None for seen in shown):
+    if any(seen.loss_mask is not None for seen in shown):
         plain = Console().color_system is None
         console.print(
             "learned: between ⟦ and ⟧" if plain else Text.assemble(("learned", _LEARNED[0]), (" · masked", _MASKED[0]))
         )
 
 
-def _facts(seen: "Previewed", sequence_length: int, *, pair: bool) -> str:
+def _facts(seen: "Preview", sequence_length: int, *, pair: bool) -> str:
     if seen.bad_row:
         return f"left out: {_visible(seen.bad_row)}"
     from bloomery.core.units import counted
 
     cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
-    if seen.learned is None:
+    if seen.loss_mask is None:
         return f"{len(seen.ids):,} tokens · {counted(seen.rows, 'rows')} of {sequence_length:,}{cut}"
-    learned = f"{len(seen.ids):,} tokens · {sum(seen.learned[1:]):,} learned{cut}"
+    learned = f"{len(seen.ids):,} tokens · {sum(seen.loss_mask[1:]):,} learned{cut}"
     if seen.kind == "text":
         return f"{learned} · {counted(seen.rows, 'rows')} of {sequence_length:,}"
     if seen.rows:
         return learned
     where = f"in a row of {sequence_length:,} nothing learned is left" + (" of a side" if pair else "")
-    return f"{learned} · left out: " + (where if any(seen.learned[1:]) else "it holds nothing to learn")
+    return f"{learned} · left out: " + (where if any(seen.loss_mask[1:]) else "it holds nothing to learn")
 
 
-def _coloured(seen: "Previewed") -> "Text":
+def _coloured(seen: "Preview") -> "Text":
     """Neighbouring tokens in different colours, learned ones bright and the others dim; without colour bars between
     tokens, and brackets around what is learned.
     """
@@ -230,7 +234,7 @@ def _coloured(seen: "Previewed") -> "Text":
     from rich.text import Text
 
     plain, text = Console().color_system is None, Text()
-    flags = seen.learned and [False, *seen.learned[1:]]  # nothing predicts the first token
+    flags = seen.loss_mask and [False, *seen.loss_mask[1:]]  # nothing predicts the first token
     for index, piece in enumerate(seen.pieces[:_SHOWN]):
         if flags is None:
             text.append(("|" if plain and index else "") + _visible(piece), style=_COLOURS[index % len(_COLOURS)])
@@ -253,13 +257,13 @@ def _visible(piece: str) -> str:
 
 def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     from bloomery.data.prepare.kinds import missing_markup
-    from bloomery.data.prepare.stats import health
+    from bloomery.data.prepare.stats import check_dataset
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
     tokenizer, data = load_tokenizer(folder), loaded.recipe.data
     missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
     length, layout = data.sequence_length, data.layout
-    _show_health(health(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
+    _show_check(check_dataset(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
     _tell_epochs(loaded, folder, manifest)
 
 
@@ -283,10 +287,10 @@ def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> 
         say(f"warning    {repeated}")
 
 
-def _show_health(found: "Health") -> None:
+def _show_check(found: "DatasetCheck") -> None:
     from bloomery.core.units import counted
 
-    units = found.named
+    units = found.unit_name
     say(f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off")
     say(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
     say(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")

@@ -101,7 +101,7 @@ def _examined(found: "ModelFiles", facts: "ModelFacts", words: Words, *, where: 
 
 def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path | None) -> _Put:
     from bloomery.data.chat.examples import Message
-    from bloomery.data.chat.render import chat_form
+    from bloomery.data.chat.render import chat_format
     from bloomery.report.heldout import excerpt
     from bloomery.runs.evaluate import texts_of
     from bloomery.runs.generate import refuse_prompt
@@ -113,13 +113,17 @@ def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path |
         stretch = excerpt(flagged, tokenizer)
     if not words.prompts:
         return _Put((), "", (), (), stretch)
-    with chat_form(tokenizer, words.template) as form:
-        prompts = tuple(form.put([Message("user", prompt)]) for prompt in words.prompts)
+    with chat_format(tokenizer, words.template) as form:
+        prompts = tuple(form.encode([Message("user", prompt)]) for prompt in words.prompts)
         for ids in prompts:
             refuse_prompt(ids, facts.config)
         own = facts.templates or words.template
-        told = f"put by {form.told}" if own else "not put by a chat template, since it has none: what follows a text"
-        return _Put(prompts, told, form.ends, form.stops, stretch)
+        told = (
+            f"put by {form.description}"
+            if own
+            else "not put by a chat template, since it has none: what follows a text"
+        )
+        return _Put(prompts, told, form.stop_ids, form.stop_strings, stretch)
 
 
 def _examine(

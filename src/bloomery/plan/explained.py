@@ -2,7 +2,7 @@
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.data.prepare.stats import Traits, read_traits
+from bloomery.data.prepare.stats import DatasetStats, read_stats
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.diagnose.diagnosis import Facts
@@ -65,8 +65,8 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> Facts:
     )
 
 
-def _stats(plan: RunPlan) -> Traits | None:
+def _stats(plan: RunPlan) -> DatasetStats | None:
     try:
-        return read_traits(plan.data.prepared)
+        return read_stats(plan.data.prepared)
     except (UserError, OSError):
         return None

@@ -14,17 +14,17 @@ from typing import Any
 from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import wants_of
+from bloomery.data.chat.formats import required_format_of
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.templates import find_template
-from bloomery.data.loading.packing import count_rows
+from bloomery.data.loading.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on, verbatim
-from bloomery.data.prepare.pipeline import no_text, streams, untokenised
+from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
-from bloomery.data.prepare.split import validation_corpora
+from bloomery.data.prepare.split import validation_datasets
 from bloomery.data.shards.format import Manifest, Texts
-from bloomery.data.sources.documents import Corpus, Document, ReadStats, open_corpora, read_documents
-from bloomery.data.sources.files import unread
+from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents
+from bloomery.data.sources.files import unread_files
 from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import (
     TOKENIZER_FILES,
@@ -209,12 +209,12 @@ FILES = 20  # of built-in text, which is mined from whole files
 
 def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     """The facts of prepared text in the recipe's layout."""
-    laid = count_rows(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
+    laid = count_sequences(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
     rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
     return DatasetFacts(
         sequences_per_epoch=sum(map(round, rows)),
-        left_out=sum(fitted.dropped + fitted.unlearned for fitted in laid.fitted),
-        cut_short=sum(fitted.truncated for fitted in laid.fitted),
+        left_out=sum(fitted.dropped + fitted.all_masked for fitted in laid.packed),
+        cut_short=sum(fitted.truncated for fitted in laid.packed),
         template=manifest.template,
         texts=manifest.texts,
         tokens=manifest.train.tokens,
@@ -251,10 +251,10 @@ def absent(recipe: Recipe) -> list[str]:
 
 def left_aside(recipe: Recipe) -> list[str]:
     """What of the recipe's folders may be data and is not read, each with what reads it."""
-    data, rows = recipe.data, wants_of(recipe) in ("sft", "pairs", "kto")
-    told = [unread(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
+    data, rows = recipe.data, required_format_of(recipe) in ("sft", "pairs", "kto")
+    told = [unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
     if data.path is not None:
-        told.append(unread(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
+        told.append(unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
     return [line for line in told if line is not None]
 
 
@@ -267,7 +267,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     if absent(recipe):
         return None
     template, texts = _checked_rows(recipe)
-    size = sum(corpus.text_bytes * corpus.weight for corpus in open_corpora(data, wants_of(recipe)))
+    size = sum(corpus.text_bytes * corpus.weight for corpus in open_datasets(data, required_format_of(recipe)))
     tokens = round(size / BYTES_PER_TOKEN)
     return DatasetFacts(
         sequences_per_epoch=max(1, tokens // data.sequence_length),
@@ -306,9 +306,9 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
     for kind, rows in zip(kinds.sources, found, strict=True):
         for document in rows:
             refuse_mixture(document, kind)
-    trained = found[: len(corpora) - len(validation_corpora(data, wants_of(recipe)))]
+    trained = found[: len(corpora) - len(validation_datasets(data, required_format_of(recipe)))]
     if all(len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained):
-        raise no_text(corpora, 0, "")
+        raise no_documents(corpora, 0, "")
     documents = [document for rows in found for document in rows]
     spec = recipe.tokenizer.train
     if spec is not None:
@@ -325,7 +325,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
     return _template(recipe, kinds, examples, tokenizer), kinds.texts
 
 
-def _first_rows(corpus: Corpus, on_error: str, count: int) -> list[Document]:
+def _first_rows(corpus: Dataset, on_error: str, count: int) -> list[Document]:
     some = replace(corpus, files=corpus.files[:FILES]) if corpus.builtin else corpus
     return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
 

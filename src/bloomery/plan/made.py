@@ -10,9 +10,9 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
-from bloomery.data.chat.formats import wants_of
-from bloomery.data.chat.templates import beside, own_templates
-from bloomery.data.sources.documents import in_words, peek
+from bloomery.data.chat.formats import required_format_of
+from bloomery.data.chat.templates import own_templates, templates_in
+from bloomery.data.sources.documents import describe_columns, peek
 from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
 from bloomery.model.families.presets import published_config
 from bloomery.recipe.schema import Recipe, Source
@@ -64,7 +64,7 @@ def made_recipe(model: str, data: str) -> tuple[str, str]:
         "data:",
         f"  path: {json.dumps(source.path)}",
         *([f"  format: {format}"] if columns else []),
-        *([f"  columns: {json.dumps(columns)}   # {in_words(columns)}"] if columns else []),
+        *([f"  columns: {json.dumps(columns)}   # {describe_columns(columns)}"] if columns else []),
         f"  sequence_length: {length}",
         "  validation: 5%",
         *(template if way is not _TEXT else []),
@@ -79,11 +79,11 @@ def guessed_columns(recipe: Recipe) -> list[str]:
     """Which columns of the recipe's rows are what, where nobody said it and their names did; of data that are here."""
     data = recipe.data
     whole = [Source(path=data.path, glob=data.glob, format=data.format, columns=data.columns)] if data.path else []
-    sources = [] if wants_of(recipe) in ("text", "any") else [*whole, *data.sources]
+    sources = [] if required_format_of(recipe) in ("text", "any") else [*whole, *data.sources]
     here = [source for source in sources if source.format == "auto" and hub.data_place(source.path).exists()]
     found = [(source, peek(source)) for source in here]
     return [
-        f"{Path(source.path).name}: {in_words(read[1])}"
+        f"{Path(source.path).name}: {describe_columns(read[1])}"
         for source, read in found
         if read is not None and read[1] != source.columns
     ]
@@ -104,7 +104,7 @@ def _facts(model: str) -> dict[str, Any]:
         return {} if known is None else {"positions": known.max_positions}
     config, tokenizer = _json(folder / "config.json"), _json(folder / "tokenizer_config.json")
     positions = config.get("max_position_embeddings") or config.get("n_positions")
-    bare = not (own_templates(tokenizer) or beside(folder))
+    bare = not (own_templates(tokenizer) or templates_in(folder))
     return {"positions": positions if isinstance(positions, int) else None, "bare": bare}
 
 

@@ -97,7 +97,7 @@ def _validation(split: Split) -> Iterable[Excerpt]:
     for index in range(len(split)):
         tokens: list[int] = split.document(index)[:_TOKENS].tolist()
         start = int(split.bounds[index])
-        flags = None if split.learned is None else split.learned[start : start + len(tokens)].astype(bool).tolist()
+        flags = None if split.loss_mask is None else split.loss_mask[start : start + len(tokens)].astype(bool).tolist()
         yield tokens, [True] * len(tokens) if flags is None else flags
 
 

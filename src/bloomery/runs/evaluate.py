@@ -12,14 +12,14 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import NAMES, Wants
+from bloomery.data.chat.formats import NAMES, RequiredFormat
 from bloomery.data.chat.render import Renderer
-from bloomery.data.loading.packing import kept_lengths
+from bloomery.data.loading.packing import truncated_lengths
 from bloomery.data.prepare.kinds import KINDS
-from bloomery.data.shards.format import ANSWERS, ShardKind, open_split, read_manifest
-from bloomery.data.sources.documents import Corpus, ReadStats, open_corpus, read_documents, read_file, unpadded
+from bloomery.data.shards.format import DOCUMENTS_PER_UNIT, ShardKind, open_split, read_manifest
+from bloomery.data.sources.documents import Dataset, ReadStats, open_dataset, read_documents, read_file, unpadded
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
-from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Attention, Backbone, Decoder
 from bloomery.plan.store import read_plan
@@ -32,7 +32,7 @@ from bloomery.train.model_folder import ModelFiles, find_model
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.use import Tell, Use, load_used
 
-KINDS_OF_ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # the first takes text, too
+KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def evaluate(
     refuse_values(decoder.config, where="the model")
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     texts = list(texts_of(data, tokenizer, bos=bos, template=template))
-    refuse_foreign_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
+    refuse_unknown_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes(texts, tokenizer, bos=bos, context=context)
 
@@ -165,9 +165,9 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
     if not math.isfinite(found.loss) or found.perplexity is None:
         fix = "evaluate an earlier checkpoint with --step"
         raise UserError("the model's loss is not a finite number: its weights are damaged", where=where, fix=fix)
-    rows = min(plan.eval.sequences or loader.rows, loader.rows)
+    rows = min(plan.eval.sequences or loader.sequences, loader.sequences)
     note = (
-        f"as the run evaluates: {rows:,} of {loader.rows:,} packed sequences of {plan.data.sequence_length:,} tokens;"
+        f"as the run evaluates: {rows:,} of {loader.sequences:,} sequences of {plan.data.sequence_length:,} tokens;"
         f" --data {where} scores each validation text whole"
     )
     return Evaluation(found.loss, found.perplexity, found.bits_per_byte, found.tokens, found.bytes or 0), [note]
@@ -183,10 +183,10 @@ def judge(
     is left out. Raises UserError for data of another kind, and when no pair is left.
     """
     sides = list(_sides_of(data, tokenizer, template))
-    refuse_foreign_ids(chain.from_iterable(ids for ids, _ in sides), decoder.config.vocab_size)
+    refuse_unknown_ids(chain.from_iterable(ids for ids, _ in sides), decoder.config.vocab_size)
     whole = np.array([len(ids) for ids, _ in sides], np.int64).reshape(-1, 2)
     first = np.array([first for _, first in sides], np.int64).reshape(-1, 2)
-    lengths = np.minimum(whole if row is None else kept_lengths(whole, row), decoder.config.max_positions)
+    lengths = np.minimum(whole if row is None else truncated_lengths(whole, row), decoder.config.max_positions)
     good = np.all(first < lengths, axis=1)
     if not good.any():
         fix = "name pairs of a chosen and a rejected answer: --data PATH"
@@ -221,7 +221,7 @@ def _sides_of(data: Path, tokenizer: Tokenizer, template: str | None) -> Iterato
             if content.kind != "pair":
                 raise _no_pairs(NAMES[content.kind], content.source)
             for side in renderer.encode(content):
-                yield side.ids, next((i for i, flag in enumerate(side.learned) if flag and i), len(side.ids))
+                yield side.ids, next((i for i, flag in enumerate(side.loss_mask) if flag and i), len(side.ids))
 
 
 def _no_pairs(kind: str, where: str) -> UserError:
@@ -268,7 +268,7 @@ def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: st
             if isinstance(content, Example):
                 if content.desirable is not False:
                     answer = renderer.encode(content)[0]
-                    yield _learned(answer.ids, np.array(answer.learned), sizes, KINDS[content.kind])
+                    yield _learned(answer.ids, np.array(answer.loss_mask), sizes, KINDS[content.kind])
                 continue
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
             ids = ids if start and ids[:1] == start else start + ids
@@ -293,12 +293,12 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
         yield document.content if document.tokens is None else document.tokens
 
 
-def _corpus(source: Source) -> Corpus:
+def _corpus(source: Source) -> Dataset:
     """Read for whatever its rows are. Raises UserError."""
     failed: UserError | None = None
     for required_format in KINDS_OF_ROWS:
         try:
-            corpus = open_corpus(source, required_format)
+            corpus = open_dataset(source, required_format)
             next(read_documents(corpus, on_error="stop", stats=ReadStats()), None)
             return corpus
         except UserError as error:
@@ -328,11 +328,11 @@ def _bytes(content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *,
 def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text]:
     """The validation split as training saw it, [bos] text [eos]; the EOS is scored and has no bytes."""
     split, sizes = open_split(folder, "validation"), tokenizer.token_bytes()
-    for index in range(0, len(split), ANSWERS[split.kind]):
+    for index in range(0, len(split), DOCUMENTS_PER_UNIT[split.kind]):
         ids: list[int] = split.document(index).tolist()
-        if split.learned is not None and not split.is_plain(index):
-            if split.marks is None or split.marks[index]:
-                flags = split.learned[int(split.bounds[index]) : int(split.bounds[index + 1])]
+        if split.loss_mask is not None and not split.is_plain(index):
+            if split.kto_labels is None or split.kto_labels[index]:
+                flags = split.loss_mask[int(split.bounds[index]) : int(split.bounds[index + 1])]
                 yield _learned(ids, flags.astype(bool), sizes, split.kind)
             continue
         ids = ids[1:] if not bos and ids[:1] == [tokenizer.bos_id] else ids

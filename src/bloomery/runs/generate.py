@@ -8,9 +8,9 @@ from typing import final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Message
-from bloomery.data.chat.render import chat_form
+from bloomery.data.chat.render import chat_format
 from bloomery.data.chat.templates import own_templates
-from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_foreign_ids
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Past, Sampling, known_ids, sample_tokens
@@ -62,9 +62,9 @@ def writer(
     if not own_templates(tokenizer.config):
         fix = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
         raise UserError("this model has no chat template", where="--chat", fix=fix)
-    with chat_form(tokenizer, None) as form:
-        drawn, ends = replace(sampling, stop_ids=form.ends), (*stop, *form.stops)
-        yield lambda prompt: continued(decoder, tokenizer, form.put([Message("user", prompt)]), drawn, ends)
+    with chat_format(tokenizer, None) as form:
+        drawn, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
+        yield lambda prompt: continued(decoder, tokenizer, form.encode([Message("user", prompt)]), drawn, ends)
 
 
 def continued(
@@ -83,7 +83,7 @@ def continued(
 
 def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
     """Raises UserError for ids that the model lacks, or that leave it no room for an answer."""
-    refuse_foreign_ids(ids, config.vocab_size)
+    refuse_unknown_ids(ids, config.vocab_size)
     if len(ids) >= config.max_positions:
         raise UserError(
             f"the prompt has {len(ids):,} tokens; the model reads {config.max_positions:,} with its answer",

@@ -13,7 +13,7 @@ import torch
 
 from bloomery.core.version import __version__
 from bloomery.data.loading.loader import Batch, Loader, Prefetcher
-from bloomery.data.shards.format import Name, read_manifest
+from bloomery.data.shards.format import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
 from bloomery.model.adapters.base_model import digest
@@ -99,7 +99,9 @@ class RunContext:
     def source(self) -> AbstractContextManager[BatchSource]:
         """Micro-batches from where the run stands."""
         data, rows = self.plan.data, self.plan.train.micro_batch_size
-        return Prefetcher(self.loader, self.state.cursor, rows=rows, depth=data.prefetch, pin_memory=data.pin_memory)
+        return Prefetcher(
+            self.loader, self.state.cursor, sequences=rows, depth=data.prefetch, pin_memory=data.pin_memory
+        )
 
     def emit_step(
         self, result: StepResult, batches: Sequence[Batch], *, lr_scale: float, seconds: float, waited: float
@@ -145,7 +147,7 @@ def open_context(
     prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
     named = state.model_and_optimizer.model.named_parameters()
     has_validation = bool(read_manifest(prepared).validation.tokens)
-    splits: tuple[Name, ...] = ("train", "validation") if has_validation else ("train",)
+    splits: tuple[SplitName, ...] = ("train", "validation") if has_validation else ("train",)
     tokenizer = load_tokenizer(prepared)
     prompts = open_prompts(plan, tokenizer)
     head = read_identity(run_dir)
@@ -213,9 +215,9 @@ def announce(context: RunContext) -> None:
 
 
 def reference_files(
-    plan: RunPlan, run_dir: Path, run: str, splits: Sequence[Name], state: TrainState, emit: Emit,
+    plan: RunPlan, run_dir: Path, run: str, splits: Sequence[SplitName], state: TrainState, emit: Emit,
     resume_from: Path | None, stop: Callable[[], bool],
-) -> dict[Name, Path]:  # fmt: skip
+) -> dict[SplitName, Path]:  # fmt: skip
     """Where each split's scores of the model of the start lie, computed where they are missing; {} when not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
         return {}
@@ -224,20 +226,20 @@ def reference_files(
     if missing and resume_from is not None:
         go_back(state, plan, None)
     loaders = {split: open_loader(plan, split) for split in missing}
-    done, total = 0, sum(loader.stored_rows for loader in loaders.values())
+    done, total = 0, sum(loader.stored_sequences for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
             state.model_and_optimizer.model, loader, files[split], batch_size=plan.eval.micro_batch_size,
             score_chunk=plan.model.score_chunk, precision=plan.train.precision, run=run,
             progress=ReferenceProgress(emit, stop, done, total),
         )  # fmt: skip
-        done += loader.stored_rows
+        done += loader.stored_sequences
     if missing and resume_from is not None:
         go_back(state, plan, resume_from, policy=True)
     return files
 
 
-def open_loader(plan: RunPlan, split: Name, reference: Path | None = None, run: str = "") -> Loader:
+def open_loader(plan: RunPlan, split: SplitName, reference: Path | None = None, run: str = "") -> Loader:
     data = plan.data
     return Loader(
         data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,

@@ -1,4 +1,4 @@
-"""Examples as text and back, exactly: what is hashed, and what travels to the processes that render."""
+"""Conversations, prompts with responses, and pairs; and their JSON, which is hashed and sent to worker processes."""
 
 import json
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ class Message:
     name: str | None = None
     thinking: str | None = None
     call_id: str | None = None  # of a tool's result: the call that it answers
-    learned: bool = True  # OpenAI's "weight" of an assistant's turn
+    trained_on: bool = True  # "weight" of an assistant turn in the OpenAI format
 
 
 Turns = tuple[Message, ...] | str
@@ -26,60 +26,54 @@ Turns = tuple[Message, ...] | str
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its answers, and where they stood ("file.jsonl:17").
+    """A prompt, its responses and their place in the dataset ("file.jsonl:17").
 
-    chat: no prompt and one answer, the whole conversation; completion: one answer; pair: two, chosen and rejected;
-    kto: one, which is `desirable` or not. `implicit`: the prompt is no column of its own but the beginning that whole
-    texts share, which may end within an answer.
+    chat: no prompt and one response, the whole conversation; completion: one response; pair: two, chosen and rejected;
+    kto: one, which is `desirable` or not. `implicit`: the row has no column for the prompt. The prompt is the beginning
+    that both texts share, and may end inside a response.
     """
 
     source: str
     kind: Kind
     prompt: Turns
-    answers: tuple[Turns, ...]
+    responses: tuple[Turns, ...]
     desirable: bool | None = None
     tools: tuple[dict[str, Any], ...] = ()
     implicit: bool = False
 
 
 def to_wire(example: Example) -> str:
-    """JSON of everything but the source, one spelling for one example."""
-    return json.dumps(
-        [
-            example.kind,
-            _turns(example.prompt),
-            [_turns(answer) for answer in example.answers],
-            example.desirable,
-            example.tools,
-            *([True] if example.implicit else []),
-        ],
-        separators=(",", ":"),
-    )
+    """JSON of all fields except the source. Equal examples have equal JSON."""
+    responses = [_turns(response) for response in example.responses]
+    implicit = [True] if example.implicit else []
+    parts = [example.kind, _turns(example.prompt), responses, example.desirable, example.tools, *implicit]
+    return json.dumps(parts, separators=(",", ":"))
 
 
 def from_wire(wire: str, source: str) -> Example:
-    kind, prompt, answers, desirable, tools, *implicit = json.loads(wire)
-    said = tuple(_read(answer) for answer in answers)
-    return Example(source, kind, _read(prompt), said, desirable, tuple(tools), bool(implicit))
+    kind, prompt, responses, desirable, tools, *implicit = json.loads(wire)
+    read = tuple(_read(response) for response in responses)
+    return Example(source, kind, _read(prompt), read, desirable, tuple(tools), bool(implicit))
+
+
+_KEYS = {field.name: field.name for field in fields(Message)} | {"trained_on": "learned"}  # hashed: never change one
 
 
 def _turns(turns: Turns) -> str | list[dict[str, Any]]:
     if isinstance(turns, str):
         return turns
-    return [{field.name: value for field in _FIELDS if (value := getattr(turn, field.name)) != field.default}
-            for turn in turns]  # fmt: skip
-
-
-_FIELDS = fields(Message)
+    named = fields(Message)
+    return [{_KEYS[f.name]: value for f in named if (value := getattr(turn, f.name)) != f.default} for turn in turns]
 
 
 def _read(turns: str | list[dict[str, Any]]) -> Turns:
     if isinstance(turns, str):
         return turns
-    return tuple(Message(**{**turn, "calls": tuple(turn.get("calls", ()))}) for turn in turns)
+    named = ({name: turn[key] for name, key in _KEYS.items() if key in turn} for turn in turns)
+    return tuple(Message(**{**turn, "calls": tuple(turn.get("calls", ()))}) for turn in named)
 
 
 def texts_of(example: Example) -> list[str]:
-    """What its turns say, without roles and templates."""
-    sides = (example.prompt, *example.answers)
+    """The texts of all turns, without roles and template."""
+    sides = (example.prompt, *example.responses)
     return [text for side in sides for text in ([side] if isinstance(side, str) else [turn.content for turn in side])]

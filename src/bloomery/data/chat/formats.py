@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 Columns = Mapping[str, str]  # roles to columns of other names
 
 
-class Wrong(Exception):
+class RowError(Exception):
     """Carries a Flaw out of a row."""
 
     def __init__(self, where: str, problem: str, fix: str = "") -> None:
@@ -45,10 +45,10 @@ def kind_of(value: object) -> str:
 def text(value: object, where: str) -> str:
     """A text that can be written as UTF-8. Raises Wrong."""
     if not isinstance(value, str):
-        raise Wrong(where, f"is {kind_of(value)}, not a text")
+        raise RowError(where, f"is {kind_of(value)}, not a text")
     checked = text_of(value, where)
     if isinstance(checked, BadRow):
-        raise Wrong(checked.where, checked.problem, checked.fix)
+        raise RowError(checked.where, checked.problem, checked.fix)
     return checked
 
 
@@ -58,22 +58,22 @@ def plain_json(value: object, where: str) -> Any:
         written = json.dumps(value, allow_nan=False, ensure_ascii=False)
         written.encode()
     except UnicodeEncodeError as error:
-        raise Wrong(where, "holds half of a surrogate pair, which is no character") from error
+        raise RowError(where, "holds half of a surrogate pair, which is no character") from error
     except RecursionError as error:
-        raise Wrong(where, "is nested too deeply") from error
+        raise RowError(where, "is nested too deeply") from error
     except TypeError as error:
-        raise Wrong(where, f"holds what JSON cannot: {error}") from error
+        raise RowError(where, f"holds what JSON cannot: {error}") from error
     except ValueError as error:
-        raise Wrong(where, "holds a number that is none (NaN) or has no end") from error
+        raise RowError(where, "holds a number that is none (NaN) or has no end") from error
     return json.loads(written)
 
 
 def read_turns(value: object, where: str, *, columns: Columns) -> tuple[Message, ...]:
     """Messages of a list of turns; `columns` may rename "role" and "content". Raises Wrong."""
     if not isinstance(value, list):
-        raise Wrong(where, f"is {kind_of(value)}, not a list of messages")
+        raise RowError(where, f"is {kind_of(value)}, not a list of messages")
     if not value:
-        raise Wrong(where, "holds no message")
+        raise RowError(where, "holds no message")
     role_keys = (columns["role"],) if "role" in columns else _ROLE_KEYS
     text_keys = (columns["content"],) if "content" in columns else _TEXT_KEYS
     messages = tuple(_message(turn, f"{where}[{index}]", role_keys, text_keys) for index, turn in enumerate(value))
@@ -84,7 +84,7 @@ def read_turns(value: object, where: str, *, columns: Columns) -> tuple[Message,
 def refuse_size(size: int, where: str) -> None:
     """Raises Wrong for a conversation that no model could read."""
     if size > MAX_CONVERSATION:
-        raise Wrong(
+        raise RowError(
             where, f"is a conversation of {format_bytes(size)}, and {format_bytes(MAX_CONVERSATION)} is the limit",
             "cut it into several conversations, or set data.on_error to skip",
         )  # fmt: skip
@@ -92,27 +92,27 @@ def refuse_size(size: int, where: str) -> None:
 
 def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequence[str]) -> Message:
     if not isinstance(turn, dict):
-        raise Wrong(where, f"is {kind_of(turn)}, not a message with a role and a content")
+        raise RowError(where, f"is {kind_of(turn)}, not a message with a role and a content")
     role_key = next((key for key in role_keys if turn.get(key) is not None), None)
     if role_key is None:
         names = ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
-        raise Wrong(where, f"has no {' or '.join(role_keys)}; it has: {names}")
+        raise RowError(where, f"has no {' or '.join(role_keys)}; it has: {names}")
     said = text(turn[role_key], f"{where}.{role_key}").strip().lower()
     if said not in ROLES:
         known = did_you_mean(said, ROLES, "known are system, user, assistant and tool")
-        raise Wrong(f"{where}.{role_key}", f"is an unknown role, {said[:40]!r}; {known}")
+        raise RowError(f"{where}.{role_key}", f"is an unknown role, {said[:40]!r}; {known}")
     role = ROLES[said]
     text_key = next((key for key in text_keys if key in turn), text_keys[0])
     calls = _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls") if role == "assistant" else ()
     content, place = "", f"{where}.{text_key}"
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
-            raise Wrong(place, "is missing")
+            raise RowError(place, "is missing")
         content = _content(turn[text_key], place)
     if said in _CALLING:
         found = _parsed(content)
         if not isinstance(found, dict | list):
-            raise Wrong(place, "is no call: a function_call holds JSON with a name and arguments")
+            raise RowError(place, "is no call: a function_call holds JSON with a name and arguments")
         calls, content = _calls(found if isinstance(found, list) else [found], place), ""
     thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
     optional = {"name": turn.get("name"), "thinking": thinking, "tool_call_id": turn.get("tool_call_id")}
@@ -121,8 +121,8 @@ def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequ
     )
     weight = turn.get("weight")
     if weight is not None and (type(weight) not in (int, float, bool) or weight not in (0, 1)):
-        raise Wrong(f"{where}.weight", "is neither 0 (not learned) nor 1", "write 0 or 1, or remove it")
-    return Message(role, content, calls, name, thought, call_id, learned=weight is None or bool(weight))
+        raise RowError(f"{where}.weight", "is neither 0 (not learned) nor 1", "write 0 or 1, or remove it")
+    return Message(role, content, calls, name, thought, call_id, trained_on=weight is None or bool(weight))
 
 
 def _content(value: object, where: str) -> str:
@@ -133,10 +133,10 @@ def _content(value: object, where: str) -> str:
     for index, part in enumerate(value):
         place = f"{where}[{index}]"
         if not isinstance(part, str | dict):
-            raise Wrong(place, f"is {kind_of(part)}, not a part with a type and a text")
+            raise RowError(place, f"is {kind_of(part)}, not a part with a type and a text")
         if isinstance(part, dict):
             if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-                raise Wrong(
+                raise RowError(
                     place, f"is a part of type {str(part.get('type'))[:40]!r}, and only text is learned",
                     "leave such conversations out, or set data.on_error to skip",
                 )  # fmt: skip
@@ -150,14 +150,14 @@ def _calls(value: object, where: str) -> tuple[dict[str, Any], ...]:
     if value is None or value == []:
         return ()
     if not isinstance(value, list):
-        raise Wrong(where, f"is {kind_of(value)}, not a list of calls")
+        raise RowError(where, f"is {kind_of(value)}, not a list of calls")
     calls = list[dict[str, Any]]()
     for index, call in enumerate(value):
         place = f"{where}[{index}]"
         said = plain_json(call, place)
         function = said.get("function", said) if isinstance(said, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Wrong(place, "is no call: a call names a function")
+            raise RowError(place, "is no call: a call names a function")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):  # JSON in JSON: what it must not hold was out of sight so far
             arguments = plain_json(_parsed(arguments), f"{place}.arguments")
@@ -182,41 +182,41 @@ def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...]:
     if value is None or value == "" or value == []:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise Wrong(where, "is no list of tools, each an object")
+        raise RowError(where, "is no list of tools, each an object")
     return tuple(cast(list[dict[str, Any]], plain_json(value, where)))
 
 
-def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, answers: bool = True) -> None:
-    """What no conversation may do. `start`: where these messages stand in their list; `answers`: an answer must end
+def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, responses: bool = True) -> None:
+    """What no conversation may do. `start`: where these messages stand in their list; `responses`: an answer must end
     them. Raises Wrong.
     """
     for index, message in enumerate(messages):
         place = f"{where}[{start + index}]"
         if not message.content.strip() and not message.calls and not message.thinking and message.role != "tool":
             fix = "remove it or fill it, or set data.on_error to skip"
-            raise Wrong(place, f"is an empty turn of the {message.role}", fix)
+            raise RowError(place, f"is an empty turn of the {message.role}", fix)
         if message.role == "system" and index:
             again = any(earlier.role == "system" for earlier in messages[:index])
             problem = "is a second system message" if again else "is a system message after the first turn"
-            raise Wrong(place, problem, "join system messages into one, at the beginning")
+            raise RowError(place, problem, "join system messages into one, at the beginning")
         if message.role == "tool":  # it follows the call that it answers, perhaps behind results of other calls
             caller = next((turn for turn in reversed(messages[:index]) if turn.role != "tool"), None)
             signs = caller is not None and any(sign in caller.content.lower() for sign in _CALL_SIGNS)
             if caller is None or caller.role != "assistant" or not (caller.calls or signs):
                 fix = "put the assistant's tool_calls before it, or remove it"
-                raise Wrong(place, "is a tool's result without a call before it", fix)
+                raise RowError(place, "is a tool's result without a call before it", fix)
             ids = [call["id"] for call in caller.calls if "id" in call]
             if message.call_id is not None and ids and message.call_id not in ids:
                 problem = f"answers a call {message.call_id[:40]!r} that was not made; made are: {', '.join(ids)[:80]}"
-                raise Wrong(place, problem, "mend tool_call_id")
-    if not answers:
+                raise RowError(place, problem, "mend tool_call_id")
+    if not responses:
         return
     if not any(message.role == "assistant" for message in messages):
         fix = "add the answer, or set data.on_error to skip"
-        raise Wrong(where, "has no turn of the assistant, so there is nothing to learn", fix)
+        raise RowError(where, "has no turn of the assistant, so there is nothing to learn", fix)
     if messages[-1].role != "assistant":
         fix = "add the answer or remove the turn, or set data.on_error to skip"
-        raise Wrong(where, f"ends on a turn of the {messages[-1].role}, which nothing answers", fix)
+        raise RowError(where, f"ends on a turn of the {messages[-1].role}, which nothing answers", fix)
 
 
 LISTS = ("messages", "conversations", "conversation")
@@ -228,7 +228,7 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
 }  # fmt: skip
 USUAL_NAMES = frozenset(name for names in _USUAL.values() for name in names)
-_PAIR_REMEDY = "remove the pair, or set data.on_error to skip"
+_PAIR_FIX = "remove the pair, or set data.on_error to skip"
 
 
 def detect_format(row: Row, columns: Columns | None = None) -> str | None:
@@ -259,10 +259,10 @@ def read_example(row: object, *, format: str, columns: Columns, where: str) -> E
     """The example in a row. `columns` maps roles to columns of other names (FORMATS)."""
     try:
         if not isinstance(row, dict):
-            raise Wrong(where, f"is {kind_of(row)}, not an object with columns")
+            raise RowError(where, f"is {kind_of(row)}, not an object with columns")
         return FORMATS[format].read(row, columns, where)
-    except Wrong as wrong:
-        return wrong.bad_row
+    except RowError as refused:
+        return refused.bad_row
 
 
 def _column(row: Row, role: str, columns: Columns, where: str) -> tuple[Any, str]:
@@ -271,7 +271,7 @@ def _column(row: Row, role: str, columns: Columns, where: str) -> tuple[Any, str
     if name not in row:
         present = ", ".join(str(key)[:40] for key in list(row)[:12]) or "nothing"
         fix = "set data.columns={}: it maps other data" if role in row else f"name it: data.columns={{{role}: NAME}}"
-        raise Wrong(where, f"has no column {name!r}; it has: {present}", fix)
+        raise RowError(where, f"has no column {name!r}; it has: {present}", fix)
     return row[name], f"{where}, {name}"
 
 
@@ -305,16 +305,16 @@ def _alpaca(row: Row, columns: Columns, where: str) -> Example:
     history, place = _optional(row, "history", columns, where)
     if history is not None:
         if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-            raise Wrong(place, "is no list of pairs of a question and its answer")
+            raise RowError(place, "is no list of pairs of a question and its answer")
         parts = [text(part, f"{place}[{index}]") for index, pair in enumerate(history) for part in pair]
         before = [Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)]
-        check_turns(before, place, answers=False)
+        check_turns(before, place, responses=False)
         turns += before
     question = "\n".join(part for part in (said["instruction"], said["input"]) if part.strip())
     turns += [Message("user", question), Message("assistant", said["output"])]
     for role, value in (("instruction", question), ("output", said["output"])):
         if not value.strip():
-            raise Wrong(f"{where}, {columns.get(role, role)}", "is empty")
+            raise RowError(f"{where}, {columns.get(role, role)}", "is empty")
     refuse_size(sum(len(turn.content) for turn in turns), where)
     return Example(where, "chat", (), (tuple(turns),))
 
@@ -331,18 +331,18 @@ def _side(row: Row, role: str, columns: Columns, where: str) -> tuple[Turns, str
 
 def _completion(row: Row, columns: Columns, where: str) -> Example:
     prompt, prompt_place = _side(row, "prompt", columns, where)
-    prompt, (answer,) = _joined(prompt, prompt_place, (_side(row, "completion", columns, where),))
+    prompt, (response,) = _joined(prompt, prompt_place, (_side(row, "completion", columns, where),))
     tools = read_tools(*_optional(row, "tools", columns, where))
-    return Example(where, "completion", prompt, (answer,), tools=tools)
+    return Example(where, "completion", prompt, (response,), tools=tools)
 
 
 def _kto(row: Row, columns: Columns, where: str) -> Example:
     example = _completion(row, columns, where)
     label, place = _column(row, "label", columns, where)
     if isinstance(label, float) and math.isnan(label):
-        raise Wrong(place, "is NaN, not true or false")
+        raise RowError(place, "is NaN, not true or false")
     if label not in (0, 1) or type(label) not in (bool, int):
-        raise Wrong(place, f"is {kind_of(label)}, not true (desirable) or false")
+        raise RowError(place, f"is {kind_of(label)}, not true (desirable) or false")
     return replace(example, kind="kto", desirable=bool(label))
 
 
@@ -352,12 +352,12 @@ def _preference(row: Row, columns: Columns, where: str) -> Example:
         _side(row, role, columns, where) for role in ("chosen", "rejected")
     )
     if chosen == rejected:
-        raise Wrong(where, "prefers an answer to itself: chosen and rejected are equal", _PAIR_REMEDY)
+        raise RowError(where, "prefers an answer to itself: chosen and rejected are equal", _PAIR_FIX)
     prompt, place = cast(Turns, ""), f"{where}, prompt"
     if "prompt" in columns or row.get("prompt") is not None:
         prompt, place = _side(row, "prompt", columns, where)
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise Wrong(where, "has one side as a text and one as messages", "write both sides in one way")
+        raise RowError(where, "has one side as a text and one as messages", "write both sides in one way")
     implicit = isinstance(chosen, str) and not prompt
     repeats = False
     if prompt and not isinstance(chosen, str):
@@ -371,12 +371,12 @@ def _preference(row: Row, columns: Columns, where: str) -> Example:
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         if not prompt:
             fix = "name the prompt's column: data.columns={prompt: NAME}"
-            raise Wrong(where, "has no prompt, and chosen and rejected share no beginning", fix)
+            raise RowError(where, "has no prompt, and chosen and rejected share no beginning", fix)
         if not chosen or not rejected:
-            raise Wrong(where, "has a side that is only the beginning of the other", _PAIR_REMEDY)
-    prompt, answers = _joined(prompt, place, ((chosen, chosen_place), (rejected, rejected_place)))
+            raise RowError(where, "has a side that is only the beginning of the other", _PAIR_FIX)
+    prompt, responses = _joined(prompt, place, ((chosen, chosen_place), (rejected, rejected_place)))
     tools = read_tools(*_optional(row, "tools", columns, where))
-    return Example(where, "pair", prompt, answers, tools=tools, implicit=implicit)
+    return Example(where, "pair", prompt, responses, tools=tools, implicit=implicit)
 
 
 def _common(one: Turns, other: Turns) -> int:
@@ -392,21 +392,21 @@ def _common(one: Turns, other: Turns) -> int:
 
 
 def _joined(
-    prompt: Turns, prompt_place: str, answers: tuple[tuple[Turns, str], ...]
+    prompt: Turns, prompt_place: str, responses: tuple[tuple[Turns, str], ...]
 ) -> tuple[Turns, tuple[Turns, ...]]:
     """Prompt and answers both as texts or both as messages, checked together. Raises Wrong."""
-    if isinstance(prompt, str) and all(isinstance(answer, str) for answer, _ in answers):
-        for side, place in ((prompt, prompt_place), *answers):
+    if isinstance(prompt, str) and all(isinstance(response, str) for response, _ in responses):
+        for side, place in ((prompt, prompt_place), *responses):
             if not side:
-                raise Wrong(place, "is empty")
-        return prompt, tuple(answer for answer, _ in answers)
+                raise RowError(place, "is empty")
+        return prompt, tuple(response for response, _ in responses)
     turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    said = tuple((Message("assistant", side),) if isinstance(side, str) else side for side, _ in answers)
-    check_turns(turns, prompt_place, answers=False)
-    for side, (_, place) in zip(said, answers, strict=True):
+    said = tuple((Message("assistant", side),) if isinstance(side, str) else side for side, _ in responses)
+    check_turns(turns, prompt_place, responses=False)
+    for side, (_, place) in zip(said, responses, strict=True):
         check_turns((*turns, *side), place, start=-len(turns))
         if not any(message.role == "assistant" for message in side):
-            raise Wrong(place, "has no turn of the assistant, so there is nothing to learn")
+            raise RowError(place, "has no turn of the assistant, so there is nothing to learn")
         refuse_size(sum(len(message.content) for message in (*turns, *side)), place)
     return turns, said
 
@@ -437,18 +437,22 @@ FORMATS = {  # a row is of the last one that it has all columns of
 
 
 # text: nothing else. any: text where there is some, else examples. sft: conversations and completions, or text.
-Wants = Literal["text", "any", "sft", "pairs", "kto"]
-ROWS: tuple[Wants, ...] = ("sft", "pairs", "kto")  # that look for rows first, and for text where there are none
+RequiredFormat = Literal["text", "any", "sft", "pairs", "kto"]
+ROW_FORMATS: tuple[RequiredFormat, ...] = (
+    "sft",
+    "pairs",
+    "kto",
+)  # that look for rows first, and for text where there are none
 NAMES = {"chat": "conversations", "completion": "completions", "pair": "preference pairs", "kto": "marked answers"}
-_NEEDS = {
+_TRAINABLE = {
     "sft": "conversations, completions or text",
     "pairs": "pairs of a chosen and a rejected answer",
     "kto": "answers that are marked as desirable or not",
 }
-_LEARNED_BY = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
+_OBJECTIVES = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
 
 
-def wants_of(recipe: Recipe) -> Wants:
+def required_format_of(recipe: Recipe) -> RequiredFormat:
     """What the recipe's objective learns from."""
     return recipe.objective.spec.data_kind
 
@@ -473,7 +477,7 @@ def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> lis
 
 
 def format_of_row(
-    row: dict[str, Any], columns: dict[str, str], *, required_format: Wants, plain: bool
+    row: dict[str, Any], columns: dict[str, str], *, required_format: RequiredFormat, plain: bool
 ) -> tuple[str, dict[str, str]] | None:
     """The format of the examples in rows such as this one, and their columns; None when they are read as text.
     `plain`: it has a column that is usually the text. Columns that nobody named are found by their usual names.
@@ -513,26 +517,26 @@ def _with_turns(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **turns} if turns else row
 
 
-def documents_wanted(example: Example, required_format: Wants) -> Iterator[Example]:
+def documents_wanted(example: Example, required_format: RequiredFormat) -> Iterator[Example]:
     """What an objective learns of an example: kto takes a pair as two marked answers. Raises UserError for a kind that
     it does not learn from.
     """
     if example.kind == "pair" and required_format == "kto":
-        for answer, desirable in zip(example.answers, (True, False), strict=True):
-            yield replace(example, kind="kto", answers=(answer,), desirable=desirable)
+        for response, desirable in zip(example.responses, (True, False), strict=True):
+            yield replace(example, kind="kto", responses=(response,), desirable=desirable)
         return
     fits = {"any": True, "sft": example.kind in ("chat", "completion"), "pairs": example.kind == "pair",
             "kto": example.kind == "kto", "text": False}  # fmt: skip
     if not fits[required_format]:
-        problem = f"its rows are {NAMES[example.kind]}, and the objective learns from {_NEEDS[required_format]}"
-        fix = f"set objective.kind={_LEARNED_BY[example.kind]}, or name other data"
+        problem = f"its rows are {NAMES[example.kind]}, and the objective learns from {_TRAINABLE[required_format]}"
+        fix = f"set objective.kind={_OBJECTIVES[example.kind]}, or name other data"
         raise UserError(problem, where=example.source, fix=fix)
     yield example
 
 
-def refuse_text(required_format: Wants, where: str) -> UserError:
+def refuse_text(required_format: RequiredFormat, where: str) -> UserError:
     """For plain text where answers are judged."""
     return UserError(
-        f"the data is plain text, and the objective learns from {_NEEDS[required_format]}", where=where,
+        f"the data is plain text, and the objective learns from {_TRAINABLE[required_format]}", where=where,
         fix="set objective.kind=sft, name other data, or say which columns hold what: data.columns={chosen: NAME}",
     )  # fmt: skip

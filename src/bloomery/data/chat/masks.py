@@ -154,7 +154,7 @@ def _without_arguments(turn: Turn, within: str) -> str:
 
 
 @dataclass
-class Reading:
+class RenderedConversation:
     """One conversation under a template: where its assistant's turns begin and end."""
 
     render: Render
@@ -171,11 +171,11 @@ class Reading:
         self._marked: Marked | None = None
         self._both = True
 
-    def spans(self, learned: Sequence[int]) -> list[Span]:
+    def spans(self, loss_mask: Sequence[int]) -> list[Span]:
         """Characters that the turns with these numbers learn. Raises Unclear where that cannot be told."""
         self._mark()
         try:
-            spans = [self._marked_span(turn) if self._marked else self._plain_span(turn) for turn in learned]
+            spans = [self._marked_span(turn) if self._marked else self._plain_span(turn) for turn in loss_mask]
         except Refused as error:
             raise Unclear(f"of a conversation cut short, {error}") from error
         for (_, before), (start, end) in zip([(0, 0), *spans], spans, strict=False):
@@ -321,9 +321,9 @@ def generated_spans(marked: Marked) -> list[Span]:
 
 def loss_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Whether each token holds at least one character of a span; both in order."""
-    learned, index = [], 0
+    loss_mask, index = [], 0
     for start, end in offsets:
         while index < len(spans) and spans[index][1] <= start:
             index += 1
-        learned.append(index < len(spans) and spans[index][0] < end and start < end)
-    return learned
+        loss_mask.append(index < len(spans) and spans[index][0] < end and start < end)
+    return loss_mask

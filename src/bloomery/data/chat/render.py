@@ -1,8 +1,7 @@
 """Examples to token ids, and which of them are learned; how turns are put to a model, and what ends its answers."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Turns
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any, Literal, final
 
 from bloomery.core.units import format_bytes
 from bloomery.data.chat.examples import Example, Message
-from bloomery.data.chat.formats import Wrong, check_turns
+from bloomery.data.chat.formats import RowError, check_turns
 from bloomery.data.chat.masks import loss_tokens
 from bloomery.data.chat.sandbox import TemplateProcess
 from bloomery.data.chat.templates import NONE, ChatTemplate, find_template, formats_texts, own_templates
@@ -23,21 +22,21 @@ TrainOn = Literal["assistant", "all", "last"]
 BATCH = 256  # conversations a round trip
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # what templates mean to be one token
-_REMEDY = "leave it out, set data.on_error to skip, or set data.chat.template to another"
+_FIX = "leave it out, set data.on_error to skip, or set data.chat.template to another"
 _UNCLEAR = "put {% generation %} and {% endgeneration %} around what the assistant writes, or take another template"
 _TRIAL = (Message("user", "a"), Message("assistant", "b"))
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Sequence:
+class EncodedText:
     """Tokens, and which of them are to be predicted; both of the same length."""
 
     ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
 
 
-Encoded = tuple[Sequence, ...]
+EncodedExample = tuple[EncodedText, ...]
 
 
 @final
@@ -84,23 +83,23 @@ class Renderer:
         found = dict.fromkeys(_MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL)))
         return [name for name in found if self._tokenizer.id_of(name) is None]
 
-    def encode(self, example: Example) -> Encoded:
+    def encode(self, example: Example) -> EncodedExample:
         """One sequence an answer. Raises UserError that names the example's source."""
         encoded = self.encode_batch([example])[0]
         if isinstance(encoded, BadRow):
             raise encoded.error()
         return encoded
 
-    def encode_batch(self, examples: list[Example]) -> list[Encoded | BadRow]:
+    def encode_batch(self, examples: list[Example]) -> list[EncodedExample | BadRow]:
         """One entry an example. Raises UserError when the template itself cannot be used."""
         turned = [self._turned(example) for example in examples]
-        encoded = dict[int, Encoded | BadRow]()
+        encoded = dict[int, EncodedExample | BadRow]()
         for tools in (False, True):
             chats = list[int]()
             for index, each in enumerate(turned):
                 if isinstance(each, BadRow):
                     encoded[index] = each
-                elif isinstance(each.answers[0], str):
+                elif isinstance(each.responses[0], str):
                     if not tools:
                         encoded[index] = self._encode_texts(each)
                 elif bool(each.tools) is tools:
@@ -120,13 +119,13 @@ class Renderer:
             fix = f"set data.chat.template={NONE}: texts are then trained on as they are"
             return BadRow(f"{example.source}, prompt", problem, fix)
         prompt = Message("user", example.prompt)
-        answers = [(Message("assistant", answer),) for answer in example.answers if isinstance(answer, str)]
+        answers = [(Message("assistant", answer),) for answer in example.responses if isinstance(answer, str)]
         try:
             for answer in answers:
                 check_turns((prompt, *answer), example.source)
-        except Wrong as wrong:
-            return wrong.bad_row
-        return replace(example, prompt=(prompt,), answers=tuple(answers))
+        except RowError as refused:
+            return refused.bad_row
+        return replace(example, prompt=(prompt,), responses=tuple(answers))
 
     @cached_property
     def _marks(self) -> list[str]:
@@ -144,13 +143,13 @@ class Renderer:
             raise self._process(bool(tools)).error(answer["error"])
         return self._tokenizer.encode_places([answer["text"]])[0][0]
 
-    def _encode_texts(self, example: Example) -> Encoded | BadRow:
+    def _encode_texts(self, example: Example) -> EncodedExample | BadRow:
         """Prompt and answer in one piece, as TRL does: what the ids share with those of the prompt alone is not
         learned; the end token is. Answers of one prompt begin to be learned at one place.
         """
         assert isinstance(example.prompt, str)
         prompt, prefix = example.prompt, self._tokenizer.prefix
-        texts = [prompt, *(prompt + answer for answer in example.answers if isinstance(answer, str))]
+        texts = [prompt, *(prompt + answer for answer in example.responses if isinstance(answer, str))]
         for text in texts:
             if (error := self._tokenizer.too_long(text, special=True)) is not None:
                 return BadRow(example.source, error.problem, error.fix)
@@ -162,30 +161,30 @@ class Renderer:
         end, encoded = self._tokenizer.eos_id, []
         for ids in told:
             whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
-            encoded.append(Sequence(whole, [index >= len(prefix) + start for index in range(len(whole))]))
+            encoded.append(EncodedText(whole, [index >= len(prefix) + start for index in range(len(whole))]))
         return tuple(encoded)
 
-    def _render(self, examples: list[Example], tools: bool) -> list[Encoded | BadRow]:
-        jobs = [self._job(example, answer) for example in examples for answer in example.answers]
+    def _render(self, examples: list[Example], tools: bool) -> list[EncodedExample | BadRow]:
+        jobs = [self._job(example, answer) for example in examples for answer in example.responses]
         answers = self._process(tools).read(jobs)
         for answer in answers:  # a rendering that would take too much memory to encode
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
                 answer["error"] = f"that is {format_bytes(size)} of text"
         good = [answer for answer in answers if "error" not in answer]
         placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
-        left, encoded = iter(answers), list[Encoded | BadRow]()
+        left, encoded = iter(answers), list[EncodedExample | BadRow]()
         for example in examples:
-            sides, refused = list[Sequence](), list[Json]()
-            for answer in (next(left) for _ in example.answers):
+            sides, refused = list[EncodedText](), list[Json]()
+            for answer in (next(left) for _ in example.responses):
                 if "error" in answer:
                     refused.append(answer)
                     continue
                 ids, offsets = next(placed)
-                learned = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
-                sides.append(Sequence(ids, learned))
+                loss_mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
+                sides.append(EncodedText(ids, loss_mask))
             if refused:
                 problem = f"cannot be written as {self.template.origin} asks: {refused[0]['error']}"
-                encoded.append(BadRow(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _REMEDY))
+                encoded.append(BadRow(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _FIX))
             else:
                 encoded.append(tuple(sides))
         return encoded
@@ -195,14 +194,14 @@ class Renderer:
         assert isinstance(answer, tuple)
         prompt = example.prompt if isinstance(example.prompt, tuple) else ()
         messages = (*prompt, *answer)
-        learned = [
+        loss_mask = [
             index
             for index, message in enumerate(messages)
-            if index >= len(prompt) and message.role == "assistant" and message.learned
+            if index >= len(prompt) and message.role == "assistant" and message.trained_on
         ]
         alone = example.kind in ("chat", "completion")  # pairs compare answers, and only answers
-        learned = learned[-1:] if self._train_on == "last" and alone else learned
-        learn = None if self._train_on == "all" and alone else learned
+        loss_mask = loss_mask[-1:] if self._train_on == "last" and alone else loss_mask
+        learn = None if self._train_on == "all" and alone else loss_mask
         return {"messages": [as_turn(message) for message in messages], "tools": list(example.tools), "learn": learn}
 
     def _process(self, tools: bool) -> TemplateProcess:
@@ -243,29 +242,29 @@ def _name(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
-Put = Callable[[Turns[Message]], list[int]]  # turns as tokens, up to where the answer begins
+EncodeTurns = Callable[[Sequence[Message]], list[int]]  # turns as tokens, up to where the answer begins
 
 
 @final
 @dataclass(frozen=True)
-class Form:
+class ChatFormat:
     """How turns are put to a model, which tokens and texts end an answer, and a line about it."""
 
-    put: Put
-    ends: tuple[int, ...]
-    stops: tuple[str, ...]
-    told: str
+    encode: EncodeTurns
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    description: str
 
 
 @contextmanager
-def chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[Form]:
+def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
     """By the template that is asked for or the tokenizer's own; without one the model only goes on with a text.
 
     Raises UserError.
     """
     if template is None and not own_templates(tokenizer.config):
         told = "no chat template: it goes on with what you write. A form of conversation is --template chatml"
-        yield Form(continuation(tokenizer), (), (), told)
+        yield ChatFormat(continuation(tokenizer), (), (), told)
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         turns = (Message("user", "a"), Message("assistant", "b"))
@@ -274,16 +273,16 @@ def chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[Form]:
         if whole is None:
             (whole,) = renderer.encode(tried[0])  # its error
         control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-        answer = [token for token, learned in zip(whole.ids, whole.learned, strict=True) if learned]
+        answer = [token for token, loss_mask in zip(whole.ids, whole.loss_mask, strict=True) if loss_mask]
         ends = tuple(token for token in dict.fromkeys(answer) if token in control)  # what the template puts after it
         stops = () if ends else tuple(renderer.missing_tokens())
-        yield Form(renderer.prompt, ends, stops, renderer.template.origin)
+        yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin)
 
 
-def continuation(tokenizer: Tokenizer) -> Put:
+def continuation(tokenizer: Tokenizer) -> EncodeTurns:
     """All that was written is one text, which the model goes on with."""
 
-    def put(turns: Turns[Message]) -> list[int]:
+    def put(turns: Sequence[Message]) -> list[int]:
         text = ""
         for turn in turns:
             begins = turn.role == "user" and text and not text.endswith("\n")

@@ -14,7 +14,7 @@ CPU_SECONDS = 2.0  # for one conversation
 WALL_SECONDS = 30.0  # beside the time that every conversation of a batch may take
 _PATIENCE = 3  # conversations that may kill the process, and one more for every thousand
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
-_REMEDY = "mend the template, or set data.chat.template to another: chatml, llama2, llama3, qwen, mistral, gemma"
+_FIX = "mend the template, or set data.chat.template to another: chatml, llama2, llama3, qwen, mistral, gemma"
 _SOURCES = Path(__file__).parents[3]  # where the child finds this package
 Json = dict[str, Any]
 
@@ -44,7 +44,7 @@ class TemplateProcess:
         return [{"error": answers}]
 
     def error(self, problem: str) -> UserError:
-        return UserError(f"the chat template cannot be used: {problem}", where=self._template.origin, fix=_REMEDY)
+        return UserError(f"the chat template cannot be used: {problem}", where=self._template.origin, fix=_FIX)
 
     def _ask(self, jobs: Sequence[Json]) -> list[Json] | str:
         """The answers, or what ended the process."""

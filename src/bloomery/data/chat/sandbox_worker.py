@@ -17,8 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from bloomery.core.child import accept, requests, tell
 from bloomery.data.chat.masks import (
     Memory,
-    Reading,
     Refused,
+    RenderedConversation,
     Turn,
     Unclear,
     free_plane,
@@ -117,8 +117,8 @@ class Template:
         def render(turns: Sequence[Turn], *, prompt: bool = False) -> str:
             return self.render(turns, tools, prompt=prompt)
 
-        reading = Reading(render, turns, tools, self.enders, self.memory)
-        return {"text": reading.text, "spans": reading.spans(job["learn"])}
+        rendered = RenderedConversation(render, turns, tools, self.enders, self.memory)
+        return {"text": rendered.text, "spans": rendered.spans(job["learn"])}
 
     def _read_marks(self, turns: Sequence[Turn], tools: list[Json] | None, learn: Sequence[int]) -> Json:
         plane = free_plane(turns, tools)

@@ -86,7 +86,7 @@ def _read(path: Path) -> str:
         raise UserError("is not UTF-8", where=str(path), fix=_CHOICES) from error
 
 
-def beside(folder: Path) -> dict[str, str]:
+def templates_in(folder: Path) -> dict[str, str]:
     """Templates in files of their own in a tokenizer's folder, as transformers writes them."""
     single = folder / "chat_template.jinja"
     found = {"default": _read(single)} if single.is_file() else {}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.packing import Layout, Row, Rows
+from bloomery.data.loading.packing import Layout, PackedSequence, PackedSequences
 from bloomery.data.loading.reference_logprobs import Reference
-from bloomery.data.shards.format import Name, open_split, read_manifest
+from bloomery.data.shards.format import SplitName, open_split, read_manifest
 
 _MASK = 2**64 - 1
 
@@ -97,19 +97,21 @@ class Loader:
     `reference`: a file that a ReferenceWriter filled from `stored_batches` for `run`, for Batch.reference.
     """
 
-    def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int, split: Name = "train",
+    def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int, split: SplitName = "train",
                  rank: int = 0, world: int = 1, reference: Path | None = None, run: str = "") -> None:  # fmt: skip
         manifest = read_manifest(prepared)
         opened = open_split(prepared, split, manifest)
         self.kind, self.tokens = manifest.kind, opened.record.tokens
-        self._rows = Rows(opened, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id)
+        self._sequences = PackedSequences(
+            opened, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id
+        )
         self._reference = None if reference is None else Reference(reference, self.tokens, run)
         self._seed, self._rank, self._world = seed, rank, world
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
-        self._visits = [round(count * weight) for count, weight in zip(self._rows.counts, weights, strict=True)]
+        self._visits = [round(count * weight) for count, weight in zip(self._sequences.counts, weights, strict=True)]
         self._ends = np.cumsum(self._visits)
-        self.rows = sum(self._visits)
-        if self.rows == 0:
+        self.sequences = sum(self._visits)
+        if self.sequences == 0:
             if not self.tokens:
                 fix = "add text, or set data.validation"
                 raise UserError(f"the {split} split is empty", where=str(prepared), fix=fix)
@@ -124,18 +126,18 @@ class Loader:
         assert rows % self._world == 0, f"{rows} rows cannot be shared by {self._world} ranks"
         assert cursor.seed == self._seed, "the cursor belongs to another run"
         places = range(cursor.consumed + self._rank, cursor.consumed + rows, self._world)
-        return self._stack([self._rows.read(*self.place(index)) for index in places])
+        return self._stack([self._sequences.read(*self.place(index)) for index in places])
 
     def place(self, index: int) -> tuple[int, int]:
         """(source, row in it) of the index-th row of the run."""
-        epoch, position = divmod(index, self.rows)
-        return self._visit(feistel(position, size=self.rows, key=mix(self._seed, epoch)), epoch)
+        epoch, position = divmod(index, self.sequences)
+        return self._visit(feistel(position, size=self.sequences, key=mix(self._seed, epoch)), epoch)
 
     def _visit(self, number: int, epoch: int) -> tuple[int, int]:
         part = int(np.searchsorted(self._ends, number, side="right"))
-        turn, row = divmod(number - int(self._ends[part]) + self._visits[part], self._rows.counts[part])
-        if (turn + 1) * self._rows.counts[part] > self._visits[part]:
-            row = feistel(row, size=self._rows.counts[part], key=mix(self._seed, epoch, part + 1))
+        turn, row = divmod(number - int(self._ends[part]) + self._visits[part], self._sequences.counts[part])
+        if (turn + 1) * self._sequences.counts[part] > self._visits[part]:
+            row = feistel(row, size=self._sequences.counts[part], key=mix(self._seed, epoch, part + 1))
         return part, row
 
     def validation_batches(self, rows: int, limit: int | None = None) -> Iterator[Batch]:
@@ -144,35 +146,35 @@ class Loader:
 
         `limit`: at most so many rows of all ranks together, spread evenly over the split.
         """
-        wanted = min(self.rows, limit or self.rows)
+        wanted = min(self.sequences, limit or self.sequences)
         for start in range(0, wanted, rows * self._world):
             places = (start + self._rank + self._world * offset for offset in range(rows))
             yield self._stack(
                 [
-                    self._in_order(place * self.rows // wanted) if place < wanted else self._rows.empty()
+                    self._in_order(place * self.sequences // wanted) if place < wanted else self._sequences.empty()
                     for place in places
                 ]
             )
 
     @property
-    def stored_rows(self) -> int:
+    def stored_sequences(self) -> int:
         """How many rows `stored_batches` gives, of all ranks together and without padding."""
-        return sum(self._rows.counts)
+        return sum(self._sequences.counts)
 
     def stored_batches(self, rows: int) -> Iterator[tuple[Batch, Tensor]]:
         """Every row of the split once, in order, this rank's share; and int64 [B, T], which of the split's tokens each
         label is (-1: none). What is missing at the end is padding.
         """
-        counts = np.cumsum(self._rows.counts)
+        counts = np.cumsum(self._sequences.counts)
         for start in range(0, int(counts[-1]), rows * self._world):
             found = []
             for place in (start + self._rank + self._world * offset for offset in range(rows)):
                 part = int(np.searchsorted(counts, place, side="right"))
                 index = place - int(counts[part - 1] if part else 0)
-                found.append(self._rows.read(part, index) if part < len(counts) else self._rows.empty())
+                found.append(self._sequences.read(part, index) if part < len(counts) else self._sequences.empty())
             yield self._stack(found), torch.from_numpy(np.stack([row.stored for row in found]))
 
-    def _stack(self, rows: list[Row]) -> Batch:
+    def _stack(self, rows: list[PackedSequence]) -> Batch:
         def stacked(arrays: list[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
             return torch.from_numpy(np.stack(arrays))
 
@@ -186,17 +188,19 @@ class Loader:
             loss_mask=stacked([row.loss_mask for row in rows]),
             positions=stacked([row.positions for row in rows]),
             documents=stacked([row.documents for row in rows]),
-            sequences=stacked(_numbered(rows)) if self._rows.fitted else None,
+            sequences=stacked(_numbered(rows)) if self._sequences.packed else None,
             kto_labels=stacked(kto_labels) if self.kind == "kto" else None,
             reference=reference,
         )
 
-    def _in_order(self, number: int) -> Row:
+    def _in_order(self, number: int) -> PackedSequence:
         part = int(np.searchsorted(self._ends, number, side="right"))
-        return self._rows.read(part, (number - int(self._ends[part]) + self._visits[part]) % self._rows.counts[part])
+        return self._sequences.read(
+            part, (number - int(self._ends[part]) + self._visits[part]) % self._sequences.counts[part]
+        )
 
 
-def _numbered(rows: list[Row]) -> list[np.ndarray[Any, np.dtype[Any]]]:
+def _numbered(rows: list[PackedSequence]) -> list[np.ndarray[Any, np.dtype[Any]]]:
     """The documents of all rows counted on from row to row; padding stays -1."""
     ends = np.cumsum([int(row.documents.max()) + 1 for row in rows])
     begins = [0, *ends[:-1].tolist()]
@@ -209,8 +213,10 @@ class Prefetcher:
     raised by `next`.
     """
 
-    def __init__(self, loader: Loader, cursor: Cursor, *, rows: int, depth: int = 2, pin_memory: bool = False) -> None:
-        self._loader, self._cursor, self._rows_each, self._pin = loader, cursor, rows, pin_memory
+    def __init__(
+        self, loader: Loader, cursor: Cursor, *, sequences: int, depth: int = 2, pin_memory: bool = False
+    ) -> None:
+        self._loader, self._cursor, self._size, self._pin = loader, cursor, sequences, pin_memory
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._failed: BaseException | None = None
@@ -244,9 +250,9 @@ class Prefetcher:
         consumed = self._cursor.consumed
         try:
             while not self._closed.is_set():
-                batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._rows_each)
+                batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._size)
                 self._put(batch.each(Tensor.pin_memory) if self._pin else batch)
-                consumed += self._rows_each
+                consumed += self._size
         except BaseException as error:  # handed to the thread that asks
             self._put(error)
 

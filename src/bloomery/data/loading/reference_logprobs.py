@@ -82,13 +82,13 @@ class Reference:
         self._values = np.memmap(path, np.float32, "r")
         self._blocks = Blocks(self._values.data, tuple(seal["blocks"]), path, fix=self._fix)
 
-    def of(self, stored: Places, learned: Values) -> Values:
+    def of(self, stored: Places, loss_mask: Values) -> Values:
         """The values of a row's labels, 0 where nothing is learned. Raises UserError for one that was never computed,
         and for a damaged one.
         """
         places = np.maximum(stored, 0)
         self._blocks.check_blocks(np.unique(4 * places // seals.BLOCK).tolist())
-        found: Values = np.where(learned > 0, self._values[places], np.float32(0))
+        found: Values = np.where(loss_mask > 0, self._values[places], np.float32(0))
         if not np.isfinite(found).all():
             problem = "has no value for a token that is learned: it was computed for another layout or length"
             raise UserError(problem, where=str(self._path), fix=self._fix)

@@ -13,7 +13,7 @@ from bloomery.data.chat.formats import FORMATS
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.templates import BUILTIN, builtin_template, formats_texts
 from bloomery.data.shards.format import ShardKind, Texts
-from bloomery.data.sources.documents import Corpus, Document, ReadStats, read_documents
+from bloomery.data.sources.documents import Dataset, Document, ReadStats, read_documents
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.recipe.schema import Chat, Recipe
 
@@ -24,7 +24,7 @@ _NAMES = {"text": "plain text", "chat": "conversations", "pairs": "preference pa
 
 def kind_of(document: Document) -> ShardKind:
     if document.example is None:
-        return "text" if document.learned is None else "chat"
+        return "text" if document.loss_mask is None else "chat"
     return KINDS[document.example.kind]
 
 
@@ -48,11 +48,13 @@ class Kinds(NamedTuple):
         return frozenset(number for number, kind in enumerate(self.sources) if kind != self.whole)
 
 
-def kinds_of(corpora: list[Corpus], *, on_error: str) -> Kinds:
+def kinds_of(datasets: list[Dataset], *, on_error: str) -> Kinds:
     """By the first document of each source. Text may stand beside conversations; raises UserError for what else
     differs.
     """
-    return kinds_among([next(read_documents(corpus, on_error=on_error, stats=ReadStats()), None) for corpus in corpora])
+    return kinds_among(
+        [next(read_documents(dataset, on_error=on_error, stats=ReadStats()), None) for dataset in datasets]
+    )
 
 
 def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
@@ -63,8 +65,8 @@ def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
     for document in () if mixed else found:
         refuse_mixture(document, whole)
     examples = [document.example for document in found if document.example is not None]
-    turns = any(not isinstance(example.answers[0], str) for example in examples)
-    spelt = [example for example in examples if isinstance(example.answers[0], str)]
+    turns = any(not isinstance(example.responses[0], str) for example in examples)
+    spelt = [example for example in examples if isinstance(example.responses[0], str)]
     prompted = any(not example.implicit for example in spelt)
     texts: Texts = "prompts" if prompted else "whole" if spelt else "none"
     return Kinds(whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns, texts)
@@ -106,8 +108,8 @@ class KtoPairCheck:
     Raises UserError when all prompts of a source are one.
     """
 
-    def __init__(self, corpus: Corpus, split_of: Callable[[Document], str], *, on_error: str) -> None:
-        self._corpus, self._split_of, self._on_error = corpus, split_of, on_error
+    def __init__(self, dataset: Dataset, split_of: Callable[[Document], str], *, on_error: str) -> None:
+        self._dataset, self._split_of, self._on_error = dataset, split_of, on_error
         self._last: dict[str, Example] = {}  # of each split
         self._other: dict[str, Example] = {}  # the latest one whose prompt is not that of `_last`
 
@@ -120,16 +122,16 @@ class KtoPairCheck:
             self._other[split] = last
         if split not in self._other:
             self._other[split] = self._first_other(example, split)
-        own, answer = example.answers[0], self._other[split].answers[0]
-        if isinstance(own, str) and not isinstance(answer, str):  # in the form that its own answer has
-            answer = "\n".join(turn.content for turn in answer)
-        elif isinstance(answer, str) and not isinstance(own, str):
-            answer = (replace(own[-1], content=answer, calls=(), thinking=None),)
-        return replace(document, content=replace(example, answers=(own, answer)))
+        own, response = example.responses[0], self._other[split].responses[0]
+        if isinstance(own, str) and not isinstance(response, str):  # in the form that its own answer has
+            response = "\n".join(turn.content for turn in response)
+        elif isinstance(response, str) and not isinstance(own, str):
+            response = (replace(own[-1], content=response, calls=(), thinking=None),)
+        return replace(document, content=replace(example, responses=(own, response)))
 
     def _first_other(self, example: Example, split: str) -> Example:
         elsewhere: Example | None = None
-        for document in read_documents(self._corpus, on_error=self._on_error, stats=ReadStats()):
+        for document in read_documents(self._dataset, on_error=self._on_error, stats=ReadStats()):
             found = document.example
             if found is None or found.prompt == example.prompt:
                 continue
@@ -140,7 +142,7 @@ class KtoPairCheck:
             return elsewhere
         raise UserError(
             "every row has the same prompt, and kto compares an answer with answers to other prompts",
-            where=self._corpus.path,
+            where=self._dataset.path,
             fix="add rows with other prompts, or set objective.kind=sft",
         )
 

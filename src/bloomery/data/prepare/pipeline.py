@@ -22,24 +22,24 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.chat.examples import texts_of
-from bloomery.data.chat.formats import wants_of
+from bloomery.data.chat.formats import required_format_of
 from bloomery.data.chat.templates import NONE, find_template
 from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_of, refuse_mixture, train_on, verbatim
-from bloomery.data.prepare.split import Splitter, content_key, make_splitter, validation_corpora
-from bloomery.data.prepare.workers import Array, Encoded, Rendering, count_workers, encode_in_order, encoders
+from bloomery.data.prepare.split import Splitter, content_key, make_splitter, validation_datasets
+from bloomery.data.prepare.workers import Array, EncodedBatch, Rendering, count_workers, encode_in_order, encoders
 from bloomery.data.shards.format import (
-    ANSWERS,
+    DOCUMENTS_PER_UNIT,
     JOURNAL,
     MANIFEST,
     Manifest,
-    Name,
     ShardKind,
     SourceRecord,
+    SplitName,
     file_record,
     write_manifest,
 )
-from bloomery.data.shards.writer import Lost, Progress, SplitWriter, Structure
-from bloomery.data.sources.documents import Corpus, Document, ReadStats, open_corpora, read_documents, unpadded
+from bloomery.data.shards.writer import Lost, SplitProgress, SplitWriter, Structure
+from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents, unpadded
 from bloomery.data.sources.files import SourceFile
 from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -47,7 +47,7 @@ from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
 
 FINGERPRINT = "sources.jsonl"  # what the source files were when they were read
-SPLITS: tuple[Name, Name] = ("train", "validation")
+SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
 Report = Callable[[str, float, float], None]  # phase, done, total (0: unknown)
 
 
@@ -62,11 +62,11 @@ class FileState:
     sha256: str = ""
 
 
-def file_states(corpora: list[Corpus]) -> list[FileState]:
+def file_states(datasets: list[Dataset]) -> list[FileState]:
     """Every file of every source, by its size and time alone."""
     found = []
-    for source, corpus in enumerate(corpora):
-        for file in corpus.files:
+    for source, dataset in enumerate(datasets):
+        for file in dataset.files:
             try:
                 status = file.path.stat()
             except OSError as error:
@@ -86,19 +86,19 @@ def _sha256(file: SourceFile) -> str:
 
 
 def record_sources(
-    corpora: list[Corpus], before: list[FileState], folder: Path, report: Callable[[float, float], None]
+    datasets: list[Dataset], before: list[FileState], folder: Path, report: Callable[[float, float], None]
 ) -> tuple[SourceRecord, ...]:
     """Reads every file once more for its checksum, writes FINGERPRINT, and raises UserError when a file changed since
     `before`.
     """
-    files = [file for corpus in corpora for file in corpus.files]
+    files = [file for dataset in datasets for file in dataset.files]
     total, done, sums = sum(state.bytes for state in before), 0, []
     with ThreadPoolExecutor(4) as threads:
         for state, value in zip(before, threads.map(_sha256, files), strict=True):
             sums.append(replace(state, sha256=value))
             done += state.bytes
             report(done, total)
-    now = file_states(corpora)
+    now = file_states(datasets)
     if _digest(now) != _digest(before):
         changed = sorted({state.name for state in set(before) ^ set(now)})
         raise UserError(
@@ -107,16 +107,16 @@ def record_sources(
         )  # fmt: skip
     write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
     records = []
-    for index, corpus in enumerate(corpora):
+    for index, dataset in enumerate(datasets):
         own = [state for state in sums if state.source == index]
         lines = "".join(f"{state.name} {state.bytes} {state.sha256}\n" for state in own)
         digest = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
         size = sum(state.bytes for state in own)
-        records.append(SourceRecord(path=corpus.path, files=len(own), bytes=size, sha256=digest))
+        records.append(SourceRecord(path=dataset.path, files=len(own), bytes=size, sha256=digest))
     return tuple(records)
 
 
-def stale(folder: Path, corpora: list[Corpus]) -> str | None:
+def stale(folder: Path, datasets: list[Dataset]) -> str | None:
     """The first file that is not what the shards were made of, None when all are. A file with another time is read
     for its checksum.
     """
@@ -127,8 +127,8 @@ def stale(folder: Path, corpora: list[Corpus]) -> str | None:
         fix = f"delete {folder} and prepare again"
         raise UserError("is missing or damaged", where=str(folder / FINGERPRINT), fix=fix) from error
     known = {(state.source, state.name): state for state in before}
-    files = [file for corpus in corpora for file in corpus.files]
-    for state, file in zip(file_states(corpora), files, strict=True):
+    files = [file for dataset in datasets for file in dataset.files]
+    for state, file in zip(file_states(datasets), files, strict=True):
         old = known.pop((state.source, state.name), None)
         if old is None or old.bytes != state.bytes or (old.mtime_ns != state.mtime_ns and old.sha256 != _sha256(file)):
             return str(file.path)
@@ -146,8 +146,8 @@ class PrepareJournal(BaseModel):
     held_back: int = 0
     failed: int = 0  # examples that could not be rendered
     first_failed: str = ""
-    train: Progress = Progress()
-    validation: Progress = Progress()
+    train: SplitProgress = SplitProgress()
+    validation: SplitProgress = SplitProgress()
 
 
 def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal:
@@ -188,17 +188,17 @@ class Limits:
     journal_seconds: float = 5.0
 
 
-def streams(recipe: Recipe) -> list[Corpus]:
+def streams(recipe: Recipe) -> list[Dataset]:
     """The sources, and behind them those of validation where it has its own."""
-    required_format = wants_of(recipe)
-    return open_corpora(recipe.data, required_format) + validation_corpora(recipe.data, required_format)
+    required_format = required_format_of(recipe)
+    return open_datasets(recipe.data, required_format) + validation_datasets(recipe.data, required_format)
 
 
 @dataclass
 class EncodeTask:
     """A batch on its way to the shards, and the journal's counters behind it."""
 
-    documents: list[tuple[Name, Document]]
+    documents: list[tuple[SplitName, Document]]
     source: int
     read: int
     empty: int
@@ -213,10 +213,10 @@ def untokenised() -> UserError:
     )  # fmt: skip
 
 
-def no_text(corpora: list[Corpus], skipped: int, first: str) -> UserError:
+def no_documents(datasets: list[Dataset], skipped: int, first: str) -> UserError:
     told = f"; {skipped} rows were skipped, the first: {first}" if skipped else ""
     return UserError(
-        f"there is no text in it{told}", where=f"data: {', '.join(corpus.path for corpus in corpora)}",
+        f"there is no text in it{told}", where=f"data: {', '.join(dataset.path for dataset in datasets)}",
         fix="put text there, or mend data.path and data.glob",
     )  # fmt: skip
 
@@ -229,14 +229,14 @@ class Preparation:
         self._recipe, self._name, self._identity = recipe, name, identity
         self._folder, self._report, self._limits = folder, report, limits
         self._data, self._on_error = recipe.data, recipe.data.on_error
-        self._wants = wants_of(recipe)
-        self._corpora = streams(recipe)
-        self._num_train = len(self._corpora) - len(validation_corpora(self._data, self._wants))
-        self._states = file_states(self._corpora)
+        self._required_format = required_format_of(recipe)
+        self._datasets = streams(recipe)
+        self._num_train = len(self._datasets) - len(validation_datasets(self._data, self._required_format))
+        self._states = file_states(self._datasets)
         self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
         self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
         self._summary = ReadStats()
-        self.kinds = kinds_of(self._corpora, on_error=self._on_error)
+        self.kinds = kinds_of(self._datasets, on_error=self._on_error)
         self.kind = self.kinds.whole
         self._bytes = sum(state.bytes for state in self._states)
 
@@ -244,7 +244,7 @@ class Preparation:
         """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder with
         the chat template that is used, so that whoever opens it writes conversations alike.
         """
-        splitter = make_splitter(self._corpora[: self._num_train], self._data, self._wants)
+        splitter = make_splitter(self._datasets[: self._num_train], self._data, self._required_format)
         tokenizer = self._tokenizer(splitter)
         self._too_long = tokenizer.too_long
         self._unpadded = partial(unpadded, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
@@ -262,9 +262,9 @@ class Preparation:
         if self.kind == "text":
             return None
         template = self._data.chat.template
-        return Rendering(template, train_on(self._recipe), ANSWERS[self.kind], verbatim(self._recipe))
+        return Rendering(template, train_on(self._recipe), DOCUMENTS_PER_UNIT[self.kind], verbatim(self._recipe))
 
-    def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[Name, Document]]:
+    def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[SplitName, Document]]:
         """The first of each source that is trained on, `count` in all as far as there are so many."""
         for source in range(self._num_train):
             share = count // self._num_train + (source < count % self._num_train)
@@ -281,7 +281,7 @@ class Preparation:
             self._failed, self._first_failed = 0, ""
             writers = self._writers(tokenizer)
         try:
-            size = sum(corpus.text_bytes for corpus in self._corpora)
+            size = sum(dataset.text_bytes for dataset in self._datasets)
             workers = count_workers(self._data.num_proc, size, rendered=self.rendering is not None)
             with encoders(self._folder, tokenizer, workers, self.rendering) as using:
                 tasks = (
@@ -295,7 +295,7 @@ class Preparation:
                 writer.cut_back(getattr(self._journal, name))
             raise
 
-    def _writers(self, tokenizer: Tokenizer) -> dict[Name, SplitWriter]:
+    def _writers(self, tokenizer: Tokenizer) -> dict[SplitName, SplitWriter]:
         size, kept = self._limits.shard_tokens, self._journal
         return {
             name: SplitWriter(self._folder, name, tokenizer.dtype, size, getattr(kept, name), self.kind)
@@ -317,8 +317,8 @@ class Preparation:
         """Texts of the train split, up to a sample that no vocabulary outgrows."""
         taken, any_tokens, stats = 0, False, ReadStats()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
-        for corpus in self._corpora[: self._num_train]:
-            for document in read_documents(corpus, on_error=self._on_error, stats=stats):
+        for dataset in self._datasets[: self._num_train]:
+            for document in read_documents(dataset, on_error=self._on_error, stats=stats):
                 any_tokens = any_tokens or document.tokens is not None
                 key = content_key(document)
                 if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
@@ -333,26 +333,26 @@ class Preparation:
             raise untokenised() if any_tokens else self._empty(stats)
 
     def _empty(self, stats: ReadStats) -> UserError:
-        return no_text(self._corpora, stats.skipped + self._failed, stats.first_skipped or self._first_failed)
+        return no_documents(self._datasets, stats.skipped + self._failed, stats.first_skipped or self._first_failed)
 
     def _tasks(self, splitter: Splitter, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
         """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
         are read and passed over. `only`: of one source.
         """
         empty, held_back = start.empty, start.held_back
-        for source in range(len(self._corpora)) if only is None else (only,):
-            batch, size, read = list[tuple[Name, Document]](), 0, 0
+        for source in range(len(self._datasets)) if only is None else (only,):
+            batch, size, read = list[tuple[SplitName, Document]](), 0, 0
             passed = start.read if source == start.source else 0
-            corpus = self._corpora[source]
+            dataset = self._datasets[source]
             split_of = partial(self._split_of, source, splitter=splitter)
-            twins = KtoPairCheck(corpus, split_of, on_error=self._on_error) if self.kind == "kto" else None
-            for document in read_documents(corpus, on_error=self._on_error, stats=self._summary):
+            kto_pairs = KtoPairCheck(dataset, split_of, on_error=self._on_error) if self.kind == "kto" else None
+            for document in read_documents(dataset, on_error=self._on_error, stats=self._summary):
                 read += 1
                 refuse_mixture(document, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
                 whole, document = document, self._unpadded(document)
                 self._summary.padding += document.padding or 0
-                if behind and twins is None:
+                if behind and kto_pairs is None:
                     continue
                 name = split_of(whole) if document.tokens != () else "empty"
                 if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
@@ -360,12 +360,12 @@ class Preparation:
                     if self._on_error != "skip":
                         raise bad_row.error()
                     self._summary.skip(bad_row)
-                twin = twins.of(document, name) if twins is not None and name in SPLITS else document
+                paired = kto_pairs.of(document, name) if kto_pairs is not None and name in SPLITS else document
                 if behind:
                     continue
                 empty, held_back = empty + (name == "empty"), held_back + (name == "held")
                 if name in SPLITS:
-                    batch.append((name, twin))
+                    batch.append((name, paired))
                     size += len(document.wire if document.example else document.text) + 4 * len(document.tokens or ())
                 if size >= self._limits.batch_bytes:
                     yield EncodeTask(batch, source, read, empty, held_back)
@@ -384,7 +384,10 @@ class Preparation:
         return "validation" if splitter.keeps(key) else "train"
 
     def _write_all(
-        self, encoded: Iterator[tuple[EncodeTask, Encoded]], writers: dict[Name, SplitWriter], tokenizer: Tokenizer
+        self,
+        encoded: Iterator[tuple[EncodeTask, EncodedBatch]],
+        writers: dict[SplitName, SplitWriter],
+        tokenizer: Tokenizer,
     ) -> None:
         written, begun = time.monotonic(), len(self._journal.train.parts)
         for task, ids in encoded:
@@ -405,21 +408,21 @@ class Preparation:
                 self._commit(task, writers)
                 written = time.monotonic()
 
-    def _commit(self, task: EncodeTask, writers: dict[Name, SplitWriter]) -> None:
+    def _commit(self, task: EncodeTask, writers: dict[SplitName, SplitWriter]) -> None:
         counters: dict[str, Any] = {name: writer.sync() for name, writer in writers.items()}
         counters |= {"source": task.source, "read": task.read, "empty": task.empty, "held_back": task.held_back}
         counters |= {"failed": self._failed, "first_failed": self._first_failed}
         self._journal = self._journal.model_copy(update=counters)
         write_durably(self._folder / JOURNAL, self._journal.model_dump_json())
 
-    def _finish(self, writers: dict[Name, SplitWriter], tokenizer: Tokenizer) -> Manifest:
+    def _finish(self, writers: dict[SplitName, SplitWriter], tokenizer: Tokenizer) -> Manifest:
         """Checksums, sources.jsonl, the manifest; then the journal is not needed."""
         if not any(writer.progress.documents for writer in writers.values()):
             raise self._empty(self._summary)
         self._commit(self._last, writers)
-        weights = [corpus.weight for corpus in self._corpora]
+        weights = [dataset.weight for dataset in self._datasets]
         splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in writers.items()}
-        sources = record_sources(self._corpora, self._states, self._folder, partial(self._report, "checksums"))
+        sources = record_sources(self._datasets, self._states, self._folder, partial(self._report, "checksums"))
         chat = self._data.chat
         formatted = self.kinds.formatted(chat.template, tokenizer.config, verbatim=verbatim(self._recipe))
         manifest = Manifest(
@@ -439,24 +442,30 @@ class Preparation:
 
 
 def _add(
-    task: EncodeTask, encoded: Encoded, writers: dict[Name, SplitWriter], tokenizer: Tokenizer, kind: ShardKind
+    task: EncodeTask,
+    encoded: EncodedBatch,
+    writers: dict[SplitName, SplitWriter],
+    tokenizer: Tokenizer,
+    kind: ShardKind,
 ) -> None:
     """Each document of a batch into its split, in order: of an example its answers, of a flawed one nothing; tokens
     of others are taken as they are.
     """
-    made: dict[Name, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
-    answers, ends = ANSWERS[kind], [0, *np.cumsum(encoded.lengths).tolist()]
-    number, learned = 0, encoded.learned
+    made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
+    responses, ends = DOCUMENTS_PER_UNIT[kind], [0, *np.cumsum(encoded.lengths).tolist()]
+    number, loss_mask = 0, encoded.loss_mask
     for name, document in task.documents:
         if document.tokens is not None:
             ids = checked_tokens(document, tokenizer)
-            flags = np.ones(len(ids), np.uint8) if document.learned is None else np.array(document.learned, np.uint8)
+            flags = (
+                np.ones(len(ids), np.uint8) if document.loss_mask is None else np.array(document.loss_mask, np.uint8)
+            )
             made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
             continue
-        first, last = number * answers, (number + 1) * answers
+        first, last = number * responses, (number + 1) * responses
         if number not in encoded.bad_rows:
             place = slice(int(ends[first]), int(ends[last]))
-            flags = np.zeros(0, np.uint8) if learned is None else learned[place]
+            flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[place]
             made[name].append((document, encoded.ids[place], encoded.lengths[first:last], flags))
         number += 1
     for name, mine in ((name, mine) for name, mine in made.items() if mine):
@@ -466,6 +475,6 @@ def _add(
             writers[name].add(ids, lengths, sum(len(document.text.encode()) for document, *_ in mine))
             continue
         desirable = [document.example is not None and document.example.desirable is True for document, *_ in mine]
-        marks = np.repeat(np.array(desirable, np.uint8), answers)
+        kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
         size = int(tokenizer.token_bytes()[ids].sum())
-        writers[name].add(ids, lengths, size, Structure(np.concatenate([part for *_, part in mine]), marks))
+        writers[name].add(ids, lengths, size, Structure(np.concatenate([part for *_, part in mine]), kto_labels))

@@ -12,8 +12,8 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
-from bloomery.data.chat.formats import wants_of
-from bloomery.data.loading.packing import count_rows, pairs_cut
+from bloomery.data.chat.formats import required_format_of
+from bloomery.data.loading.packing import count_sequences, pairs_need_packing
 from bloomery.data.prepare.kinds import learns_examples, template_identity, train_on, verbatim
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
@@ -48,7 +48,7 @@ def identity(loaded: LoadedRecipe) -> str:
         parts["python"] = builtin.identity()
     if learns_examples(recipe):
         parts["examples"] = {
-            "required_format": wants_of(recipe), "template": template_identity(recipe.data.chat.template),
+            "required_format": required_format_of(recipe), "template": template_identity(recipe.data.chat.template),
             "train_on": train_on(recipe), "verbatim": verbatim(recipe),
         }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -75,7 +75,7 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
     if manifest is None:
         with preparation(loaded, folder, report=report, limits=limits) as work:
             manifest = finished(loaded, folder) or work.run()
-            check_rows(manifest, loaded.recipe.data, folder)
+            check_sequences(manifest, loaded.recipe.data, folder)
     else:
         check_shards(folder, manifest, partial(report, "checksums"))
     return manifest
@@ -114,17 +114,17 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
         if changed is not None:
             problem = f"was prepared from text that has changed since: {changed}"
             raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
-    check_rows(manifest, data, folder)
+    check_sequences(manifest, data, folder)
     return manifest
 
 
 def refuse_layout(recipe: Recipe) -> None:
     """Raises UserError before anything is read for what Rows would refuse after."""
-    if recipe.data.layout == "fixed" and wants_of(recipe) in ("pairs", "kto"):
-        raise pairs_cut()
+    if recipe.data.layout == "fixed" and required_format_of(recipe) in ("pairs", "kto"):
+        raise pairs_need_packing()
 
 
-def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
+def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
     """Raises UserError when no source fills one sequence, or nothing of structured text is learned."""
     parts, length = manifest.train.parts, data.sequence_length
     if manifest.kind == "text":
@@ -133,11 +133,11 @@ def check_rows(manifest: Manifest, data: Data, folder: Path) -> None:
             return
         problem = f"all text together is {manifest.train.tokens:,} tokens, less than one sequence of {length:,}"
         raise UserError(problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text")
-    rows = count_rows(folder, manifest, sequence_length=length, layout=data.layout)
+    rows = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
     structured = any(part.documents for part in parts if not part.plain)  # its text cannot stand in for it
     if any(count for count, part in zip(rows.counts, parts, strict=True) if not (structured and part.plain)):
         return
-    if not any(fitted.dropped for fitted in rows.fitted):
+    if not any(packed.dropped for packed in rows.packed):
         raise UserError(
             "nothing of it is learned: no row has an answer of the assistant that the template marks",
             where="data.chat.train_on",

@@ -8,8 +8,8 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.data.chat.formats import ROWS, Wants
-from bloomery.data.sources.documents import Corpus, Document, ReadStats, open_corpus, read_documents, sources_of
+from bloomery.data.chat.formats import ROW_FORMATS, RequiredFormat
+from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_dataset, read_documents, sources_of
 from bloomery.data.sources.files import other_splits, validation_split
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Data, Source
@@ -40,7 +40,7 @@ class Splitter:
         return key < self.threshold
 
 
-def validation_share(data: Data, required_format: Wants = "text") -> float | None:
+def validation_share(data: Data, required_format: RequiredFormat = "text") -> float | None:
     """The share that `data.validation` asks for, None when it is a path or a split. Raises UserError when it is no
     share.
     """
@@ -58,7 +58,7 @@ def validation_share(data: Data, required_format: Wants = "text") -> float | Non
     return share
 
 
-def validation_corpora(data: Data, required_format: Wants = "text") -> list[Corpus]:
+def validation_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:
     """What `data.validation` names, none when it is a share: a path; a split of the sources that have it; for auto,
     the split of each source that is meant for validation.
     """
@@ -66,44 +66,49 @@ def validation_corpora(data: Data, required_format: Wants = "text") -> list[Corp
         return []
     if data.validation == AUTO:
         return [
-            open_corpus(source, required_format, split=split) for source, split in _own_splits(data, required_format)
+            open_dataset(source, required_format, split=split) for source, split in _own_splits(data, required_format)
         ]
     name = str(data.validation)
-    named = [source for source in sources_of(data) if name in other_splits(source, rows=required_format in ROWS)]
+    named = [source for source in sources_of(data) if name in other_splits(source, rows=required_format in ROW_FORMATS)]
     if named:
-        return [open_corpus(source, required_format, split=name) for source in named]
+        return [open_dataset(source, required_format, split=name) for source in named]
     if not data_place(name).exists() and not name.startswith(PREFIX):
         splits = sorted(
-            {split for source in sources_of(data) for split in other_splits(source, rows=required_format in ROWS)}
+            {
+                split
+                for source in sources_of(data)
+                for split in other_splits(source, rows=required_format in ROW_FORMATS)
+            }
         )
         others = f"one of its splits: {', '.join(splits)}" if splits else "the path of a file or folder"
         problem, where = "is neither a file or folder nor a split of the data set", f"data.validation: {name}"
         raise UserError(problem, where=where, fix=f"write a share such as 1%, or {others}")
     source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
-    return [open_corpus(source, required_format)]
+    return [open_dataset(source, required_format)]
 
 
-def _own_splits(data: Data, required_format: Wants) -> list[tuple[Source, str]]:
+def _own_splits(data: Data, required_format: RequiredFormat) -> list[tuple[Source, str]]:
     """The sources whose data set has a split for validation, each with its name."""
     found = [
-        (source, validation_split(other_splits(source, rows=required_format in ROWS))) for source in sources_of(data)
+        (source, validation_split(other_splits(source, rows=required_format in ROW_FORMATS)))
+        for source in sources_of(data)
     ]
     return [(source, split) for source, split in found if split is not None]
 
 
-def make_splitter(corpora: Iterable[Corpus], data: Data, required_format: Wants = "text") -> Splitter:
+def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: RequiredFormat = "text") -> Splitter:
     """Reads until both sides have a document, which takes some 1 / share of them; only a tiny corpus is read whole.
 
     With two different documents or more neither side stays empty: the lowest key is always kept for validation, the
     highest never.
     """
-    held = validation_corpora(data, required_format)
+    held = validation_datasets(data, required_format)
     if held:
-        return Splitter(0, frozenset().union(*(_held_keys(corpus, on_error=data.on_error) for corpus in held)))
+        return Splitter(0, frozenset().union(*(_held_keys(dataset, on_error=data.on_error) for dataset in held)))
     threshold = round((validation_share(data, required_format) or 0.0) * 2**64)
     lowest, highest = 2**64, -1
-    for corpus in corpora if threshold else ():
-        for document in read_documents(corpus, on_error=data.on_error, stats=ReadStats()):
+    for dataset in datasets if threshold else ():
+        for document in read_documents(dataset, on_error=data.on_error, stats=ReadStats()):
             key = content_key(document)
             lowest, highest = min(lowest, key), max(highest, key)
             if lowest < threshold <= highest:
@@ -113,7 +118,7 @@ def make_splitter(corpora: Iterable[Corpus], data: Data, required_format: Wants 
     return Splitter(min(max(threshold, lowest + 1), highest))
 
 
-def _held_keys(held: Corpus, *, on_error: str) -> frozenset[int]:
+def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
     """Raises UserError when there is nothing in it: then nothing would tell learning from memorising."""
     stats = ReadStats()
     documents = read_documents(held, on_error=on_error, stats=stats)
@@ -125,11 +130,11 @@ def _held_keys(held: Corpus, *, on_error: str) -> frozenset[int]:
     return keys
 
 
-def repeated_lines(held_out: Iterable[str], train: Iterable[str]) -> float:
+def repeated_lines(validation: Iterable[str], train: Iterable[str]) -> float:
     """The share of held-out lines (blank ones apart, as they stand) that also occur in train. Memory: the held-out
     lines' hashes.
     """
-    lines = [_line_key(line) for text in held_out for line in text.splitlines() if line.strip()]
+    lines = [_line_key(line) for text in validation for line in text.splitlines() if line.strip()]
     wanted, seen = set(lines), set[int]()
     for text in train:
         seen.update(key for line in text.splitlines() if (key := _line_key(line)) in wanted)

@@ -13,7 +13,7 @@ import numpy as np
 from bloomery.core.child import Child, accept, requests, tell
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import from_wire
-from bloomery.data.chat.render import Renderer, Sequence
+from bloomery.data.chat.render import EncodedText, Renderer
 from bloomery.data.sources.documents import Document
 from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -24,21 +24,21 @@ _Tag = TypeVar("_Tag")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBatch:
     """Ids of documents one after the other, and how many each has.
 
     Of examples: an example has as many documents as answers, all of length 0 where `bad_rows` says, by the example's
-    number, why it has none; `learned` is a byte a token.
+    number, why it has none; `loss_mask` is a byte a token.
     """
 
     ids: Array
     lengths: np.ndarray[Any, np.dtype[np.uint64]]
-    learned: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    loss_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     bad_rows: dict[int, BadRow] = field(default_factory=dict)
 
 
 class Encoder(Protocol):
-    def encode(self, documents: list[Document]) -> Encoded: ...
+    def encode(self, documents: list[Document]) -> EncodedBatch: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rendering:
 
     template: str | None
     train_on: Literal["assistant", "all", "last"]
-    answers: int
+    responses: int
     verbatim: bool = False  # of pretraining: texts stay texts
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
@@ -68,28 +68,28 @@ class LocalEncoder:
             np.array([] if token is None else [token], self._dtype).tobytes() for token in (tokenizer.bos_id, ends)
         )
 
-    def encode(self, documents: list[Document]) -> Encoded:
-        parts, learned, bad_rows = list[bytes](), list[Array](), dict[int, BadRow]()
+    def encode(self, documents: list[Document]) -> EncodedBatch:
+        parts, loss_mask, bad_rows = list[bytes](), list[Array](), dict[int, BadRow]()
         examples = [document.example for document in documents if document.example is not None]
         rendered = iter(self._renderer.encode_batch(examples) if self._renderer is not None else [])
         for number, document in enumerate(documents):
             if document.example is None:
                 parts.append(self._bos + self._tokenizer.encode_array(document.text).tobytes() + self._eos)
-                learned.append(np.ones(len(parts[-1]) // self._dtype.itemsize, np.uint8))
+                loss_mask.append(np.ones(len(parts[-1]) // self._dtype.itemsize, np.uint8))
                 continue
             assert self._rendering is not None
             found = next(rendered)
             if isinstance(found, BadRow):
                 bad_rows[number] = found
-                found = (Sequence([], []),) * self._rendering.answers
-            assert len(found) == self._rendering.answers
+                found = (EncodedText([], []),) * self._rendering.responses
+            assert len(found) == self._rendering.responses
             parts += [np.array(sequence.ids, self._dtype).tobytes() for sequence in found]
-            learned += [np.array(sequence.learned, np.uint8) for sequence in found]
+            loss_mask += [np.array(sequence.loss_mask, np.uint8) for sequence in found]
         ids = np.frombuffer(b"".join(parts), self._dtype)
         lengths = np.array([len(part) // self._dtype.itemsize for part in parts], np.uint64)
         if self._renderer is None:
-            return Encoded(ids, lengths)
-        return Encoded(ids, lengths, np.concatenate([np.zeros(0, np.uint8), *learned]), bad_rows)
+            return EncodedBatch(ids, lengths)
+        return EncodedBatch(ids, lengths, np.concatenate([np.zeros(0, np.uint8), *loss_mask]), bad_rows)
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -105,24 +105,24 @@ class _ChildEncoder:
         self._child = Child("bloomery.data.prepare.workers", job, environment=os.environ).start()
         self._dtype, self._structured = np.dtype(dtype), rendering is not None
 
-    def encode(self, documents: list[Document]) -> Encoded:
+    def encode(self, documents: list[Document]) -> EncodedBatch:
         parts = [document.wire for document in documents]
         sources = [None if document.example is None else document.source for document in documents]
         asked = {"sizes": [len(part) for part in parts], "sources": sources}
-        answer = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
-        if isinstance(answer, str):
+        response = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
+        if isinstance(response, str):
             raise UserError(f"a process that made tokens died (code {self._child.code})", where="prepare",
                             fix="if memory ran out, set data.num_proc to a smaller number")  # fmt: skip
-        if "refused" in answer:
-            problem, where, fix = answer["refused"]
+        if "refused" in response:
+            problem, where, fix = response["refused"]
             raise UserError(problem, where=where or "prepare", fix=fix or "use another tokenizer file")
-        content, lengths = answer.get("content", b""), np.array(answer["lengths"], np.uint64)
+        content, lengths = response.get("content", b""), np.array(response["lengths"], np.uint64)
         end = int(lengths.sum()) * self._dtype.itemsize
         ids = np.frombuffer(content[:end], self._dtype)
         if not self._structured:
-            return Encoded(ids, lengths)
-        bad_rows = {int(number): BadRow(*parts) for number, parts in answer["bad_rows"].items()}
-        return Encoded(ids, lengths, np.frombuffer(content[end:], np.uint8), bad_rows)
+            return EncodedBatch(ids, lengths)
+        bad_rows = {int(number): BadRow(*parts) for number, parts in response["bad_rows"].items()}
+        return EncodedBatch(ids, lengths, np.frombuffer(content[end:], np.uint8), bad_rows)
 
     def close(self) -> None:
         self._child.close()
@@ -145,12 +145,12 @@ def encoders(
 
 def encode_in_order(
     jobs: Iterable[tuple[_Tag, list[Document]]], using: list[Encoder]
-) -> Iterator[tuple[_Tag, Encoded]]:
+) -> Iterator[tuple[_Tag, EncodedBatch]]:
     """Every job's ids in the order of the jobs, whoever finishes first. At most two jobs an encoder are in flight."""
     if len(using) == 1:
         yield from ((tag, using[0].encode(documents)) for tag, documents in jobs)
         return
-    waiting: list[tuple[_Tag, Future[Encoded]]] = []
+    waiting: list[tuple[_Tag, Future[EncodedBatch]]] = []
     with ExitStack() as stack:
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in using]
         stack.callback(lambda: [future.cancel() for _, future in waiting])
@@ -201,9 +201,9 @@ def main() -> None:
         except UserError as error:
             tell(job, {"refused": [error.problem, error.where, error.fix]})
             continue
-        learned = b"" if made.learned is None else made.learned.tobytes()
+        loss_mask = b"" if made.loss_mask is None else made.loss_mask.tobytes()
         bad_rows = {number: astuple(bad_row) for number, bad_row in made.bad_rows.items()}
-        tell(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + learned)
+        tell(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + loss_mask)
 
 
 if __name__ == "__main__":

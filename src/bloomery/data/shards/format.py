@@ -25,18 +25,23 @@ from bloomery.core.seals import (
 FORMAT = 2
 MANIFEST = "manifest.json"
 JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it beside the manifest
-Name = Literal["train", "validation"]
+SplitName = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
 Texts = Literal["none", "prompts", "whole"]  # what texts rows hold: a prompt's and an answer's, or whole ones of pairs
-ANSWERS: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}  # documents that belong together
+DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {
+    "text": 1,
+    "chat": 1,
+    "pairs": 2,
+    "kto": 2,
+}  # documents that belong together
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Record(BaseModel, frozen=True, extra="forbid"):
+class ManifestRecord(BaseModel, frozen=True, extra="forbid"):
     """Part of a manifest."""
 
 
-class FileRecord(Record):
+class FileRecord(ManifestRecord):
     """`blocks`: the digest of each `seals.BLOCK` of it."""
 
     name: str
@@ -44,7 +49,7 @@ class FileRecord(Record):
     blocks: tuple[str, ...]
 
 
-class Part(Record):
+class SplitPart(ManifestRecord):
     """What one source gave to a split; parts follow each other in the order of the recipe's sources."""
 
     tokens: int
@@ -53,11 +58,11 @@ class Part(Record):
     plain: bool = False  # text beside conversations: every token of it is learned
 
 
-class SplitRecord(Record):
+class SplitRecord(ManifestRecord):
     """`bytes` counts the text (UTF-8); pre-tokenised documents have none.
 
-    Of structured text also: `learned`, a byte a token, in shards as the tokens; `first`, uint32 a document, the place
-    of its first learned token (its length: none is); `marks`, a byte a document, of kto alone.
+    Of structured text also: `loss_mask`, a byte a token, in shards as the tokens; `first`, uint32 a document, the place
+    of its first learned token (its length: none is); `kto_labels`, a byte a document, of kto alone.
     """
 
     tokens: int
@@ -65,18 +70,18 @@ class SplitRecord(Record):
     bytes: int
     shards: tuple[FileRecord, ...]
     bounds: FileRecord
-    parts: tuple[Part, ...]
+    parts: tuple[SplitPart, ...]
     loss_tokens: int | None = None
-    learned: tuple[FileRecord, ...] = ()
+    loss_mask: tuple[FileRecord, ...] = ()
     first: FileRecord | None = None
-    marks: FileRecord | None = None
+    kto_labels: FileRecord | None = None
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        return (*self.shards, self.bounds, *self.learned, *(file for file in (self.first, self.marks) if file))
+        return (*self.shards, self.bounds, *self.loss_mask, *(file for file in (self.first, self.kto_labels) if file))
 
 
-class SourceRecord(Record):
+class SourceRecord(ManifestRecord):
     """A source as it was read: `sha256` covers names, sizes and contents of its files."""
 
     path: str
@@ -85,7 +90,7 @@ class SourceRecord(Record):
     sha256: str
 
 
-class Manifest(Record):
+class Manifest(ManifestRecord):
     """What `prepare` made, written last. `identity` is the hash of the recipe's part that decides the tokens.
 
     `kind` pairs: documents 2i and 2i + 1 are the chosen and the rejected answer. kto: document 2i is the example and
@@ -120,10 +125,10 @@ class Manifest(Record):
     files: tuple[FileRecord, ...] = ()  # every other file: the tokenizer's
     sha256: str = ""  # of this manifest
 
-    def split(self, name: Name) -> SplitRecord:
+    def split(self, name: SplitName) -> SplitRecord:
         return self.train if name == "train" else self.validation
 
-    def kind_of(self, part: Part) -> ShardKind:
+    def kind_of(self, part: SplitPart) -> ShardKind:
         return "text" if part.plain else self.kind
 
     @property
@@ -163,21 +168,21 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(unstamped(path))
     except (OSError, ValueError) as error:
         problem = "is damaged, or was written by another version"
-        raise UserError(problem, where=str(path), fix=again(folder)) from error
+        raise UserError(problem, where=str(path), fix=prepare_again(folder)) from error
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
     listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
     for record in records:
         _check_size(folder, record)
     for record in manifest.files:
-        check_file(folder / record.name, record.bytes, record.blocks, fix=again(folder))
+        check_file(folder / record.name, record.bytes, record.blocks, fix=prepare_again(folder))
     stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
     if stray is not None:
-        fix = f"move it elsewhere, or {again(folder)}"
+        fix = f"move it elsewhere, or {prepare_again(folder)}"
         raise UserError("the file was added to a prepared folder, and might be read", where=str(stray), fix=fix)
     return manifest
 
 
-def again(folder: Path) -> str:
+def prepare_again(folder: Path) -> str:
     """The remedy for prepared text that is not as it was written."""
     return f"delete {folder} and prepare again"
 
@@ -189,7 +194,7 @@ def file_record(path: Path) -> FileRecord:
 
 def check_record(folder: Path, record: FileRecord) -> None:
     """Raises UserError when a file is not as it was written."""
-    check_file(folder / record.name, record.bytes, record.blocks, fix=again(folder))
+    check_file(folder / record.name, record.bytes, record.blocks, fix=prepare_again(folder))
 
 
 def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, float], None]) -> None:
@@ -204,7 +209,7 @@ def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, floa
 
     for record in records:
         if digests_of_file(folder / record.name, count) != record.blocks:
-            raise changed(folder / record.name, fix=again(folder))
+            raise changed(folder / record.name, fix=prepare_again(folder))
 
 
 def _check_size(folder: Path, record: FileRecord) -> None:
@@ -212,7 +217,7 @@ def _check_size(folder: Path, record: FileRecord) -> None:
     size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
     if size != record.bytes:
         problem = "is missing" if size < 0 else f"has {size:,} bytes where the manifest says {record.bytes:,}"
-        raise UserError(problem, where=str(path), fix=again(folder))
+        raise UserError(problem, where=str(path), fix=prepare_again(folder))
 
 
 @final
@@ -225,7 +230,7 @@ class Tokens:
     def __init__(self, folder: Path, files: tuple[FileRecord, ...], dtype: str, shard_tokens: int, length: int) -> None:
         self._maps = [np.memmap(folder / file.name, dtype=dtype, mode="r") for file in files]
         self._blocks = [
-            Blocks(content.data, file.blocks, folder / file.name, fix=again(folder))
+            Blocks(content.data, file.blocks, folder / file.name, fix=prepare_again(folder))
             for content, file in zip(self._maps, files, strict=True)
         ]
         self._shard_tokens, self._length, self._itemsize = shard_tokens, length, np.dtype(dtype).itemsize
@@ -258,10 +263,10 @@ def _column(folder: Path, file: FileRecord, dtype: str) -> np.ndarray[Any, np.dt
 class Split:
     """Documents of a split. `bounds` is uint64 [documents + 1]: where each begins, and where the last ends.
 
-    `learned`, `first` and `marks` are those of SplitRecord, None where it has none.
+    `loss_mask`, `first` and `kto_labels` are those of SplitRecord, None where it has none.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, name: Name) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, name: SplitName) -> None:
         record = manifest.split(name)
         self.record, self.kind = record, manifest.kind
 
@@ -273,8 +278,8 @@ class Split:
 
         self.tokens = shards(record.shards, manifest.dtype)
         self.bounds = _column(folder, record.bounds, "uint64")
-        self.learned = shards(record.learned, "uint8") if record.learned else None
-        self.first, self.marks = column(record.first, "uint32"), column(record.marks, "uint8")
+        self.loss_mask = shards(record.loss_mask, "uint8") if record.loss_mask else None
+        self.first, self.kto_labels = column(record.first, "uint32"), column(record.kto_labels, "uint8")
 
     def __len__(self) -> int:
         return self.record.documents
@@ -302,6 +307,6 @@ class Split:
         return self.tokens[int(self.bounds[index]) : int(self.bounds[index + 1])]
 
 
-def open_split(folder: Path, name: Name, manifest: Manifest | None = None) -> Split:
+def open_split(folder: Path, name: SplitName, manifest: Manifest | None = None) -> Split:
     """Raises UserError as `read_manifest` does."""
     return Split(folder, manifest or read_manifest(folder), name)

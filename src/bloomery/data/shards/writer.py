@@ -10,14 +10,14 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel
 
-from bloomery.data.shards.format import FileRecord, Name, Part, ShardKind, SplitRecord, file_record
+from bloomery.data.shards.format import FileRecord, ShardKind, SplitName, SplitPart, SplitRecord, file_record
 
 
-class Progress(BaseModel):
+class SplitProgress(BaseModel):
     """What of a split is safely on disk; `parts` are (tokens, documents) of each source begun so far."""
 
     bytes: int = 0
-    learned: int = 0
+    loss_tokens: int = 0
     parts: list[tuple[int, int]] = []
 
     @property
@@ -31,28 +31,34 @@ class Progress(BaseModel):
 
 @dataclass(frozen=True)
 class Structure:
-    """What stands beside the tokens of structured text: see SplitRecord. `marks` are of kto alone."""
+    """What stands beside the tokens of structured text: see SplitRecord. `kto_labels` are of kto alone."""
 
-    learned: np.ndarray[Any, np.dtype[np.uint8]]  # a token
-    marks: np.ndarray[Any, np.dtype[np.uint8]]  # a document
+    loss_mask: np.ndarray[Any, np.dtype[np.uint8]]  # a token
+    kto_labels: np.ndarray[Any, np.dtype[np.uint8]]  # a document
 
 
 @final
 class SplitWriter:
     """Appends documents to `<name>-00000.bin`, ... and their starts to `<name>-documents.bin`. Every shard but the
-    last is full. Structured text has `<name>-learned-00000.bin`, ..., `<name>-first.bin` and `<name>-marks.bin`, too.
+    last is full. Structured text has `<name>-loss-mask-00000.bin`, ..., `<name>-first.bin`, `<name>-kto-labels.bin`.
     """
 
     def __init__(
-        self, folder: Path, name: Name, dtype: str, shard_tokens: int, progress: Progress, kind: ShardKind = "text"
+        self,
+        folder: Path,
+        name: SplitName,
+        dtype: str,
+        shard_tokens: int,
+        progress: SplitProgress,
+        kind: ShardKind = "text",
     ) -> None:
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
-        self._sharded = {"": np.dtype(dtype)} | ({} if kind == "text" else {"learned-": np.dtype(np.uint8)})
+        self._sharded = {"": np.dtype(dtype)} | ({} if kind == "text" else {"loss-mask-": np.dtype(np.uint8)})
         self._columns: dict[str, np.dtype[Any]] = {"documents": np.dtype(np.uint64)}
         if kind != "text":
             self._columns["first"] = np.dtype(np.uint32)
         if kind == "kto":
-            self._columns["marks"] = np.dtype(np.uint8)
+            self._columns["kto-labels"] = np.dtype(np.uint8)
         self._files: dict[Path, FileIO] = {}
         self.cut_back(progress)
 
@@ -62,7 +68,7 @@ class SplitWriter:
     def _column_path(self, column: str) -> Path:
         return self._folder / f"{self._name}-{column}.bin"
 
-    def cut_back(self, progress: Progress) -> None:
+    def cut_back(self, progress: SplitProgress) -> None:
         """Forgets what was written after `progress`. Raises Lost when the disk holds less than that."""
         self.close()
         self.progress = progress.model_copy(deep=True)
@@ -97,9 +103,12 @@ class SplitWriter:
         starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
         columns = {"documents": starts + np.uint64(self._tokens)}
         if structure is not None:
-            columns |= {"first": first_learned(structure.learned, starts, lengths), "marks": structure.marks}
-            self.progress.learned += int(structure.learned.sum())
-            self._append("learned-", structure.learned)
+            columns |= {
+                "first": first_loss_tokens(structure.loss_mask, starts, lengths),
+                "kto-labels": structure.kto_labels,
+            }
+            self.progress.loss_tokens += int(structure.loss_mask.sum())
+            self._append("loss-mask-", structure.loss_mask)
         self._append("", ids)
         for column, dtype in self._columns.items():
             self._write(self._column_path(column), columns[column].astype(dtype).tobytes())
@@ -123,7 +132,7 @@ class SplitWriter:
         while left:
             left = left[self._files[path].write(left) :]
 
-    def sync(self) -> Progress:
+    def sync(self) -> SplitProgress:
         """Everything added so far is on disk afterwards."""
         for file in self._files.values():
             os.fsync(file.fileno())
@@ -148,7 +157,7 @@ class SplitWriter:
         columns = {name: file_record(self._column_path(name)) for name in self._columns if self._made(name)}
         shards = {what: self._finish_shards(what) for what in self._sharded}
         begun = enumerate(zip(self.progress.parts, weights, strict=True))
-        parts = [Part(tokens=t, documents=d, weight=w, plain=number in plain) for number, ((t, d), w) in begun]
+        parts = [SplitPart(tokens=t, documents=d, weight=w, plain=number in plain) for number, ((t, d), w) in begun]
         return SplitRecord(
             tokens=self._tokens,
             documents=self._documents,
@@ -156,10 +165,10 @@ class SplitWriter:
             parts=tuple(parts),
             shards=shards[""],
             bounds=columns["documents"],
-            loss_tokens=self.progress.learned if "learned-" in shards else None,
-            learned=shards.get("learned-", ()),
+            loss_tokens=self.progress.loss_tokens if "loss-mask-" in shards else None,
+            loss_mask=shards.get("loss-mask-", ()),
             first=columns.get("first"),
-            marks=columns.get("marks"),
+            kto_labels=columns.get("kto-labels"),
         )
 
     def _made(self, column: str) -> bool:
@@ -174,15 +183,15 @@ class SplitWriter:
         return tuple(file_record(path) for path in paths)
 
 
-def first_learned(
-    learned: np.ndarray[Any, np.dtype[np.uint8]],
+def first_loss_tokens(
+    loss_mask: np.ndarray[Any, np.dtype[np.uint8]],
     starts: np.ndarray[Any, np.dtype[np.uint64]],
     lengths: np.ndarray[Any, np.dtype[np.uint64]],
 ) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """Place in each document of its first learned token, its length where there is none. The token that begins a
     document is no label of anything.
     """
-    places = np.flatnonzero(learned).astype(np.int64)
+    places = np.flatnonzero(loss_mask).astype(np.int64)
     begins, sizes = starts.astype(np.int64), lengths.astype(np.int64)
     index = np.searchsorted(places, begins + 1)
     found = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins

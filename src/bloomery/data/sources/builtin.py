@@ -18,7 +18,7 @@ from bloomery.data.sources.files import SourceFile
 MAX_ANSWER = 1500  # characters: some 500 tokens
 MAX_QUESTION = 160
 SHARES = {"stdlib-chat": 0.19, "stdlib-pairs": 0.31}  # of the library's bytes, in Python 3.11
-_VERBS = """
+_IMPERATIVES = """
 accept acquire activate add adjust allow append apply arrange ask assert assign attach bind block build calculate
 call cancel change check choose clean clear close collect combine compare compile compose compute configure connect
 construct consume convert copy count create decide decode define delete destroy detach detect determine disable
@@ -33,7 +33,7 @@ shut shutdown skip sort split start stop store strip submit subtract swap take t
 translate truncate try turn unbind unlock unpack unquote unregister update use validate verify wait walk warn wrap
 write yield
 """
-_KNOWN = frozenset(_VERBS.split())
+_KNOWN = frozenset(_IMPERATIVES.split())
 _PHRASES = (
     "Write a {what} that {does}.",
     "Write a Python {what} that {does}.",
@@ -46,40 +46,40 @@ _PHRASES = (
 
 
 @dataclass(frozen=True)
-class Mined:
+class StdlibFunction:
     """A function of the library: where it stands, what is asked for it, and its source without the docstring."""
 
     source: str
     asked: tuple[Message, ...]
-    answer: str
+    response: str
 
 
 def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """One question and its answer each."""
-    for function in _mined(files):
-        yield Example(function.source, "chat", (), (function.asked + _said(function.answer),))
+    for function in _functions(files):
+        yield Example(function.source, "chat", (), (function.asked + _response(function.response),))
 
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """Each question with its own answer and, as the rejected one, the same lines from the last to the first where
     Python cannot read that: as long, of the same words, and wrong. Small models learn to tell them apart.
     """
-    for function in _mined(files):
-        backwards = "\n".join(reversed(function.answer.splitlines()))
+    for function in _functions(files):
+        backwards = "\n".join(reversed(function.response.splitlines()))
         if not _is_python(backwards):
-            yield Example(function.source, "pair", function.asked, (_said(function.answer), _said(backwards)))
+            yield Example(function.source, "pair", function.asked, (_response(function.response), _response(backwards)))
 
 
-def _said(answer: str) -> tuple[Message, ...]:
-    return (Message("assistant", answer),)
+def _response(response: str) -> tuple[Message, ...]:
+    return (Message("assistant", response),)
 
 
 @functools.lru_cache(maxsize=1)
-def _mined(files: tuple[SourceFile, ...]) -> list[Mined]:
+def _functions(files: tuple[SourceFile, ...]) -> list[StdlibFunction]:
     """Functions in the order of the files; a question or an answer that came before is left out. A file that is no
     Python of this version has none.
     """
-    asked, answered, found = set[str](), set[str](), list[Mined]()
+    asked, answered, found = set[str](), set[str](), list[StdlibFunction]()
     for file in files:
         try:
             text = file.path.read_bytes().decode("utf-8")
@@ -89,16 +89,18 @@ def _mined(files: tuple[SourceFile, ...]) -> list[Mined]:
         lines = text.splitlines(keepends=True)
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         for node in sorted(functions, key=lambda node: node.lineno):
-            does = _promise(ast.get_docstring(node) or "")
-            answer = _answer(node, lines) if does else None
-            if does and answer and does.lower() not in asked and answer not in answered:
+            does = _summary(ast.get_docstring(node) or "")
+            response = _response_of(node, lines) if does else None
+            if does and response and does.lower() not in asked and response not in answered:
                 asked.add(does.lower())
-                answered.add(answer)
-                found.append(Mined(f"{file.name}:{node.lineno}", (Message("user", _question(node, does)),), answer))
+                answered.add(response)
+                found.append(
+                    StdlibFunction(f"{file.name}:{node.lineno}", (Message("user", _prompt(node, does)),), response)
+                )
     return found
 
 
-def _promise(docstring: str) -> str | None:
+def _summary(docstring: str) -> str | None:
     """The first sentence in the third person: "Return the sum." becomes "returns the sum"."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     sentence = paragraph.split(". ")[0].rstrip(".:")
@@ -116,17 +118,17 @@ def _third_person(verb: str) -> str:
     return f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
 
 
-def _answer(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
+def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
     """Its source without the docstring, at the left margin; None when little or too much is left."""
     docstring, *body = node.body
     begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     if not body or docstring.end_lineno is None or node.end_lineno is None or body[0].lineno <= docstring.end_lineno:
         return None
     kept = lines[begin - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
-    answer = textwrap.dedent("".join(kept)).strip()
-    if docstring.lineno == node.lineno or len(answer) > MAX_ANSWER or not answer.isascii():
+    response = textwrap.dedent("".join(kept)).strip()
+    if docstring.lineno == node.lineno or len(response) > MAX_ANSWER or not response.isascii():
         return None
-    return answer if _is_python(answer) else None  # a text inside it may have begun left of its code
+    return response if _is_python(response) else None  # a text inside it may have begun left of its code
 
 
 def _is_python(text: str) -> bool:
@@ -137,7 +139,7 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _question(node: ast.FunctionDef | ast.AsyncFunctionDef, does: str) -> str:
+def _prompt(node: ast.FunctionDef | ast.AsyncFunctionDef, does: str) -> str:
     arguments = [*node.args.posonlyargs, *node.args.args]
     what = "method" if arguments and arguments[0].arg in ("self", "cls") else "function"
     phrase = _PHRASES[crc32(f"{node.name} {does}".encode()) % len(_PHRASES)]

@@ -12,8 +12,8 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Example, to_wire
 from bloomery.data.chat.formats import (
     FORMATS,
-    ROWS,
-    Wants,
+    ROW_FORMATS,
+    RequiredFormat,
     columns_of_examples,
     documents_wanted,
     format_of_row,
@@ -39,14 +39,14 @@ ATTENTION = "attention_mask"  # 0 for padding
 class Document:
     """One text or example, or tokens that somebody else made, and where it stood ("file.jsonl:17").
 
-    `learned` says which of the tokens are, where their maker has said so. `padding`: how many more tokens there were
+    `loss_mask` says which of the tokens are, where their maker has said so. `padding`: how many more tokens there were
     that its attention mask leaves out; None without one.
     """
 
     source: str
     content: str | Example = ""
     tokens: tuple[int, ...] | None = None
-    learned: tuple[bool, ...] | None = None
+    loss_mask: tuple[bool, ...] | None = None
     padding: int | None = None
 
     @property
@@ -79,7 +79,7 @@ class ReadStats:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Dataset:
     """The files of one source and how its rows are read."""
 
     path: str
@@ -87,7 +87,7 @@ class Corpus:
     columns: dict[str, str] = field(default_factory=dict)
     weight: float = 1.0
     format: str = "auto"  # what the recipe says
-    required_format: Wants = "text"
+    required_format: RequiredFormat = "text"
     builtin: str | None = None
     split: str | None = None  # of a data set, other than train
 
@@ -106,7 +106,7 @@ class Corpus:
         return self.bytes * builtin.SHARES.get(self.builtin or "", 1.0)
 
 
-def open_corpora(data: Data, required_format: Wants = "text") -> list[Corpus]:
+def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:
     """What the data section means on this machine, read for what an objective wants. Raises UserError when it names
     nothing, too much, or files that are not there.
     """
@@ -119,9 +119,9 @@ def open_corpora(data: Data, required_format: Wants = "text") -> list[Corpus]:
         if data.builtin != "stdlib-code" and required_format == "text":
             raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", fix="use stdlib-code")
         return [
-            Corpus(data.builtin, tuple(builtin.stdlib_files()), required_format=required_format, builtin=data.builtin)
+            Dataset(data.builtin, tuple(builtin.stdlib_files()), required_format=required_format, builtin=data.builtin)
         ]
-    return [open_corpus(source, required_format) for source in sources_of(data)]
+    return [open_dataset(source, required_format) for source in sources_of(data)]
 
 
 def sources_of(data: Data) -> list[Source]:
@@ -130,34 +130,34 @@ def sources_of(data: Data) -> list[Source]:
     return [] if data.builtin else data.sources or [whole]
 
 
-def open_corpus(source: Source, required_format: Wants = "text", *, split: str | None = None) -> Corpus:
-    """Raises UserError as `open_corpora` does. `split`: one of its data set's other splits than train."""
+def open_dataset(source: Source, required_format: RequiredFormat = "text", *, split: str | None = None) -> Dataset:
+    """Raises UserError as `open_datasets` does. `split`: one of its data set's other splits than train."""
     if source.format in FORMATS and required_format == "text":
         problem = f"rows of format {source.format} are no plain text"
         raise UserError(problem, where="data.format", fix="use text, code, jsonl, ...")
     refuse_unknown_roles(source)
-    rows = required_format in ROWS
+    rows = required_format in ROW_FORMATS
     files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
     path = source.path if split is None else f"{source.path}, split {split}"
-    return Corpus(path, tuple(files), source.columns, source.weight, source.format, required_format, split=split)
+    return Dataset(path, tuple(files), source.columns, source.weight, source.format, required_format, split=split)
 
 
-def read_documents(corpus: Corpus, *, on_error: str, stats: ReadStats) -> Iterator[Document]:
+def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iterator[Document]:
     """Every document in the order of the files. A row that cannot be read raises UserError, or is counted in `stats`
     with on_error "skip".
     """
-    if corpus.builtin in ("stdlib-chat", "stdlib-pairs"):
-        stats.formats.add(corpus.path)
-        for example in (builtin.pairs if corpus.builtin == "stdlib-pairs" else builtin.conversations)(corpus.files):
-            for wanted in documents_wanted(example, corpus.required_format):
+    if dataset.builtin in ("stdlib-chat", "stdlib-pairs"):
+        stats.formats.add(dataset.path)
+        for example in (builtin.pairs if dataset.builtin == "stdlib-pairs" else builtin.conversations)(dataset.files):
+            for wanted in documents_wanted(example, dataset.required_format):
                 yield Document(wanted.source, wanted)
-        stats.bytes_read += corpus.bytes
+        stats.bytes_read += dataset.bytes
         return
-    for file in corpus.files:
-        for found in _read_file(file, corpus, stats):
+    for file in dataset.files:
+        for found in _read_file(file, dataset, stats):
             if isinstance(found, Document):
-                if found.example is None and corpus.required_format in ("pairs", "kto"):
-                    raise refuse_text(corpus.required_format, found.source)
+                if found.example is None and dataset.required_format in ("pairs", "kto"):
+                    raise refuse_text(dataset.required_format, found.source)
                 yield found
             elif on_error == "skip":
                 stats.skip(found)
@@ -166,22 +166,22 @@ def read_documents(corpus: Corpus, *, on_error: str, stats: ReadStats) -> Iterat
         stats.bytes_read += file.path.stat().st_size
 
 
-def _read_file(file: SourceFile, corpus: Corpus, stats: ReadStats) -> Iterator[Document | BadRow]:
+def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
     try:
         typed = file.format in ("parquet", "arrow")
-        yield from _typed_rows(file, corpus, stats) if typed else _rows(file, corpus, stats)
+        yield from _typed_rows(file, dataset, stats) if typed else _rows(file, dataset, stats)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         yield BadRow(file.shown, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=_REACH) from error
 
 
-def _typed_rows(file: SourceFile, corpus: Corpus, stats: ReadStats) -> Iterator[Document | BadRow]:
+def _typed_rows(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
     import pyarrow as pa
 
     try:
         types = column_types(file.path, file.format)
-        read, columns = _typed_reader(file, corpus, types, stats)
+        read, columns = _typed_reader(file, dataset, types, stats)
         for value in READERS[file.format](file.path, file.shown, columns):
             yield from read(value)
     except UnicodeDecodeError:
@@ -197,42 +197,42 @@ _Read = Callable[[Value | BadRow], Iterator[Document | BadRow]]
 
 
 def _typed_reader(
-    file: SourceFile, corpus: Corpus, types: dict[str, str], stats: ReadStats
+    file: SourceFile, dataset: Dataset, types: dict[str, str], stats: ReadStats
 ) -> tuple[_Read, list[str] | None]:
     """How rows of the file are read, and the columns that this takes."""
-    columns = None if corpus.required_format == "text" else columns_of_examples(corpus.columns, types)
+    columns = None if dataset.required_format == "text" else columns_of_examples(dataset.columns, types)
     first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
-    found = _format_of(first, corpus, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
+    found = _format_of(first, dataset, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
     if found is not None:
-        return _examples(*found, corpus, stats), columns
+        return _examples(*found, dataset, stats), columns
     kinds = {name: kind for name, kind in types.items() if kind in ("text", "tokens")}
-    role, column = _choose(kinds, types, corpus, file.shown)
-    masks = _mask_columns(role, types, corpus, stats)
+    role, column = _choose(kinds, types, dataset, file.shown)
+    masks = _mask_columns(role, types, dataset, stats)
     return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
 
 
-def _rows(file: SourceFile, corpus: Corpus, stats: ReadStats) -> Iterator[Document | BadRow]:
+def _rows(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
     read: _Read | None = None
     for value in READERS[file.format](file.path, file.shown, None):
-        row = isinstance(value, Value) and (isinstance(value.content, dict) or corpus.format in FORMATS)
+        row = isinstance(value, Value) and (isinstance(value.content, dict) or dataset.format in FORMATS)
         if row and read is None:
-            read = _reader(value, corpus, stats)
+            read = _reader(value, dataset, stats)
         yield from read(value) if row and read is not None else [_document(value, "text", "")]
 
 
-def _reader(first: Value | BadRow, corpus: Corpus, stats: ReadStats) -> _Read:
+def _reader(first: Value | BadRow, dataset: Dataset, stats: ReadStats) -> _Read:
     assert isinstance(first, Value)
-    found = _format_of(first, corpus, plain=_has_text(first.content))
+    found = _format_of(first, dataset, plain=_has_text(first.content))
     if found is not None:
-        return _examples(*found, corpus, stats)
+        return _examples(*found, dataset, stats)
     kinds = dict[str, str]()
     for name, value in first.content.items():
         if isinstance(value, str):
             kinds[name] = "text"
         elif isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16]):
             kinds[name] = "tokens"
-    role, column = _choose(kinds, first.content, corpus, first.where)
-    masks = _mask_columns(role, {name: kind for name, kind in kinds.items() if kind == "tokens"}, corpus, stats)
+    role, column = _choose(kinds, first.content, dataset, first.where)
+    masks = _mask_columns(role, {name: kind for name, kind in kinds.items() if kind == "tokens"}, dataset, stats)
     return lambda value: iter([_document(value, role, column, masks)])
 
 
@@ -241,16 +241,16 @@ def _has_text(row: object) -> bool:
     return isinstance(row, dict) and any(isinstance(row.get(name), str) for name in TEXT_COLUMNS)
 
 
-def _format_of(first: Value | BadRow | None, corpus: Corpus, *, plain: bool) -> tuple[str, dict[str, str]] | None:
-    if corpus.format in FORMATS:
-        return corpus.format, corpus.columns
-    if not isinstance(first, Value) or corpus.tokens or {"text", "tokens"} & set(corpus.columns):
+def _format_of(first: Value | BadRow | None, dataset: Dataset, *, plain: bool) -> tuple[str, dict[str, str]] | None:
+    if dataset.format in FORMATS:
+        return dataset.format, dataset.columns
+    if not isinstance(first, Value) or dataset.tokens or {"text", "tokens"} & set(dataset.columns):
         return None
-    return format_of_row(first.content, corpus.columns, required_format=corpus.required_format, plain=plain)
+    return format_of_row(first.content, dataset.columns, required_format=dataset.required_format, plain=plain)
 
 
-def _examples(format: str, columns: dict[str, str], corpus: Corpus, stats: ReadStats) -> _Read:
-    guessed = "" if columns == corpus.columns else f" ({in_words(columns)})"
+def _examples(format: str, columns: dict[str, str], dataset: Dataset, stats: ReadStats) -> _Read:
+    guessed = "" if columns == dataset.columns else f" ({describe_columns(columns)})"
     stats.formats.add(format + guessed)
 
     def read(value: Value | BadRow) -> Iterator[Document | BadRow]:
@@ -258,45 +258,47 @@ def _examples(format: str, columns: dict[str, str], corpus: Corpus, stats: ReadS
         if isinstance(found, BadRow):
             yield found
             return
-        for example in documents_wanted(found, corpus.required_format):
+        for example in documents_wanted(found, dataset.required_format):
             yield Document(example.source, example)
 
     return read
 
 
-def _mask_columns(role: str, types: dict[str, str], corpus: Corpus, stats: ReadStats) -> list[str]:
+def _mask_columns(role: str, types: dict[str, str], dataset: Dataset, stats: ReadStats) -> list[str]:
     """Of tokens: the column that says which are padding, and the one that says which are trained on, where answers
     are. Pretraining trains on all of them.
     """
     if role != "tokens":
         return []
     flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]]
-    found = next((name for name in MASK_COLUMNS if name in flags and corpus.required_format == "sft"), None)
+    found = next((name for name in MASK_COLUMNS if name in flags and dataset.required_format == "sft"), None)
     masks = [name for name in (ATTENTION, found) if name is not None and name in flags]
     if found is not None:
         stats.formats.add(f"tokens with {found}")
     return masks
 
 
-def _choose(kinds: dict[str, str], present: Collection[str], corpus: Corpus, where: str) -> tuple[str, str]:
+def _choose(kinds: dict[str, str], present: Collection[str], dataset: Dataset, where: str) -> tuple[str, str]:
     """Role and name of the column that is learned: what the recipe says, else a usual name, else the only text."""
-    for role, column in ((role, name) for role, name in corpus.columns.items() if role in ("text", "tokens")):
+    for role, column in ((role, name) for role, name in dataset.columns.items() if role in ("text", "tokens")):
         if column not in present:
             raise _no_column(f"has no column {column!r}", present, where)
         return role, column
     names = {role: [name for name, kind in kinds.items() if kind == role] for role in ("text", "tokens")}
     usual_text = [name for name in TEXT_COLUMNS if name in names["text"]]
     usual_tokens = [name for name in TOKEN_COLUMNS if name in names["tokens"]]
-    if usual_text and not corpus.tokens:
+    if usual_text and not dataset.tokens:
         return "text", usual_text[0]
-    if usual_tokens or (corpus.tokens and len(names["tokens"]) == 1):
+    if usual_tokens or (dataset.tokens and len(names["tokens"]) == 1):
         return "tokens", (usual_tokens or names["tokens"])[0]
-    if len(names["text"]) == 1 and not corpus.tokens:
+    if len(names["text"]) == 1 and not dataset.tokens:
         return "text", names["text"][0]
-    meant = "tokens" if corpus.tokens else "text" if corpus.required_format in ("text", "any") else "text or an answer"
-    column = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(corpus.required_format, "text")
+    meant = (
+        "tokens" if dataset.tokens else "text" if dataset.required_format in ("text", "any") else "text or an answer"
+    )
+    column = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(dataset.required_format, "text")
     refused = _no_column(f"has no column that is plainly the {meant}", present, where, column)
-    if any(name not in present for name in corpus.columns.values()):
+    if any(name not in present for name in dataset.columns.values()):
         fix = "set data.columns={}: it maps other data"
         raise UserError(refused.problem, where=refused.where, fix=fix)
     raise refused
@@ -335,16 +337,16 @@ def _document(value: Value | BadRow, role: str, column: str, masks: Sequence[str
             attended = [bool(flag) for flag in flags]
         else:
             none = _IGNORED if mask == "labels" else 0
-            found = replace(found, learned=tuple(flag != none for flag in flags))
+            found = replace(found, loss_mask=tuple(flag != none for flag in flags))
     return found if attended is None else _kept(found, attended)
 
 
 def _kept(document: Document, flags: Sequence[bool]) -> Document:
     """Without the tokens whose flag is false, and knowing how many those were."""
     assert document.tokens is not None
-    tokens, learned = tuple(compress(document.tokens, flags)), document.learned
-    flagged = None if learned is None else tuple(compress(learned, flags))
-    return replace(document, tokens=tokens, learned=flagged, padding=len(document.tokens) - len(tokens))
+    tokens, loss_mask = tuple(compress(document.tokens, flags)), document.loss_mask
+    flagged = None if loss_mask is None else tuple(compress(loss_mask, flags))
+    return replace(document, tokens=tokens, loss_mask=flagged, padding=len(document.tokens) - len(tokens))
 
 
 def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | None]) -> Document:
@@ -367,18 +369,18 @@ def peek(source: Source) -> tuple[str, dict[str, str]] | None:
     """
     import pyarrow as pa
 
-    corpus = open_corpus(source, "sft")
-    file = corpus.files[0]
+    dataset = open_dataset(source, "sft")
+    file = dataset.files[0]
     try:
         first = next(READERS[file.format](file.path, file.shown, None), None)
     except (EOFError, OSError, zlib.error, pa.ArrowException):
         return None
     if not isinstance(first, Value) or not isinstance(first.content, dict):
         return None
-    return _format_of(first, corpus, plain=_has_text(first.content))
+    return _format_of(first, dataset, plain=_has_text(first.content))
 
 
-def in_words(columns: dict[str, str]) -> str:
+def describe_columns(columns: dict[str, str]) -> str:
     """ "question is the instruction, answer the output"."""
     first, *rest = (f"{name} is the {role}" for role, name in columns.items())
     return ", ".join([first, *(words.replace(" is the ", " the ") for words in rest)])
@@ -391,7 +393,7 @@ def read_file(path: Path) -> str:
     file = SourceFile(path, path.name, "code")
     with open_bytes(path):
         pass
-    return next(read_documents(Corpus(str(path), (file,)), on_error="stop", stats=ReadStats())).text
+    return next(read_documents(Dataset(str(path), (file,)), on_error="stop", stats=ReadStats())).text
 
 
-__all__ = ["Corpus", "Document", "ReadStats", "open_corpora", "open_corpus", "read_documents", "read_file"]
+__all__ = ["Dataset", "Document", "ReadStats", "open_dataset", "open_datasets", "read_documents", "read_file"]

@@ -28,7 +28,7 @@ lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql 
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how the Hub's data sets number the files of a split
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")  # splits to evaluate on while training, the likeliest first
-_EXAMINED = {*_VALIDATION, "test"}
+_EVALUATION = {*_VALIDATION, "test"}
 _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
 
 
@@ -84,7 +84,7 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return [replace(file, found=str(shown / file.path.relative_to(root))) for file in _saved_dataset(root)]
     found = sorted(_walk(root, source.glob))
-    chosen = found if source.glob else _recognised(found, rows=rows or source.format in FORMATS)
+    chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
     if not chosen:
         raise _nothing(root, source.glob, found)
     chosen = chosen if source.glob else train_files(chosen, str(root))
@@ -128,7 +128,7 @@ def _walk(root: Path, glob: str | None) -> Iterator[str]:
                 yield below
 
 
-def _recognised(names: list[str], *, rows: bool) -> list[str]:
+def _recognized(names: list[str], *, rows: bool) -> list[str]:
     """Of a folder without a glob: its data files; without any, its texts and code; without any, its tables. With
     `rows` tables come first where all else is a description.
     """
@@ -153,7 +153,7 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
             files = _saved_dataset(root / split) if split != "train" else []
             splits[split] = [replace(file, found=str(shown / split / file.name)) for file in files]
         return {split: files for split, files in splits.items() if files}
-    found = _recognised(sorted(_walk(root, None)), rows=rows or source.format in FORMATS)
+    found = _recognized(sorted(_walk(root, None)), rows=rows or source.format in FORMATS)
     kept = set(train_files(found, str(root)))
     for name in found:
         own = _split_of(name)
@@ -173,7 +173,7 @@ def validation_split(splits: Collection[str]) -> str | None:
 _SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")  # of programs, not data
 
 
-def unread(source: Source, *, rows: bool = False, key: str = "data.glob=") -> str | None:
+def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=") -> str | None:
     """What of a folder may be data and is left aside by `list_files`, being of another kind than the files that it
     takes, and the glob that takes it; `key`: what the glob is written after. None where nothing is.
     """
@@ -181,7 +181,7 @@ def unread(source: Source, *, rows: bool = False, key: str = "data.glob=") -> st
     if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
         return None
     found, rows = sorted(_walk(root, None)), rows or source.format in FORMATS
-    taken = _recognised(found, rows=rows)
+    taken = _recognized(found, rows=rows)
     aside = [name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)]
     if not aside:
         return None
@@ -198,7 +198,7 @@ def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
     """Of a file beside those that are taken. Tables beside code are mostly settings; texts hold no rows."""
     if not taken or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
         return False
-    if re.split(r"[_.-]", _split_of(name) or "")[0] in _EXAMINED:
+    if re.split(r"[_.-]", _split_of(name) or "")[0] in _EVALUATION:
         return False
     suffix, data = suffix_of(Path(name)), suffix_of(Path(taken[0])) in DATA
     return (suffix in TABLES and (rows or data)) or (suffix in TEXT and data and not rows)
@@ -209,7 +209,7 @@ def train_files(names: list[str], where: str) -> list[str]:
     there are splits to examine with and none is called train.
     """
     splits = {name: split for name in names if (split := _split_of(name))}
-    examined = {split for split in splits.values() if re.split(r"[_.-]", split)[0] in _EXAMINED}
+    examined = {split for split in splits.values() if re.split(r"[_.-]", split)[0] in _EVALUATION}
     if "train" in splits.values():
         sharded = {name for name in splits if _SHARD.search(Path(name).name)}
         others = {name for name, split in splits.items() if split != "train" and (name in sharded or split in examined)}

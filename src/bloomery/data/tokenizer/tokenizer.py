@@ -158,7 +158,7 @@ def configuration(folder: Path) -> Json:
             merged |= {
                 key: value for key, value in read_json(folder / name).items() if value is not None or key in _ROLES
             }
-    files = templates.beside(folder)
+    files = templates.templates_in(folder)
     own = {**templates.own_templates(merged), **files}
     if files:  # they come before what the configuration holds, as in transformers
         merged[templates.KEY] = (
@@ -174,7 +174,7 @@ _Result = TypeVar("_Result")
 Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and which characters of the text each stands for
 
 
-class Backend(Protocol):
+class TokenizerBackend(Protocol):
     """What encodes. `description` is what tokenizer.json says, empty for other kinds of file."""
 
     description: Json
@@ -205,7 +205,7 @@ def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
         raise UserError(f"{problem}: {reason}", where=where, fix="use another tokenizer file") from error
 
 
-def refuse_foreign_ids(ids: Iterable[int], vocab_size: int) -> None:
+def refuse_unknown_ids(ids: Iterable[int], vocab_size: int) -> None:
     """Raises UserError for an id that a model of `vocab_size` embeddings does not know."""
     largest = max(ids, default=-1)
     if largest >= vocab_size:
@@ -313,7 +313,7 @@ class JsonBackend:
 class Tokenizer:
     """Ids from text without adding any, and text from ids without losing any."""
 
-    def __init__(self, backend: Backend, config: Json) -> None:
+    def __init__(self, backend: TokenizerBackend, config: Json) -> None:
         self._backend, self._config = backend, config
         names = roles(backend.description, config)
         ids = {role: backend.id_of(name) if name else None for role, name in names.items()}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
-from bloomery.data.chat.formats import wants_of
+from bloomery.data.chat.formats import required_format_of
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
 from bloomery.model.config import ModelConfig
@@ -34,7 +34,7 @@ def choose_attention(
     """A backend of model.attention that does exactly what the recipe asks. Raises UserError when its own cannot."""
     windows = [window for window in config.sliding_window if window is not None]
     # Both answers of a pair stand in one row under every layout, and must not see each other.
-    packed = recipe.data.layout == "packed" or wants_of(recipe) in ("pairs", "kto")
+    packed = recipe.data.layout == "packed" or required_format_of(recipe) in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
     if config.transformers_backend is not None:

@@ -9,8 +9,8 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Message
-from bloomery.data.chat.render import chat_form, continuation
-from bloomery.data.shards.format import ANSWERS, Split, open_split, read_manifest
+from bloomery.data.chat.render import chat_format, continuation
+from bloomery.data.shards.format import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, known_ids, sample_tokens
@@ -42,10 +42,10 @@ def validation_prompts(prepared: Path, most: int) -> list[PromptAndResponse]:
     desirable ones. Empty for plain text. Raises UserError.
     """
     split = open_split(prepared, "validation")
-    if split.learned is None:
+    if split.loss_mask is None:
         return []
-    numbers = range(0, len(split), ANSWERS[split.kind])
-    found = [n for n in numbers if (split.marks is None or split.marks[n]) and not split.is_plain(n)]
+    numbers = range(0, len(split), DOCUMENTS_PER_UNIT[split.kind])
+    found = [n for n in numbers if (split.kto_labels is None or split.kto_labels[n]) and not split.is_plain(n)]
     chosen = [found[place * len(found) // most] for place in range(most)] if len(found) > most else found
     made = [_prompt_and_response(split, number) for number in chosen]
     return [question for question in made if question.prompt and question.reference]
@@ -53,8 +53,8 @@ def validation_prompts(prepared: Path, most: int) -> list[PromptAndResponse]:
 
 def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
     ids = split.document(number)
-    assert split.learned is not None
-    learned = split.learned[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(bool)
+    assert split.loss_mask is not None
+    learned = split.loss_mask[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(bool)
     starts = np.flatnonzero(learned)
     if not len(starts):
         return PromptAndResponse([], [])
@@ -105,9 +105,9 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
         put = continuation(tokenizer)
         return Prompts(tuple((prompt, put([Message("user", prompt)])) for prompt in prompts))
     try:
-        with chat_form(tokenizer, None) as form:
-            asked = tuple((prompt, form.put([Message("user", prompt)])) for prompt in prompts)
-            return Prompts(asked, form.ends, form.stops, answers=True)
+        with chat_format(tokenizer, None) as form:
+            asked = tuple((prompt, form.encode([Message("user", prompt)])) for prompt in prompts)
+            return Prompts(asked, form.stop_ids, form.stop_strings, answers=True)
     except UserError as error:
         fix = "set sample.prompts to questions that the template takes, or to []"
         raise UserError(error.problem, where=f"sample.prompts, {error.where}", fix=fix) from error

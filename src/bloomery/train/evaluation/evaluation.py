@@ -234,7 +234,7 @@ def measure_costs(context: RunContext) -> Costs:
     return Costs(
         step=0.0,
         sequence=(looked - begun) / plan.eval.micro_batch_size,
-        sequences=0 if context.validation is None else context.validation.rows,
+        sequences=0 if context.validation is None else context.validation.sequences,
         samples=len(plan.sample.prompts) * plan.sample.max_new_tokens * token_seconds,
         save=copy if plan.checkpoint.async_save else save,
         end=save if plan.checkpoint.async_save else 0.0,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bloomery.data.loading.loader import Batch, Loader
 from bloomery.data.loading.reference_logprobs import ReferenceWriter
-from bloomery.data.shards.format import Name
+from bloomery.data.shards.format import SplitName
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
@@ -38,7 +38,7 @@ class ReferenceProgress:
             raise Stopped
 
 
-def reference_file(run_dir: Path, split: Name) -> Path:
+def reference_file(run_dir: Path, split: SplitName) -> Path:
     """Beside the run: the plan, the shards and the weights that it belongs to are the run's own."""
     return run_dir / f"reference-{split}.bin"
 
@@ -61,7 +61,7 @@ def precompute(
                 continue
             scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
             writer.add(stored.numpy(), scores_BT.cpu().numpy())
-    progress(loader.stored_rows)
+    progress(loader.stored_sequences)
 
 
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
