@@ -8,6 +8,7 @@ from bloomery.core.units import Duration, parse_duration
 from bloomery.plan.lengths import Scale, complete, evaluation_sequences, provisional_steps, steps_of, total_steps
 from bloomery.plan.report.page import step_lines
 from bloomery.plan.types import DatasetFacts
+from bloomery.train.length import due
 
 SCALE = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=1000, steps=200, step_seconds=0.5)
 
@@ -130,3 +131,11 @@ def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
 def test_a_part_of_a_step_is_refused(length):
     with pytest.raises(ValueError, match="no whole number of steps; write 1"):
         parse_duration(length)
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 100}, {"max_time": "90s"}])
+def test_evaluation_turned_off_stays_off(length):
+    plan = planned(loaded(train=length, eval={"every": "none"}), machine())
+    done = plan if plan.train.steps else complete(plan, steps=400, step_seconds=0.2)
+    assert (done.eval.every_steps, done.eval.sequences, done.lengths.evaluation) == (None, None, None)
+    assert not due("evaluation", done, step=100)

@@ -189,3 +189,10 @@ def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
     assert blind.of(EvalDone) == []
     assert [event.step for event in blind.of(Sampled)] == [1, 2], "samples are drawn once a step all the same"
     assert list(itertools.chain.from_iterable(e.path for e in blind.of(Saved)))
+
+
+def test_evaluation_can_be_turned_off(plan, undisturbed, tmp_path):
+    off = plan.model_copy(update={"eval": plan.eval.model_copy(update={"every_steps": None})})
+    run = Run(off, tmp_path / "run")
+    assert run.outcome == "done" and run.losses() == undisturbed.losses()
+    assert run.of(EvalDone) == [] and run.of(Sampled) == []
