@@ -37,7 +37,7 @@ ODD = {
     "a model of no name": (("eval", "", "--data", "text"), 2, "there is no run ''"),
     "data of nobody": (("train", "tiny.yaml", "data.path=~nobodyhere/x"), 1, "~nobodyhere/x"),
     "a claim of ages": (("plan", "tiny.yaml", "claims.duration=1e308"), 2, "claims.duration"),
-    "a length of ages": (("plan", "tiny.yaml", "train.epochs=1e300"), 2, "is not a length"),
+    "a length of ages": (("plan", "tiny.yaml", "train.epochs=1e300"), 2, "is not a number of epochs"),
     "a step of everything": (("plan", "tiny.yaml", "train.tokens_per_step=1e300"), 2, "is not a count"),
     "rows of one token": (("plan", "tiny.yaml", "data.sequence_length=1"), 2, "must be at least 2"),
     "a key in the depths": (("plan", "tiny.yaml", ".".join(["a"] * 1000) + "=1"), 2, "more than 32 levels"),
