@@ -12,7 +12,7 @@ from bloomery.hardware.doctor.symptoms import Symptom, filled, symptoms  # noqa:
 
 TABLE = ROOT / "src/bloomery/hardware/doctor/symptoms.toml"
 PAGE = ROOT / "docs/reference/error-messages.md"
-LEVELS = {"blocks": "stops training", "slows": "slows it down", "note": "worth knowing"}
+LEVELS = {"blocks": "Blocks training", "slows": "Slows training", "note": "Note"}
 HEAD = """\
 # What messages mean
 
@@ -59,10 +59,10 @@ def page() -> str:
 def _symptom(symptom: Symptom) -> Iterator[str]:
     yield f"### {symptom.title[0].upper()}{symptom.title[1:]}"
     yield from ("```", symptom.log, "```")
-    yield f"{LEVELS[symptom.level].capitalize()}: {symptom.cause}."
+    yield f"{LEVELS[symptom.level]}: {symptom.cause}."
     yield from ("```", *(filled(step, None).removeprefix("# ") for step in symptom.fix), "```")
     cites = ", ".join(dict.fromkeys(_linked(cite) for cite in (*symptom.cites, symptom.log_from)))
-    yield f"Proved by `{symptom.verify}`. Read in {cites}. (`{symptom.id}`)"
+    yield f"Verify: `{symptom.verify}`. Sources: {cites}. (`{symptom.id}`)"
 
 
 def _linked(cite: str) -> str:

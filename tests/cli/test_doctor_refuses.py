@@ -35,7 +35,7 @@ def refusal(*words: str) -> UserError:
         ({"accelerators": 3, "host": {}, "software": {}}, "accelerators: input should be a valid tuple"),
         ({"accelerators": [], "host": {"system": 1}, "software": {}}, "host.system: input should be a valid string"),
         ({"machine": {"accelerators": [{"index": "x"}]}}, "accelerators.0.index: input should be a valid integer"),
-        ([1, 2], "all of it: input should be"),
+        ([1, 2], "document: input should be"),
         (HOST | {"software": {"python": "3.12.4", "torch": "mine"}}, "software.torch: string should match pattern"),
         (HOST | {"software": {"python": ""}}, "software.python: string should match pattern"),
         (HOST | {"software": {"python": "3.12.4"}, "host": {**HOST["host"], "cpu_cores": 0}}, "host.cpu_cores: input"),
@@ -64,7 +64,7 @@ def test_a_message_that_looks_odd_is_still_a_message():
 
 @pytest.mark.parametrize("text", ["", " \n"])
 def test_nothing_to_explain(text):
-    assert "it is empty" in refusal("--explain", text).problem
+    assert "is empty" in refusal("--explain", text).problem
     assert json.loads(doctor("--explain", text, "--json").output) == {"findings": []}
 
 

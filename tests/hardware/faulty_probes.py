@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bloomery.hardware.probes.worker import judged, leave, main
+from bloomery.hardware.probes.worker import compared, leave, main
 
 
 def fine(name, job):
@@ -25,11 +25,11 @@ def hang(name, job):
 
 
 def wrong(name, job):
-    return judged(0.5, "float32")
+    return compared(0.5, "float32")
 
 
 def nan(name, job):
-    return judged(float("nan"), "bfloat16")
+    return compared(float("nan"), "bfloat16")
 
 
 def raises(name, job):

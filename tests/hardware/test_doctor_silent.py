@@ -19,10 +19,10 @@ def test_a_driver_that_has_hung_is_no_ready_machine():
 
 
 def test_a_card_that_the_kernel_does_not_offer_for_computing():
-    assert only(machine(accelerators=()), "card-cannot-compute").level == "blocks"
+    assert only(machine(accelerators=()), "gpu-without-compute").level == "blocks"
     on_the_cpu = machine(accelerators=(), software__build="cpu")
-    assert only(on_the_cpu, "card-cannot-compute").level == "note"
-    assert "card-cannot-compute" not in ids(machine())
+    assert only(on_the_cpu, "gpu-without-compute").level == "note"
+    assert "gpu-without-compute" not in ids(machine())
 
 
 def test_a_container_with_the_cards_node_and_without_kfd():
@@ -51,7 +51,7 @@ def test_of_two_makers_cards_the_build_decides():
     """A ROCm build beside both trains on AMD's card: nothing is wrong with it."""
     other = machine("h200").accelerators[0].model_copy(update={"index": 1})
     both = changed_part(machine(), ["accelerators"], (*machine().accelerators, other))
-    assert ids(both) == ["two-makers"]
+    assert ids(both) == ["two-vendors"]
     cuda = both.model_copy(update={"software": machine("h200").software})
     assert "wrong-build" not in ids(cuda)
     assert ids(machine("h200", software__build="rocm"))[0] == "wrong-build"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.profile import NODE_LOCAL, private_caches
+from bloomery.hardware.profile import NODE_LOCAL, local_caches
 
 OTHER = {"OMP_NUM_THREADS": "4"}
 
@@ -21,9 +21,9 @@ def parent(environment: dict[str, str]) -> Path:
 
 def test_the_folder_is_made_for_this_user_alone_and_used_again(tmp_path: Path) -> None:
     wanted = named(tmp_path / "bloomery-7")
-    assert private_caches(wanted) == private_caches(wanted) == wanted
+    assert local_caches(wanted) == local_caches(wanted) == wanted
     assert stat.S_IMODE((tmp_path / "bloomery-7").stat().st_mode) == 0o700
-    assert private_caches(OTHER) == OTHER
+    assert local_caches(OTHER) == OTHER
 
 
 @pytest.mark.parametrize("trap", ["open", "link", "file", "owner"])
@@ -41,7 +41,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypat
     else:
         root.mkdir(mode=0o700)
         monkeypatch.setattr("os.getuid", lambda: root.stat().st_uid + 1)
-    found = parent(private_caches(named(root)))
+    found = parent(local_caches(named(root)))
     assert found != root
     assert found.parent == tmp_path
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
@@ -49,4 +49,4 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypat
 
 
 def test_without_any_folder_the_libraries_keep_their_own_defaults(tmp_path: Path) -> None:
-    assert private_caches(named(tmp_path / "missing" / "bloomery-7")) == OTHER
+    assert local_caches(named(tmp_path / "missing" / "bloomery-7")) == OTHER

@@ -12,7 +12,7 @@ from bloomery.bench import attention_probes
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
 from bloomery.hardware.probes import run as probes
-from bloomery.hardware.probes.run import Spec, cache_key, cached_probes, probe, run_probes, specs
+from bloomery.hardware.probes.run import ProbeSpec, cache_key, cached_probes, probe, run_probes, specs
 from bloomery.hardware.profile import build_profile
 
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def faulty(*names: str, seconds: float = 20.0, **job) -> tuple[Probe, ...]:
-    wanted = [Spec(name=name, module="faulty_probes", seconds=seconds) for name in names]
+    wanted = [ProbeSpec(name=name, module="faulty_probes", seconds=seconds) for name in names]
     return probe(wanted, {"device": "cpu", "dtype": "float32", "arch": ""} | job, environment=FAULTY)
 
 
@@ -45,7 +45,7 @@ def test_every_way_to_go_wrong_is_an_outcome_and_the_rest_still_run():
         "fine-1": "ok", "segfault": "crashed", "fine-2": "ok", "wrong": "wrong", "nan": "wrong", "raises": "failed",
         "fine-3": "ok", "leaves": "crashed", "fine-4": "ok",
     }  # fmt: skip
-    said = {each.name: each.said for each in found}
+    said = {each.name: each.message for each in found}
     assert said["segfault"].startswith("SIGSEGV")
     assert said["raises"] == "RuntimeError: HIP error: invalid device function in ~"
     assert said["leaves"] == "exit code 7: the driver printed this and left"
@@ -62,7 +62,7 @@ def test_a_hanging_probe_is_given_up_and_its_whole_group_is_dead(tmp_path, monke
     begun = time.monotonic()
     hung, after = faulty("hang", "fine", seconds=3.0, pids=str(tmp_path / "pids"))
     assert (hung.outcome, after.outcome) == ("hung", "ok")
-    assert "3 s" in hung.said
+    assert "3 s" in hung.message
     assert time.monotonic() - begun < 30
     for pid in (tmp_path / "pids").read_text().split():
         state = Path(f"/proc/{pid}/stat")
@@ -71,7 +71,7 @@ def test_a_hanging_probe_is_given_up_and_its_whole_group_is_dead(tmp_path, monke
 
 def test_progress_names_each_probe_and_counts():
     seen: list[tuple[str, int, int]] = []
-    wanted = [Spec(name=name, module="faulty_probes") for name in ("fine-1", "segfault", "fine-2")]
+    wanted = [ProbeSpec(name=name, module="faulty_probes") for name in ("fine-1", "segfault", "fine-2")]
     environment = FAULTY
     probe(wanted, {}, environment=environment, on_progress=lambda name, done, total: seen.append((name, done, total)))
     assert [name for name, _, _ in dict.fromkeys(seen)] == ["fine-1", "segfault", "fine-2"]
@@ -111,19 +111,19 @@ def test_a_damaged_cache_is_an_empty_one(text, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(text.replace("%s", cache_key(here)))
     assert cached_probes(here) == ()
-    probes._remember(here, (Probe(name="device", outcome="ok"),))
+    probes._store(here, (Probe(name="device", outcome="ok"),))
     assert cached_probes(here) == (Probe(name="device", outcome="ok"),)
 
 
 def test_the_cache_is_the_users_alone_keeps_few_machines_and_may_be_unwritable(tmp_path, monkeypatch):
-    for number in range(probes.KEPT + 5):
-        probes._remember(machine(torch=f"2.{number}"), (Probe(name="device", outcome="ok"),))
+    for number in range(probes.CACHED + 5):
+        probes._store(machine(torch=f"2.{number}"), (Probe(name="device", outcome="ok"),))
     path = tmp_path / "cache/bloomery/probes.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(json.loads(path.read_text())) == probes.KEPT
+    assert len(json.loads(path.read_text())) == probes.CACHED
     assert [each.name for each in path.parent.iterdir()] == ["probes.json"]
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    probes._remember(machine(), (Probe(name="device", outcome="ok"),))
+    probes._store(machine(), (Probe(name="device", outcome="ok"),))
 
 
 def test_what_is_probed_depends_on_the_machine():
@@ -146,11 +146,11 @@ def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatc
     profile = build_profile(two)
     joint = {spec.name for spec in specs(two, profile) if spec.every_device}
     assert joint == {"device-0", "all-reduce", "p2p"}  # "device" is the second
-    wanted = [Spec(name=f"sees-{joint}", module="faulty_probes", every_device=joint) for joint in (False, True)]
+    wanted = [ProbeSpec(name=f"sees-{joint}", module="faulty_probes", every_device=joint) for joint in (False, True)]
 
     def masks(**own: str) -> list[str]:
         environment = FAULTY | own
-        found = probe(wanted, {"device": "cuda"}, environment=environment, ours=profile.environment.value)
+        found = probe(wanted, {"device": "cuda"}, environment=environment, defaults=profile.environment.value)
         return [each.facts["mask"] for each in found]
 
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)

@@ -88,7 +88,7 @@ def test_each_chip_gets_what_it_can_do(device, build, dtype, attention, compiled
 def test_a_build_for_the_other_vendor_trains_on_the_processor():
     profile = build_profile(machine(amd("gfx1031"), build="cuda"))
     assert profile.device.value == "cpu"
-    assert "needs a rocm one" in profile.device.reason
+    assert "requires a rocm build" in profile.device.reason
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
@@ -143,11 +143,11 @@ def test_kernels_of_a_bad_release_are_not_used(arch, torch, attention):
 
 def test_what_a_probe_refutes_is_not_chosen():
     sound = machine(amd("gfx90a"), build="rocm")
-    bad = Probe(name="matmul-bfloat16", outcome="crashed", said="SIGSEGV")
+    bad = Probe(name="matmul-bfloat16", outcome="crashed", message="SIGSEGV")
     profile = build_profile(sound.model_copy(update={"probes": (bad,)}))
     assert profile.dtype.value == "float16"
     assert "SIGSEGV" in profile.dtype.reason
-    worse = (bad, Probe(name="matmul-float16", outcome="wrong"), Probe(name="compile", outcome="failed", said="no"))
+    worse = (bad, Probe(name="matmul-float16", outcome="wrong"), Probe(name="compile", outcome="failed", message="no"))
     profile = build_profile(sound.model_copy(update={"probes": worse}))
     assert (profile.dtype.value, profile.compile.value) == ("float32", False)
     both = tuple(Probe(name=f"attention-{kernel}", outcome="wrong") for kernel in ("flash", "efficient"))
@@ -180,16 +180,16 @@ def reached(name: str, *, node: str = "open", container: str = "", **access: str
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        (reached("rx-6700-xt", kfd="hung"), "/dev/kfd does not answer: the driver has hung"),
-        (reached("rx-6700-xt", node="hung"), "/dev/dri/renderD128 does not answer: the driver has hung"),
-        (reached("rx-6700-xt", kfd="absent", container="docker"), "/dev/kfd is not in this docker container"),
-        (reached("rx-6700-xt", node="absent"), "/dev/dri/renderD128 is not there"),
+        (reached("rx-6700-xt", kfd="hung"), "the driver does not respond at /dev/kfd"),
+        (reached("rx-6700-xt", node="hung"), "the driver does not respond at /dev/dri/renderD128"),
+        (reached("rx-6700-xt", kfd="absent", container="docker"), "this docker container was started without /dev/kfd"),
+        (reached("rx-6700-xt", node="absent"), "missing: /dev/dri/renderD128"),
     ],
 )
 def test_a_card_that_cannot_be_reached_is_not_used(machine, said):
     profile = build_profile(machine)
     assert profile.device.value == "cpu"
-    assert profile.device.reason.endswith(f"is here, but {said}")
+    assert profile.device.reason.endswith(f"is not accessible: {said}")
 
 
 def test_what_this_machine_may_open_says_nothing_of_a_gpu_that_is_only_named():
@@ -236,8 +236,8 @@ def test_of_two_unlike_cards_the_better_one_trains_and_the_reason_says_so():
     profile = build_profile(two)
     assert profile.accelerator.index == 1
     assert masked(profile) == {"HIP_VISIBLE_DEVICES": "1"}  # without it PyTorch would take device 0
-    assert profile.device.reason == "gfx1031 (gfx1031), device 1: the most memory of 2"
-    assert "gfx1031 is the GPU to train on" in profile.environment.reason
+    assert profile.device.reason == "gfx1031 (gfx1031), device 1: most memory of 2 GPUs"
+    assert "gfx1031" in profile.environment.reason
     two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda")
     assert masked(build_profile(two)) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
 
@@ -267,13 +267,13 @@ def test_the_order_in_which_the_user_lets_cuda_count_stays():
     two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda", environment=own)
     profile = build_profile(two)
     assert masked(profile) == {}  # the numbers of nvidia-smi would name other cards
-    assert profile.overridden["CUDA_DEVICE_ORDER"].ours == "PCI_BUS_ID"
+    assert profile.overridden["CUDA_DEVICE_ORDER"].profile_value == "PCI_BUS_ID"
 
 
 def test_devices_alike_are_not_masked():
     profile = build_profile(machine(amd("gfx942", 0, 192), amd("gfx942", 1, 192), build="rocm"))
     assert masked(profile) == {}
-    assert profile.device.reason.endswith("the first of 2 alike")
+    assert profile.device.reason.endswith("the first of 2 GPUs of the same model")
 
 
 def test_the_plan_is_for_the_device_that_the_users_mask_shows_first():
@@ -283,10 +283,10 @@ def test_the_plan_is_for_the_device_that_the_users_mask_shows_first():
     assert profile.accelerator.index == 1
     assert masked(profile) == {}
     assert profile.overridden == {}
-    assert profile.device.reason.endswith("the first that ROCR_VISIBLE_DEVICES=1,0 shows")
+    assert profile.device.reason.endswith("the first GPU of ROCR_VISIBLE_DEVICES=1,0")
     worse = build_profile(machine(*cards, build="rocm", environment={"ROCR_VISIBLE_DEVICES": "0,1"}))
     assert worse.accelerator.index == 0
-    assert worse.overridden["ROCR_VISIBLE_DEVICES"].ours == "1"
+    assert worse.overridden["ROCR_VISIBLE_DEVICES"].profile_value == "1"
 
 
 def test_a_mask_of_amds_alone_does_not_bind_cuda():
@@ -354,7 +354,7 @@ def test_nothing_is_wanted_that_does_nothing_here():
     here = read_machine(RECORDED / "mi250x-frontier-slurm.json")
     own = here.software.model_copy(update={"environment": build_profile(here).environment.value})
     told = idle_settings(here.model_copy(update={"software": own}), build_profile(here))
-    assert [effect.name for effect in told if effect.does == "nothing"] == []
+    assert [effect.name for effect in told if effect.kind == "nothing"] == []
 
 
 def test_cuda_gets_expandable_segments_where_they_exist():

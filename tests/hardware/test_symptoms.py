@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bloomery.hardware.doctor.symptoms import Symptom, Symptoms, agree, match, symptoms
+from bloomery.hardware.doctor.symptoms import Symptom, agree, match, symptoms
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import install
 
@@ -75,10 +75,10 @@ def test_a_remedy_can_be_pasted_into_a_shell(symptom):
 
 def test_an_unknown_key_is_an_error():
     good = symptoms()[0].model_dump()
-    assert Symptoms.model_validate({"symptom": [good]})
+    assert Symptom.model_validate(good)
     for wrong in ({**good, "patern": "x"}, {**good, "requires": {"vender": "amd"}}, {**good, "patterns": ["("]}):
         with pytest.raises(ValidationError):
-            Symptoms.model_validate({"symptom": [wrong]})
+            Symptom.model_validate(wrong)
 
 
 def test_a_machine_that_contradicts_excludes():

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.probes.run import Spec
-from bloomery.hardware.probes.worker import Found, backward, best_seconds, difference, judged, leave, main, worst
+from bloomery.hardware.probes.run import ProbeSpec
+from bloomery.hardware.probes.worker import Result, backward, best_seconds, compared, difference, leave, main, worst
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import BACKENDS
 
@@ -19,14 +19,14 @@ TOKENS = 256
 TIMED_TOKENS = {"cpu": 1024, "cuda": 4096}
 
 
-def specs(machine: Machine) -> tuple[Spec, ...]:
+def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
     """A probe of every backend that the device of the machine has."""
     where = build_profile(machine).device.value
     names = (name for name, facts in BACKENDS.items() if where in facts.devices)
-    return tuple(Spec(name=f"backend-{name}", module=__name__, seconds=90) for name in names)
+    return tuple(ProbeSpec(name=f"backend-{name}", module=__name__, seconds=90) for name in names)
 
 
-def backend(name: str, job: Mapping[str, Any]) -> Found:
+def backend(name: str, job: Mapping[str, Any]) -> Result:
     """`backend-blockwise`: three documents a row, or one where it cannot keep them apart; which kernel ran."""
     kind, where = name.partition("-")[2], job["device"]
     dtype = "bfloat16" if kind == "varlen" and job["dtype"] == "float32" else job["dtype"]
@@ -34,7 +34,7 @@ def backend(name: str, job: Mapping[str, Any]) -> Found:
     tokens = TIMED_TOKENS[where]
     seconds = timed(kind, where, dtype, tokens)
     facts = {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)}
-    return judged(error, dtype, seconds=seconds, facts=facts)
+    return compared(error, dtype, seconds=seconds, facts=facts)
 
 
 def checked(kind: str, where: str, dtype: str) -> float:

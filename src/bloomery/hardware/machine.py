@@ -111,11 +111,11 @@ class Setting(Frozen):
 
 
 class Probe(Frozen):
-    """What one child process found out with torch. `seconds` of what it timed; `said`: its error in one line."""
+    """The result of a test of torch in a child process. `message`: the error in one line; `seconds`: the time."""
 
     name: str  # device, matmul-bfloat16, attention-flash, compile, bitsandbytes, all-reduce, ...
     outcome: Literal["ok", "wrong", "failed", "crashed", "hung", "absent"]
-    said: str = ""
+    message: str = ""
     seconds: float | None = None
     error: float | None = None  # greatest relative difference from the float64 reference
     facts: dict[str, str] = {}  # gcnArchName, arch list, ...

@@ -6,7 +6,7 @@ from pathlib import Path
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import private_caches, with_gpu
+from bloomery.hardware.profile import local_caches, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.resolve import refuse, resolve
@@ -24,7 +24,7 @@ def wanted(plan: RunPlan) -> dict[str, str]:
 
 def child_environment(plan: RunPlan, own: Mapping[str, str]) -> dict[str, str]:
     """`own` with what is wanted, where `own` has nothing."""
-    return private_caches(wanted(plan)) | dict(own)
+    return local_caches(wanted(plan)) | dict(own)
 
 
 def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:

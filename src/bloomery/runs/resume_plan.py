@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
-from bloomery.hardware.probes.run import remembering
+from bloomery.hardware.probes.run import with_cached_probes
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS
@@ -56,7 +56,7 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
     if devices is None or devices == "auto":
         return machine
     if devices == "cpu":
-        return remembering(machine.model_copy(update={"accelerators": ()}))
+        return with_cached_probes(machine.model_copy(update={"accelerators": ()}))
     if "," in devices:
         raise UserError(
             f"this version uses one device, not {len(devices.split(','))}", where="--devices", code=2,
@@ -82,7 +82,7 @@ def _alone(machine: Machine, chosen: Accelerator) -> Machine:
             f"training cannot use device {chosen.index} ({chosen.name}) while {mask}={value} shows {named} first",
             where="--devices", fix=f"unset {mask}, and Bloomery shows PyTorch that device alone", code=2,
         )  # fmt: skip
-    return remembering(only(machine, {chosen.index}))
+    return with_cached_probes(only(machine, {chosen.index}))
 
 
 def same_devices(machine: Machine, before: Machine) -> Machine:
@@ -92,7 +92,7 @@ def same_devices(machine: Machine, before: Machine) -> Machine:
     if len(kept) == 1 and len(machine.accelerators) > 1:
         return _alone(machine, kept[0])
     narrow = kept or not before.accelerators
-    return remembering(only(machine, {device.index for device in kept})) if narrow else machine
+    return with_cached_probes(only(machine, {device.index for device in kept})) if narrow else machine
 
 
 def differences(before: Machine, now: Machine) -> list[str]:

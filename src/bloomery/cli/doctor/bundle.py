@@ -1,4 +1,4 @@
-"""What `bloomery doctor --bundle FILE` writes: the machine, the findings, the end of the last log. Nobody's names."""
+"""`bloomery doctor --bundle FILE`: machine, findings and end of the last log, without names and secrets."""
 
 import getpass
 import json
@@ -24,61 +24,63 @@ ADDRESS = re.compile(
     r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)\b"
     r"|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}\b|\bfe80::[\w:%]+"
 )
-OWN_WORDS = frozenset(("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin"))  # keys of fixed values
-PRIVATE_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PARTITION")
+FIXED_KEYS = frozenset(
+    ("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin")
+)  # their values are fixed words
+NAMES_IN_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PARTITION")
 
 
 def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]]) -> int:
-    """Bytes written. Raises UserError when the file cannot be."""
+    """The number of bytes written. Raises UserError if the file cannot be written."""
     runs = all_runs()
     log = runs[-1] / "log.txt" if runs else None
     tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log is not None and log.is_file() else []
     content = {
         "bloomery": __version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": plain(nameless(machine).model_dump(mode="json", exclude_defaults=True)),
+        "machine": plain(anonymous(machine).model_dump(mode="json", exclude_defaults=True)),
         "findings": plain(list(findings)),
-        "last_run_log": [placeless(line) for line in tail],
+        "last_run_log": [without_addresses(line) for line in tail],
     }
-    text = json.dumps(_private_values(content), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(_redacted(content), indent=1, ensure_ascii=False) + "\n"
     target = expanded(file)
     if target.is_file() and not _bundle(target):
-        fix = "name a new file: bloomery doctor --bundle report.json"
-        raise UserError("this file is no bundle: it is not overwritten", where=str(file), fix=fix, code=2)
+        fix = "pass a new file: bloomery doctor --bundle report.json"
+        raise UserError("this file is not a bundle: not overwritten", where=str(file), fix=fix, code=2)
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        fix = "name a file in a folder of yours: bloomery doctor --bundle ~/report.json"
-        raise UserError(f"the bundle cannot be written: {error.strerror}", where=str(file), fix=fix) from error
+        fix = "pass a file in a writable folder: bloomery doctor --bundle ~/report.json"
+        raise UserError(f"cannot write the bundle: {error.strerror}", where=str(file), fix=fix) from error
     return len(text.encode())
 
 
 def _bundle(file: Path) -> bool:
-    """Whether an earlier call wrote it, or it is empty."""
+    """Whether it is an earlier bundle, or empty."""
     try:
         with file.open("rb") as stream:
             return stream.read(20).lstrip().startswith((b'{\n "bloomery"',)) or not file.stat().st_size
     except OSError:
-        return True  # writing says why
+        return True  # writing it raises the error
 
 
-def nameless_document(machine: Machine) -> dict[str, Any]:
-    """A machine as machine.json holds it, without what a bundle leaves out."""
-    found: dict[str, Any] = _private_values(plain(nameless(machine)))
-    return found
+def anonymous_document(machine: Machine) -> dict[str, Any]:
+    """A machine as in machine.json, without names and secrets."""
+    document: dict[str, Any] = _redacted(plain(anonymous(machine)))
+    return document
 
 
-def _private_values(value: Any, key: str = "") -> Any:
-    """A document whose texts are private, but for its own words: a host may be called "amd", a user "torch"."""
+def _redacted(value: Any, key: str = "") -> Any:
+    """A document with its texts redacted, except under FIXED_KEYS: a host can be named "amd", a user "torch"."""
     if isinstance(value, dict):
-        return {name: _private_values(one, name) for name, one in value.items()}
+        return {name: _redacted(one, name) for name, one in value.items()}
     if isinstance(value, list):
-        return [_private_values(one, key) for one in value]
-    return private(value) if isinstance(value, str) and key not in OWN_WORDS else value
+        return [_redacted(one, key) for one in value]
+    return without_names(value) if isinstance(value, str) and key not in FIXED_KEYS else value
 
 
-def nameless(machine: Machine) -> Machine:
-    """Without names of people, groups, hosts and single chips; what belongs together stays together."""
+def anonymous(machine: Machine) -> Machine:
+    """Without the names of users, groups, hosts and the IDs of GPUs; equal names stay equal."""
     groups: dict[str, str] = {}
     host = machine.host
     access = host.access.model_copy(
@@ -88,7 +90,7 @@ def nameless(machine: Machine) -> Machine:
             "kfd_group": _group(host.access.kfd_group, groups) if host.access.kfd_group else "",
         }
     )
-    slurm = {name: value for name, value in host.around.slurm.items() if not PRIVATE_SLURM.search(name)}
+    slurm = {name: value for name, value in host.around.slurm.items() if not NAMES_IN_SLURM.search(name)}
     around = host.around.model_copy(update={"slurm": slurm})
     chips: dict[str, str] = {}
     devices = tuple(
@@ -101,22 +103,22 @@ def nameless(machine: Machine) -> Machine:
         for device in machine.accelerators
     )
     host = host.model_copy(update={"access": access, "around": around})
-    environment = {name: placeless(value) for name, value in machine.software.environment.items()}
+    environment = {name: without_addresses(value) for name, value in machine.software.environment.items()}
     software = machine.software.model_copy(update={"environment": environment})
     return machine.model_copy(update={"accelerators": devices, "host": host, "software": software})
 
 
-def _group(name: str, seen: dict[str, str]) -> str:
-    return name if name in COMMON_GROUPS else seen.setdefault(name, f"group{len(seen) + 1}")
+def _group(name: str, aliases: dict[str, str]) -> str:
+    return name if name in COMMON_GROUPS else aliases.setdefault(name, f"group{len(aliases) + 1}")
 
 
-def placeless(text: str) -> str:
-    """Without addresses of the network; this machine's own, 127.0.0.1, stays."""
+def without_addresses(text: str) -> str:
+    """Without network addresses, except 127.0.0.1."""
     return ADDRESS.sub("[address]", text)
 
 
-def private(text: str) -> str:
-    """Without this user's home, name and host, and without secrets."""
+def without_names(text: str) -> str:
+    """Without the home folder, user name, host name and secrets."""
     home = str(Path.home())
     text = text.replace(home, "~") if home != "/" else text
     text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", text)
@@ -128,16 +130,15 @@ def private(text: str) -> str:
 
 
 def _users() -> set[str]:
-    told = {
-        os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
-    }
+    variables = ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
+    names = {os.environ.get(name, "") for name in variables}
     try:
-        return told | {getpass.getuser()}
-    except (KeyError, OSError):  # a number without a name, as in containers
-        return told
+        return names | {getpass.getuser()}
+    except (KeyError, OSError):  # a user ID without a name, as in containers
+        return names
 
 
 def _hosts() -> set[str]:
-    names = ("HOSTNAME", "SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_NODELIST", "MASTER_ADDR")
-    told = {platform.node(), *(os.environ.get(name, "") for name in names)}
-    return told | {name.partition(".")[0] for name in told}
+    variables = ("HOSTNAME", "SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_NODELIST", "MASTER_ADDR")
+    names = {platform.node(), *(os.environ.get(name, "") for name in variables)}
+    return names | {name.partition(".")[0] for name in names}

@@ -12,7 +12,7 @@ from bloomery.hardware.detect.kfd import KfdNode, number_of, read_kfd, text_of
 from bloomery.hardware.detect.software import read_software
 from bloomery.hardware.detect.system import read_access, read_driver, read_surroundings
 from bloomery.hardware.machine import Accelerator, Access, Display, Host, Machine, Opening
-from bloomery.hardware.probes.run import remembering
+from bloomery.hardware.probes.run import with_cached_probes
 
 NVIDIA_FIELDS = ("index", "name", "memory.total", "memory.used", "compute_cap", "pci.bus_id", "pci.device_id")
 NVIDIA_SECONDS = 5
@@ -232,7 +232,7 @@ def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
         host=host,
         software=read_software(root),
     )
-    return remembering(machine) if root == Path("/") else machine
+    return with_cached_probes(machine) if root == Path("/") else machine
 
 
 def _sized(device: Accelerator, host: Host) -> Accelerator:

@@ -1,6 +1,6 @@
-"""What the doctor can say: findings.toml of what its rules see, symptoms.toml of what a line of a log means.
+"""The doctor's tables: findings.toml for its rules, symptoms.toml for error messages; and how a symptom is matched.
 
-A rule is a function from a machine to findings; a symptom is recognised by its patterns and what is known of a machine.
+A rule is a function from a machine to findings; a symptom is matched by its patterns and the facts of a machine.
 """
 
 import re
@@ -18,23 +18,24 @@ from bloomery.hardware.profile import best_device, fitting_builds, install
 
 Level = Literal["blocks", "slows", "note"]
 Stream = Literal["stderr", "exception", "dmesg", "any"]
-LONGEST_TEXT = 2_000_000  # of a log the end counts
-LONGEST_LINE = 2_000  # no message is longer; patterns never see more of a line
+LONGEST_TEXT = 2_000_000  # the end of a log
+LONGEST_LINE = 2_000  # patterns are searched in this much of a line
 PCI_VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
 PROBE = "bloomery doctor --probe"
-NUMBER = "{number}"  # in `fix`: the number that the finding gets in the list
+NUMBER = "{number}"  # in `fix`: replaced by the number of the finding in the list
 PIN = "pin torch"
 
 
 class Entry(BaseModel, frozen=True, extra="forbid"):
-    """A part of a table: an unknown key is a typing error."""
+    """A table of TOML; unknown keys are errors."""
 
 
-class Row(Entry):
-    """One [[finding]] table; the head of findings.toml says what its fields mean."""
+class FindingTemplate(Entry):
+    """One [[finding]] table; the head of findings.toml describes its fields."""
 
     id: str
     level: Level
+    headline: str = ""
     what: str
     evidence: str
     fix: tuple[str, ...] = ()
@@ -43,10 +44,10 @@ class Row(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that stops or slows training or is worth knowing.
+    """A problem that blocks or slows training, or a note.
 
-    `fix`: lines for a shell, what they do after two blanks and a #. `run`: what `doctor --fix` may do itself, after
-    asking: a `pip install ...` as it stands in `fix`, or PIN.
+    `fix`: shell commands, each with an optional remark after two spaces and "# ". `run`: what `doctor --fix` can run
+    after asking: a `pip install ...` that is also in `fix`, or PIN. `headline`: for the first line of the page.
     """
 
     id: str
@@ -56,58 +57,60 @@ class Finding:
     fix: tuple[str, ...]
     verify: str = "bloomery doctor"
     run: str = ""
+    headline: str = ""
 
 
 Rule = Callable[[Machine], Iterator[Finding]]
 
 
 @cache
-def findings() -> dict[str, Row]:
-    """The table of findings by their ids, checked."""
+def findings() -> dict[str, FindingTemplate]:
+    """The validated table of findings by id."""
     text = resources.files("bloomery.hardware.doctor").joinpath("findings.toml").read_text(encoding="utf-8")
-    return {row.id: row for row in (Row.model_validate(each) for each in tomllib.loads(text)["finding"])}
+    return {entry["id"]: FindingTemplate.model_validate(entry) for entry in tomllib.loads(text)["finding"]}
 
 
-def found(
+def from_table(
     id: str,
     *,
     level: Level | None = None,
     fix: Sequence[str] = (),
     verify: str = "",
     run: str = "",
-    **facts: Any,
+    **fields: Any,
 ) -> Finding:
-    """The finding of that table with the facts in its sentences; what is given stands in place of the table's own."""
-    row = findings()[id]
-    known = {"number": NUMBER} | facts
+    """The finding of the table with its {fields} filled in; `level`, `fix` and `verify` replace those of the table."""
+    template = findings()[id]
+    fields |= {"number": NUMBER}
     return Finding(
         id=id,
-        level=level or row.level,
-        what=row.what.format_map(known),
-        evidence=row.evidence.format_map(known),
-        fix=tuple(fix) or tuple(step.format_map(known) for step in row.fix),
-        verify=verify or row.verify.format_map(known),
+        level=level or template.level,
+        what=template.what.format_map(fields),
+        evidence=template.evidence.format_map(fields),
+        fix=tuple(fix) or tuple(step.format_map(fields) for step in template.fix),
+        verify=verify or template.verify.format_map(fields),
         run=run,
+        headline=template.headline.format_map(fields),
     )
 
 
-def install_steps(machine: Machine, *, anew: bool = True) -> tuple[str, ...]:
-    """What a cluster loads before, then `install` with the reason where it leaves the GPU idle."""
+def install_steps(machine: Machine, *, reinstall: bool = True) -> tuple[str, ...]:
+    """The modules that a cluster loads first, then `install`, with the reason if it installs a CPU build."""
     device = best_device(machine)
     build = fitting_builds(machine, device)[0]
     remark = f"  # for the CPU: {build.reason}" if build.cpu and device is not None else ""
-    return (*build.before, install(machine, anew=anew) + remark)
+    return (*build.before, install(machine, reinstall=reinstall) + remark)
 
 
-def to_install(id: str, machine: Machine, **facts: Any) -> Finding:
-    """A finding that another PyTorch mends; `--fix` installs none that leaves the GPU idle."""
+def to_install(id: str, machine: Machine, **fields: Any) -> Finding:
+    """A finding fixed by another PyTorch build; `--fix` does not install a CPU build on a machine with a GPU."""
     device = best_device(machine)
-    idle = device is not None and fitting_builds(machine, device)[0].cpu
-    return found(id, fix=install_steps(machine), run="" if idle else install(machine), **facts)
+    cpu_only = device is not None and fitting_builds(machine, device)[0].cpu
+    return from_table(id, fix=install_steps(machine), run="" if cpu_only else install(machine), **fields)
 
 
-class Facts(Entry):
-    """What is known of a machine, as far as symptoms ask for it; None: not asked."""
+class MachineFacts(Entry):
+    """Facts of a machine that a symptom requires; None: any."""
 
     vendor: Literal["amd", "nvidia"] | None = None
     arch: str | None = None  # a regular expression
@@ -116,28 +119,28 @@ class Facts(Entry):
     container: bool | None = None
     slurm: bool | None = None
     override: bool | None = None  # HSA_OVERRIDE_GFX_VERSION is set
-    igpu: bool | None = None  # AMD processor graphics are device 0
-    gpus: int | None = None  # at least so many
+    igpu: bool | None = None  # device 0 is an integrated AMD GPU
+    gpus: int | None = None  # at least this many
 
 
 def _compiles(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     return pattern
 
 
 class Symptom(Entry):
-    """One [[symptom]] table; the head of symptoms.toml says what its fields mean."""
+    """One [[symptom]] table; the head of symptoms.toml describes its fields."""
 
     id: Annotated[str, Field(pattern="^[a-z0-9]+(-[a-z0-9]+)*$")]
     title: str
     level: Level
     stream: Stream
     patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], Field(min_length=1)]
-    requires: Facts = Facts()
-    likely: Facts = Facts()
+    requires: MachineFacts = MachineFacts()
+    likely: MachineFacts = MachineFacts()
     cause: str
     fix: Annotated[tuple[str, ...], Field(min_length=1)]
     verify: str
@@ -146,13 +149,9 @@ class Symptom(Entry):
     log_from: str
 
 
-class Symptoms(Entry):
-    symptom: tuple[Symptom, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A symptom that was recognised. `line`: where; `fix`: commands, with what they do after two blanks and a #."""
+    """A symptom that matched. `line`: the matching line; `fix`: commands, each with an optional "  # " remark."""
 
     id: str
     level: Level
@@ -167,102 +166,89 @@ class Match:
 
 @cache
 def symptoms() -> tuple[Symptom, ...]:
-    """The table, checked."""
+    """The validated table of symptoms."""
     text = resources.files("bloomery.hardware.doctor").joinpath("symptoms.toml").read_text(encoding="utf-8")
-    return Symptoms.model_validate(tomllib.loads(text)).symptom
+    return tuple(Symptom.model_validate(entry) for entry in tomllib.loads(text)["symptom"])
 
 
 def match(text: str, *, machine: Machine | None = None, stream: Stream | None = None) -> tuple[Match, ...]:
-    """The symptoms that `text` shows, the best first. A `machine` that contradicts a symptom excludes it.
+    """The symptoms that match `text`, the best first. A symptom whose requirements `machine` contradicts is left out.
 
-    Score: one for every pattern that is found, and for how much of a line it explains; a half for every fact of the
-    machine that makes it likelier.
+    Score: for each pattern found, 1 plus 0.01 per matched character (at most 1); 0.5 for each fact that makes the
+    symptom likelier.
     """
     lines = [line[:LONGEST_LINE] for line in text[-LONGEST_TEXT:].splitlines()]
     joined = "\n".join(lines)
-    found = [_match(symptom, joined, machine) for symptom in symptoms() if _heard_in(symptom, stream)]
-    return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.score))
+    matches = []
+    for symptom in symptoms():
+        # The kernel log is separate from a program's output; an exception is printed on stderr as well.
+        if not {None, "any"} & {stream, symptom.stream} and (stream == "dmesg") != (symptom.stream == "dmesg"):
+            continue
+        hits = [hit for pattern in symptom.patterns if (hit := re.search(pattern, joined, re.MULTILINE))]
+        if not hits or (machine is not None and not agree(symptom.requires, machine)):
+            continue
+        likely = 0 if machine is None else [_holds(*fact, machine) for fact in _given(symptom.likely)].count(True)
+        position = min(hit.start() for hit in hits)
+        end = joined.find("\n", position)
+        matches.append(
+            Match(
+                id=symptom.id,
+                level=symptom.level,
+                what=symptom.title,
+                cause=symptom.cause,
+                line=joined[joined.rfind("\n", 0, position) + 1 : end if end >= 0 else len(joined)].strip(),
+                fix=tuple(filled(step, machine) for step in symptom.fix),
+                verify=symptom.verify,
+                cites=symptom.cites,
+                score=sum(1 + min(len(hit[0]), 100) / 100 for hit in hits) + likely / 2,
+            )
+        )
+    return tuple(sorted(matches, key=lambda one: -one.score))
 
 
-def _heard_in(symptom: Symptom, stream: Stream | None) -> bool:
-    """The kernel's log is another place than a program's output; an exception is printed on stderr, too."""
-    if stream is None or "any" in (stream, symptom.stream):
-        return True
-    return (stream == "dmesg") == (symptom.stream == "dmesg")
+def agree(facts: MachineFacts, machine: Machine) -> bool:
+    """Whether `machine` contradicts none of the `facts`."""
+    return all(_holds(name, value, machine) is not False for name, value in _given(facts))
 
 
-def _match(symptom: Symptom, text: str, machine: Machine | None) -> Match | None:
-    hits = [hit for pattern in symptom.patterns if (hit := re.search(pattern, text, re.MULTILINE))]
-    if not hits or (machine is not None and not agree(symptom.requires, machine)):
-        return None
-    supported = _supporting(symptom.likely, machine) if machine is not None else 0
-    first = min(hits, key=lambda hit: hit.start())
-    return Match(
-        id=symptom.id,
-        level=symptom.level,
-        what=symptom.title,
-        cause=symptom.cause,
-        line=_line_around(text, first.start()),
-        fix=tuple(filled(step, machine) for step in symptom.fix),
-        verify=symptom.verify,
-        cites=symptom.cites,
-        score=sum(1 + min(len(hit[0]), 100) / 100 for hit in hits) + supported / 2,
-    )
-
-
-def _line_around(text: str, position: int) -> str:
-    begin = text.rfind("\n", 0, position) + 1
-    end = text.find("\n", position)
-    return text[begin : end if end >= 0 else len(text)].strip()
-
-
-def agree(facts: Facts, machine: Machine) -> bool:
-    """Whether nothing that is known of `machine` contradicts `facts`."""
-    return all(_holds(name, wanted, machine) is not False for name, wanted in _asked(facts))
-
-
-def _supporting(facts: Facts, machine: Machine) -> int:
-    return sum(_holds(name, wanted, machine) is True for name, wanted in _asked(facts))
-
-
-def _asked(facts: Facts) -> list[tuple[str, object]]:
+def _given(facts: MachineFacts) -> list[tuple[str, object]]:
     return [(name, value) for name, value in facts if value is not None]
 
 
-def _holds(name: str, wanted: object, machine: Machine) -> bool | None:
-    """None: the machine's record does not say."""
+def _holds(name: str, required: object, machine: Machine) -> bool | None:
+    """None: not recorded for this machine."""
     around, software = machine.host.around, machine.software
     amd = [device for device in machine.accelerators if device.vendor == "amd"]
     if name == "vendor":
-        found = vendors(machine)
-        return wanted in found if found else None
+        present = vendors(machine)
+        return required in present if present else None
     if name == "arch":
-        chips = [device.arch for device in machine.accelerators]
-        return any(re.fullmatch(str(wanted), chip) for chip in chips) if chips else None
+        archs = [device.arch for device in machine.accelerators]
+        return any(re.fullmatch(str(required), arch) for arch in archs) if archs else None
     if name == "build":
-        return software.build == wanted if software.build else None
+        return software.build == required if software.build else None
     if name == "gpus":
-        return isinstance(wanted, int) and len(machine.accelerators) >= wanted
-    known = {
+        return isinstance(required, int) and len(machine.accelerators) >= required
+    facts = {
         "wsl": around.wsl,
         "container": bool(around.container),
         "slurm": bool(around.slurm),
         "override": "HSA_OVERRIDE_GFX_VERSION" in software.environment,
         "igpu": len(amd) > 1 and amd[0].integrated,
     }
-    return known[name] == wanted
+    return facts[name] == required
 
 
 def vendors(machine: Machine) -> frozenset[str]:
-    """The makers of the GPUs that are here, whether or not a driver has them."""
+    """The vendors of the GPUs in this machine, with or without a driver."""
     listed = {device.vendor for device in machine.accelerators}
     return frozenset(listed | {PCI_VENDORS[one.vendor] for one in machine.host.displays if one.vendor in PCI_VENDORS})
 
 
 def filled(step: str, machine: Machine | None) -> str:
-    """`{install}` becomes the command that installs the fitting PyTorch, or asks for it where no GPU is known."""
+    """`{install}` becomes the command that installs the right PyTorch, or `bloomery doctor` without a known GPU."""
     if step != "{install}":
         return step
     if machine is None or not machine.accelerators:
-        return "bloomery doctor  # names the PyTorch that fits this machine"
-    return install(machine) + "  # the build that has this chip's kernels"
+        return "bloomery doctor  # prints the PyTorch that fits this machine"
+    return install(machine) + "  # the build with kernels for this GPU"

@@ -1,4 +1,4 @@
-"""What torch and the devices really do, found out in child processes: a crash or a hang is a finding. No torch here."""
+"""Tests of torch and the devices in child processes: a crash or a hang is a result. Does not import torch."""
 
 import hashlib
 import json
@@ -16,22 +16,22 @@ from pydantic import ValidationError
 from bloomery.core.child import LONGEST, Child
 from bloomery.core.files import cache_folder, write_json
 from bloomery.hardware.machine import MASKS, Machine, Probe, visible_devices
-from bloomery.hardware.profile import Profile, build_profile, private_caches
+from bloomery.hardware.profile import Profile, build_profile, local_caches
 
-VERSION = 1  # of the probes: a changed probe makes older answers worthless
-START_SECONDS = 90.0  # importing torch and waking a driver, on a slow disk
-KEPT = 20  # machines, or states of one, in the cache
+VERSION = 2  # of the probes: a changed probe invalidates cached results
+START_SECONDS = 90.0  # importing torch and starting a driver, on a slow disk
+CACHED = 20  # machines, or states of one, in the cache
 
-Progress = Callable[[str, int, int], None]  # the probe that begins, how many are done, how many there are
+Progress = Callable[[str, int, int], None]  # the name of the probe that starts, probes done, all probes
 
 TORCH_PROBES = "bloomery.hardware.probes.worker"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A probe: its name, the module whose child runs it, the seconds it may take, what its environment must say.
+class ProbeSpec:
+    """A probe: its name, the module of its child process, its time limit, variables of its environment.
 
-    `every_device`: it sees all that the user lets it see; others see the one that training would.
+    `every_device`: all devices that the user makes visible; other probes see only the device that training uses.
     """
 
     name: str
@@ -44,153 +44,141 @@ class Spec:
 def run_probes(
     machine: Machine,
     *,
-    extra: Sequence[Spec] = (),
+    extra: Sequence[ProbeSpec] = (),
     only: Collection[str] | None = None,
     on_progress: Progress | None = None,
 ) -> tuple[Probe, ...]:
-    """Every probe that makes sense here, or those named in `only` (a name, or its first word: "matmul"). Cached.
+    """All probes of this machine, or those in `only` (a name, or its first part: "matmul"). Results are cached.
 
-    `extra`: the caller's own, such as `bench.attention_probes.specs`; they follow the others.
-    Empty without an installed torch. Nothing that a probe does can harm or hold up the caller.
+    `extra`: probes of the caller, such as `bench.attention_probes.specs`; they run last.
+    Empty without an installed torch. A crash or hang of a probe does not affect the caller.
     """
     if machine.software.torch is None:
         return ()
     profile = build_profile(machine)
-    wanted = [spec for spec in (*specs(machine, profile), *extra) if only is None or _named(spec.name, only)]
+    selected = [
+        spec
+        for spec in (*specs(machine, profile), *extra)
+        if only is None or spec.name in only or spec.name.partition("-")[0] in only
+    ]
     arch = profile.accelerator.arch if profile.accelerator else ""
     job = {"device": profile.device.value, "dtype": profile.dtype.value, "arch": arch}
-    ours = private_caches(profile.environment.value)
-    found = probe(wanted, job, environment=dict(os.environ), ours=ours, on_progress=on_progress)
-    _remember(machine, found)
-    return found
+    defaults = local_caches(profile.environment.value)
+    results = probe(selected, job, environment=dict(os.environ), defaults=defaults, on_progress=on_progress)
+    _store(machine, results)
+    return results
 
 
 def cached_probes(machine: Machine) -> tuple[Probe, ...]:
-    """What earlier probes of this device with this torch and driver found; empty: nothing."""
-    return _read_cache().get(cache_key(machine), ())
+    """Cached results for these devices with this torch and driver; empty without any."""
+    return _probes_of(_cache().get(cache_key(machine)))
 
 
-def remembering(machine: Machine) -> Machine:
-    """The machine with what earlier probes of exactly these devices found, and nothing of others."""
+def with_cached_probes(machine: Machine) -> Machine:
+    """The machine with the cached results for exactly these devices."""
     return machine.model_copy(update={"probes": cached_probes(machine)})
 
 
-def specs(machine: Machine, profile: Profile) -> tuple[Spec, ...]:
-    """The probes of a machine, cheapest first."""
+def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
+    """The probes of a machine, the fastest first."""
     return tuple(_specs(machine, profile))
 
 
-def _specs(machine: Machine, profile: Profile) -> Iterator[Spec]:
+def _specs(machine: Machine, profile: Profile) -> Iterator[ProbeSpec]:
     chosen = profile.accelerator
     peers = [device for device in visible_devices(machine) if chosen is not None and device.vendor == chosen.vendor]
-    yield Spec(name="device")
+    yield ProbeSpec(name="device")
     for number, peer in enumerate(peers):
         if peer is not chosen and not peer.integrated:
-            yield Spec(name=f"device-{number}", every_device=True)
-    yield from (Spec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16"))
-    yield Spec(name="bandwidth")
+            yield ProbeSpec(name=f"device-{number}", every_device=True)
+    yield from (ProbeSpec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16"))
+    yield ProbeSpec(name="bandwidth")
     kernels = ["flash", "math"] if chosen is None else ["flash", "efficient", "math"]
     if chosen is not None and chosen.vendor == "nvidia":
         kernels.append("cudnn")
-    yield from (Spec(name=f"attention-{kernel}") for kernel in kernels)
-    yield Spec(name="bitsandbytes")
-    yield Spec(name="flash-attn")
+    yield from (ProbeSpec(name=f"attention-{kernel}") for kernel in kernels)
+    yield ProbeSpec(name="bitsandbytes")
+    yield ProbeSpec(name="flash-attn")
     if machine.software.build == "rocm" and chosen is not None:
-        yield Spec(name="blas-hipblaslt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "1"})
-        yield Spec(name="blas-rocblas", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"})
+        yield ProbeSpec(name="blas-hipblaslt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "1"})
+        yield ProbeSpec(name="blas-rocblas", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"})
     if chosen is None or len(peers) > 1:
-        yield Spec(name="all-reduce", seconds=90, every_device=chosen is not None)
+        yield ProbeSpec(name="all-reduce", seconds=90, every_device=chosen is not None)
     if len(peers) > 1:
-        yield Spec(name="p2p", seconds=90, every_device=True)
+        yield ProbeSpec(name="p2p", seconds=90, every_device=True)
     if chosen is not None or machine.host.compiler is not None:
-        # A cached result would hide that the compiler is gone.
-        yield Spec(name="compile", seconds=120, environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
-
-
-def _named(name: str, only: Collection[str]) -> bool:
-    return name in only or name.partition("-")[0] in only
+        # A cached kernel would hide a missing compiler.
+        yield ProbeSpec(name="compile", seconds=120, environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
 
 
 def probe(
-    wanted: Sequence[Spec],
+    selected: Sequence[ProbeSpec],
     job: dict[str, Any],
     *,
     environment: dict[str, str],
-    ours: Mapping[str, str] = MappingProxyType({}),
+    defaults: Mapping[str, str] = MappingProxyType({}),
     on_progress: Progress | None = None,
 ) -> tuple[Probe, ...]:
-    """The probes in order. Those that share a module and an environment share a child for as long as all is well.
+    """The results in order. Probes with the same module and environment share a child process until one fails.
 
-    `environment` is the user's; `ours` is set where that has nothing.
+    `environment`: the user's variables; `defaults` are set if the user has not set them.
     """
-    found: list[Probe] = []
+    results: list[Probe] = []
 
     def begins(name: str) -> None:
         if on_progress is not None:
-            on_progress(name, len(found), len(wanted))
+            on_progress(name, len(results), len(selected))
 
-    everywhere = {name: value for name, value in ours.items() if name not in MASKS}
-    for _, group in groupby(wanted, key=_shared):
+    unmasked = {name: value for name, value in defaults.items() if name not in MASKS}
+    shared = groupby(selected, key=lambda spec: (spec.module, spec.every_device, sorted(spec.environment.items())))
+    for _, group in shared:
         left = list(group)
         while left:
-            before = len(found)
-            below = everywhere if left[0].every_device else ours
-            _one_child(left, job, {**below, **environment}, found, begins)
-            left = left[len(found) - before :]
-    return tuple(found)
+            done = len(results)
+            below = unmasked if left[0].every_device else defaults
+            _run_child(left, job, {**below, **environment}, results, begins)
+            left = left[len(results) - done :]
+    return tuple(results)
 
 
-def _shared(spec: Spec) -> tuple[object, ...]:
-    return spec.module, spec.every_device, sorted(spec.environment.items())
-
-
-def _one_child(
-    wanted: Sequence[Spec],
+def _run_child(
+    specs: Sequence[ProbeSpec],
     job: dict[str, Any],
     environment: dict[str, str],
-    found: list[Probe],
+    results: list[Probe],
     begins: Callable[[str], None],
 ) -> None:
-    """Adds what one child answers, until it ends, crashes or hangs: at least one answer."""
-    module, changed = wanted[0].module, environment | wanted[0].environment
-    waking = START_SECONDS  # the first probe of a child pays for importing torch and waking the driver
-    begins(wanted[0].name)
-    with Child(module, job | {"names": [spec.name for spec in wanted]}, environment=changed) as child:
-        for spec in wanted:
-            told = _answer(child, spec.seconds + waking, lambda name=spec.name: begins(name))  # type: ignore[misc]  # mypy infers no lambda with defaults
-            if isinstance(told, dict):
-                found.append(Probe.model_validate(told))
-            elif told == "silent":
-                found.append(Probe(name=spec.name, outcome="hung", said=f"no answer within {spec.seconds:.0f} s"))
+    """Appends the results of one child until it ends, crashes or hangs: at least one result."""
+    startup = START_SECONDS  # the first probe of a child also imports torch and starts the driver
+    begins(specs[0].name)
+    job = job | {"names": [spec.name for spec in specs]}
+    with Child(specs[0].module, job, environment=environment | specs[0].environment) as child:
+        for spec in specs:
+            limit = spec.seconds + startup
+            answer = child.next(limit)  # {"outcome": "started"}
+            started = isinstance(answer, dict)
+            if started:
+                begins(spec.name)
+                answer = child.next(limit)
+            if isinstance(answer, dict):
+                results.append(Probe.model_validate(answer))
+            elif answer == "silent":
+                message = f"no answer within {spec.seconds:.0f} s"
+                results.append(Probe(name=spec.name, outcome="hung", message=message))
                 return
-            else:
-                if told == "crashed" or spec is wanted[0]:
-                    found.append(_crashed(spec.name, child))
+            else:  # it ended; before this probe it may do so on purpose, after one that failed
+                if started or child.code != 0 or spec is specs[0]:
+                    message = child.ending().replace(str(Path.home()), "~")[:LONGEST]
+                    results.append(Probe(name=spec.name, outcome="crashed", message=message))
                 return
-            waking = 0.0
-
-
-def _answer(child: Child, seconds: float, begins: Callable[[], None]) -> dict[str, Any] | str:
-    """What a probe found, "silent", "crashed" in it, or "left": the child ended before it, as after a bad one."""
-    told = child.next(seconds)
-    if isinstance(told, dict):
-        begins()
-        told = child.next(seconds)
-        return "crashed" if told == "ended" else told
-    if told == "ended":
-        return "left" if child.code == 0 else "crashed"
-    return told
-
-
-def _crashed(name: str, child: Child) -> Probe:
-    return Probe(name=name, outcome="crashed", said=child.ending().replace(str(Path.home()), "~")[:LONGEST])
+            startup = 0.0
 
 
 # The cache
 
 
 def cache_key(machine: Machine) -> str:
-    """Names the devices, torch, the driver and the variables that decide what torch does."""
+    """A hash of the devices, torch, the driver and the variables that affect torch."""
     host, software = machine.host, machine.software
     devices = [(device.name, device.arch, device.memory_bytes) for device in machine.accelerators]
     facts = [
@@ -205,17 +193,13 @@ def _cache_file() -> Path:
     return cache_folder() / "probes.json"
 
 
-def _stored() -> dict[str, Any]:
-    """The file as it is; a damaged or foreign one counts as empty."""
+def _cache() -> dict[str, Any]:
+    """The content of the cache; a damaged file counts as empty."""
     try:
-        stored = json.loads(_cache_file().read_bytes())
+        content = json.loads(_cache_file().read_bytes())
     except (OSError, ValueError):
         return {}
-    return stored if isinstance(stored, dict) else {}
-
-
-def _read_cache() -> dict[str, tuple[Probe, ...]]:
-    return {key: probes for key, entry in _stored().items() if (probes := _probes_of(entry))}
+    return content if isinstance(content, dict) else {}
 
 
 def _probes_of(entry: Any) -> tuple[Probe, ...]:
@@ -225,11 +209,11 @@ def _probes_of(entry: Any) -> tuple[Probe, ...]:
         return ()
 
 
-def _remember(machine: Machine, found: Sequence[Probe]) -> None:
-    """Adds to what is known of this machine. A cache that cannot be written is only a slower next time."""
-    key, stored = cache_key(machine), _stored()
-    known = {each.name: each for each in (*_probes_of(stored.get(key, {})), *found)}
-    stored[key] = {"at": time.time(), "probes": [each.model_dump(mode="json") for each in known.values()]}
-    stored = {name: entry for name, entry in stored.items() if isinstance(entry, dict)}
-    newest = sorted(stored, key=lambda name: -float(stored[name].get("at", 0)))[:KEPT]
-    write_json(_cache_file(), {name: stored[name] for name in newest})
+def _store(machine: Machine, results: Sequence[Probe]) -> None:
+    """Adds to the cached results of this machine."""
+    key, cache = cache_key(machine), _cache()
+    probes = {each.name: each for each in (*_probes_of(cache.get(key)), *results)}
+    cache[key] = {"at": time.time(), "probes": [each.model_dump(mode="json") for each in probes.values()]}
+    entries = {name: entry for name, entry in cache.items() if isinstance(entry, dict)}
+    newest = sorted(entries, key=lambda name: -float(entries[name].get("at", 0)))[:CACHED]
+    write_json(_cache_file(), {name: entries[name] for name in newest})

@@ -1,6 +1,6 @@
-"""Probes of torch and a device, each by its name: `python -m bloomery.hardware.probes.worker`, the child of run.py.
+"""Probes of torch and a device, by name: `python -m bloomery.hardware.probes.worker`, the child process of run.py.
 
-Every value is checked against float64, every time is the best of several. Torch is imported inside functions.
+Results are compared with float64; times are the best of several runs. Torch is imported inside functions.
 """
 
 import importlib.util
@@ -18,11 +18,11 @@ from bloomery.core.child import Child, accept, tell
 if TYPE_CHECKING:
     from torch import Tensor
 
-Found = dict[str, Any]  # fields of a Probe: outcome, said, seconds, error, facts
+Result = dict[str, Any]  # fields of a Probe: outcome, message, seconds, error, facts
 Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
-# Greatest difference that rounding explains, as a share of the largest value. Half precision: MI200 rounds the factors
-# of fp16's backward to bf16, and sums may be kept in the type itself.
+# The largest error due to rounding, relative to the largest value. Half precision: MI200 rounds the inputs of fp16
+# backward matmuls to bf16, and sums can be accumulated in half precision.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
 REPEATS, TIMING_SECONDS = 5, 1.0
 
@@ -31,27 +31,27 @@ def backward(result: "Tensor", gradient: "Tensor") -> None:
     result.backward(gradient)
 
 
-def judged(error: float, dtype: str, **fields: Any) -> Found:
-    """Wrong when the values differ by more than rounding, or are no numbers."""
+def compared(error: float, dtype: str, **fields: Any) -> Result:
+    """ "wrong" if the error is larger than rounding errors, or NaN."""
     limit = TOLERANCE[dtype]
     if error <= limit:
         return {"outcome": "ok", "error": error} | fields
-    said = f"differs from float64 by {error:.2g} of the largest value; rounding explains {limit:.2g}"
-    return {"outcome": "wrong", "error": error if error == error else None, "said": said} | fields
+    message = f"relative error {error:.2g} against float64; expected at most {limit:.2g}"
+    return {"outcome": "wrong", "error": error if error == error else None, "message": message} | fields
 
 
-def difference(found: "Tensor", reference: "Tensor") -> float:
-    """The greatest difference as a share of the reference's largest value; NaN when a value is none."""
-    return float((found.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
+def difference(result: "Tensor", reference: "Tensor") -> float:
+    """The largest difference relative to the largest value of the reference; NaN if a value is NaN."""
+    return float((result.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
 
 
 def worst(errors: list[float]) -> float:
-    """The largest; NaN, which compares with nothing, counts as larger than any."""
+    """The largest error; NaN counts as the largest."""
     return next((error for error in errors if error != error), max(errors))
 
 
 def best_seconds(work: Callable[[], object], device: str) -> float:
-    """Of several runs after a first one that warms up."""
+    """The best time of several runs after a warm-up run."""
     import torch
 
     def wait() -> None:
@@ -70,8 +70,8 @@ def best_seconds(work: Callable[[], object], device: str) -> float:
     return min(times)
 
 
-def product(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Found:
-    """a b and both gradients against float64 on the CPU, from normal values."""
+def check_matmul(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Result:
+    """A matmul of normal values and both gradients, compared with float64 on the CPU."""
     import torch
 
     rows, inner, columns = sizes
@@ -85,11 +85,11 @@ def product(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Found:
     assert left.grad is not None and right.grad is not None
     exact = a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double()
     errors = [difference(x.detach(), y) for x, y in zip((result, left.grad, right.grad), exact, strict=True)]
-    return judged(worst(errors), dtype)
+    return compared(worst(errors), dtype)
 
 
-def product_seconds(where: str, dtype: str, size: int) -> float:
-    """Of a square product with both gradients."""
+def matmul_seconds(where: str, dtype: str, size: int) -> float:
+    """The time of a square matmul with both gradients."""
     import torch
 
     a, b = (torch.randn(size, size).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(2))
@@ -102,15 +102,15 @@ def product_seconds(where: str, dtype: str, size: int) -> float:
     return best_seconds(work, where)
 
 
-def attention_checked(run: Attend, where: str, dtype: str, *, tokens: int) -> Found:
-    """Causal attention of 2 rows, 4 heads, width 64 and its three gradients against float64 on the CPU."""
+def check_attention(run: Attend, where: str, dtype: str, *, tokens: int) -> Result:
+    """Causal attention (batch 2, 4 heads of width 64) and its three gradients, compared with float64 on the CPU."""
     import torch
 
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 4, tokens, 64).to(getattr(torch, dtype)) for _ in range(4))
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    scores = (exact[0] @ exact[1].mT / 8.0).masked_fill(~seen, float("-inf"))
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    scores = (exact[0] @ exact[1].mT / 8.0).masked_fill(~causal, float("-inf"))
     reference = torch.softmax(scores, -1) @ exact[2]
     backward(reference, g.double())
     inputs = [tensor.to(where).requires_grad_() for tensor in (q, k, v)]
@@ -119,11 +119,11 @@ def attention_checked(run: Attend, where: str, dtype: str, *, tokens: int) -> Fo
     pairs = [(result.detach(), reference.detach())]
     pairs += [(x.grad, y.grad) for x, y in zip(inputs, exact, strict=True) if x.grad is not None and y.grad is not None]
     assert len(pairs) == 4
-    return judged(worst([difference(found, truth) for found, truth in pairs]), dtype)
+    return compared(worst([difference(*pair) for pair in pairs]), dtype)
 
 
 def attention_seconds(run: Attend, where: str, dtype: str, *, tokens: int) -> float:
-    """Forward and backward of one row, 8 heads, width 64."""
+    """The time of forward and backward (batch 1, 8 heads of width 64)."""
     import torch
 
     q, k, v = (torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(3))
@@ -136,36 +136,37 @@ def attention_seconds(run: Attend, where: str, dtype: str, *, tokens: int) -> fl
     return best_seconds(work, where)
 
 
-LONGEST_SECONDS = 600.0  # whoever asked for the probe gives it up earlier
+LONGEST_SECONDS = 600.0  # the parent of the probe stops waiting earlier
 
 
-def all_reduce(name: str, job: Mapping[str, Any]) -> Found:
-    """Every device adds up its numbers: one process each, joined by a file. Two processes on a machine without GPUs."""
+def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
+    """An all-reduce over all devices, one process each; two processes on a machine without GPUs."""
     import torch
 
     world = 2 if job["device"] == "cpu" else torch.cuda.device_count()
     if world < 2:
-        return {"outcome": "absent", "said": f"{world} device is visible to torch"}
+        return {"outcome": "absent", "message": f"torch sees {world} device"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        told = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # nothing leaves the host
+        job_of_rank = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback only
         module = "bloomery.hardware.probes.worker"
         ranks = [
-            stack.enter_context(Child(module, told | {"rank": rank}, environment=environment)) for rank in range(world)
+            stack.enter_context(Child(module, job_of_rank | {"rank": rank}, environment=environment))
+            for rank in range(world)
         ]
-        answers: list[Found] = []
+        answers: list[Result] = []
         for rank in ranks:
             answer = rank.next(LONGEST_SECONDS)
             while isinstance(answer, dict) and answer["outcome"] == "started":
                 answer = rank.next(LONGEST_SECONDS)
             if not isinstance(answer, dict):
-                return {"outcome": "failed", "said": rank.ending() if answer == "ended" else "a rank never answered"}
+                return {"outcome": "failed", "message": rank.ending() if answer == "ended" else "a rank did not answer"}
             answers.append(answer)
     return next((answer for answer in answers if answer["outcome"] != "ok"), answers[0]) | {"name": name}
 
 
-def be_rank(name: str, job: Mapping[str, Any]) -> Found:
-    """What one rank of `all_reduce` finds; it is the same for all."""
+def be_rank(name: str, job: Mapping[str, Any]) -> Result:
+    """One rank of `all_reduce`."""
     del name
     import torch
     from torch import distributed
@@ -178,49 +179,43 @@ def be_rank(name: str, job: Mapping[str, Any]) -> Found:
     distributed.init_process_group(backend, init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
     numbers = torch.full((size // 4,), float(rank + 1), device=device)
     distributed.all_reduce(numbers)
-    right = bool((numbers == world * (world + 1) / 2).all())
+    correct = bool((numbers == world * (world + 1) / 2).all())
     seconds = best_seconds(lambda: distributed.all_reduce(numbers), device)
     distributed.destroy_process_group()
-    carried = 2 * (world - 1) / world * size / seconds / 1e9
-    facts = {"ranks": str(world), "backend": backend, "gb_per_second": f"{carried:.2f}"}
-    said = {} if right else {"said": f"the sum over {world} ranks is not {world * (world + 1) // 2}"}
-    return {"outcome": "ok" if right else "wrong", "seconds": seconds, "facts": facts} | said
+    rate = 2 * (world - 1) / world * size / seconds / 1e9
+    facts = {"ranks": str(world), "backend": backend, "gb_per_second": f"{rate:.2f}"}
+    message = "" if correct else f"the sum over {world} ranks is not {world * (world + 1) // 2}"
+    outcome = "ok" if correct else "wrong"
+    return {"outcome": outcome, "seconds": seconds, "facts": facts, "message": message}
 
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FLASH_ATTN_ARCHS = ("gfx90a", "gfx942", "gfx950")  # of its composable-kernel build, forward and backward
 
-Run = Callable[[str, Mapping[str, Any]], Found]
+Run = Callable[[str, Mapping[str, Any]], Result]
 
 
 def main(probes: Mapping[str, Run]) -> int:
-    """Runs the job's probes in order and tells each. After one that is not well the process is not to be trusted:
-    it ends, and the parent starts another for the rest.
+    """Runs the probes of the job in order and reports each. The process ends after a probe that fails, as its state is
+    unreliable; the parent starts another for the rest.
     """
     job = accept()
     for name in job["names"]:
         tell(job, {"name": name, "outcome": "started"})
-        found = _guarded(probes.get(name) or probes[name.partition("-")[0]], name, job)
-        tell(job, {"name": name} | found)
-        if found["outcome"] not in ("ok", "absent"):
+        try:
+            result = (probes.get(name) or probes[name.partition("-")[0]])(name, job)
+        except Exception as error:  # any error of a driver or library is the result
+            result = {"outcome": "failed", "message": one_line(error)}
+        tell(job, {"name": name} | result)
+        if result["outcome"] not in ("ok", "absent"):
             break
     return 0
 
 
 def leave(code: int) -> NoReturn:
-    """Taking a driver down costs seconds, and some crash in it."""
+    """Exits without shutting down the driver, which takes seconds and crashes some drivers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _guarded(run: Run, name: str, job: Mapping[str, Any]) -> Found:
-    try:
-        return run(name, job)
-    except Exception as error:  # whatever a driver or a library raises is the finding
-        return {"outcome": "failed", "said": one_line(error)}
 
 
 def one_line(error: BaseException) -> str:
@@ -231,8 +226,8 @@ def one_line(error: BaseException) -> str:
 # The probes
 
 
-def device(name: str, job: Mapping[str, Any]) -> Found:
-    """What torch says of itself and of a device. `device-1` and on: that a product on that one is right, too."""
+def device(name: str, job: Mapping[str, Any]) -> Result:
+    """Versions of torch and properties of a device, and a matmul on it. `device-1`: of another device."""
     import torch
 
     facts = {"torch": torch.__version__, "hip": torch.version.hip or "", "cuda": torch.version.cuda or ""}
@@ -241,32 +236,32 @@ def device(name: str, job: Mapping[str, Any]) -> Found:
         facts |= {"capability": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
         return {"outcome": "ok", "facts": facts}
     if not torch.cuda.is_available():
-        return {"outcome": "failed", "said": "torch.cuda.is_available() is False", "facts": facts}
-    known = torch.cuda.get_device_properties(index)
+        return {"outcome": "failed", "message": "torch.cuda.is_available() is False", "facts": facts}
+    properties = torch.cuda.get_device_properties(index)
     facts |= {
-        "gcnArchName": getattr(known, "gcnArchName", ""),
+        "gcnArchName": getattr(properties, "gcnArchName", ""),
         "arch_list": " ".join(torch.cuda.get_arch_list()),
         "devices": str(torch.cuda.device_count()),
-        "name": known.name,
-        "memory_bytes": str(known.total_memory),
-        "units": str(known.multi_processor_count),
-        "warp_size": str(getattr(known, "warp_size", "")),
+        "name": properties.name,
+        "memory_bytes": str(properties.total_memory),
+        "units": str(properties.multi_processor_count),
+        "warp_size": str(getattr(properties, "warp_size", "")),
     }
     where = f"cuda:{index}"
-    return product(where, job["dtype"], sizes=(64, 64, 64)) | {"facts": facts}
+    return check_matmul(where, job["dtype"], sizes=(64, 64, 64)) | {"facts": facts}
 
 
-def matmul(name: str, job: Mapping[str, Any]) -> Found:
-    """`matmul-bfloat16`: a product and its gradients, and its rate at a size that fills the device."""
+def matmul(name: str, job: Mapping[str, Any]) -> Result:
+    """`matmul-bfloat16`: a matmul and its gradients, and the rate at a size that fills the device."""
     dtype = name.partition("-")[2]
-    found = product(job["device"], dtype, sizes=(192, 512, 256))
+    result = check_matmul(job["device"], dtype, sizes=(192, 512, 256))
     size = 4096 if job["device"] != "cpu" else 512 if dtype == "float16" else 1024
-    seconds = product_seconds(job["device"], dtype, size)
-    return found | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
+    seconds = matmul_seconds(job["device"], dtype, size)
+    return result | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
 
 
-def attention(name: str, job: Mapping[str, Any]) -> Found:
-    """`attention-flash`: one kernel of scaled_dot_product_attention, both ways. Absent where it cannot run."""
+def attention(name: str, job: Mapping[str, Any]) -> Result:
+    """`attention-flash`: one kernel of scaled_dot_product_attention and its gradients; "absent" if it cannot run."""
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -276,25 +271,25 @@ def attention(name: str, job: Mapping[str, Any]) -> Found:
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    wanted = name.partition("-")[2]
+    backend = kinds[name.partition("-")[2]]
 
     def run(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        with sdpa_kernel(kinds[wanted]):
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     try:
-        found = attention_checked(run, job["device"], job["dtype"], tokens=256)
+        result = check_attention(run, job["device"], job["dtype"], tokens=256)
     except RuntimeError as error:
         if "No available kernel" in str(error) or "not compiled" in str(error):
-            return {"outcome": "absent", "said": one_line(error)}
+            return {"outcome": "absent", "message": one_line(error)}
         raise
     tokens = 1024 if job["device"] == "cpu" else 4096
     seconds = attention_seconds(run, job["device"], job["dtype"], tokens=tokens)
-    return found | {"seconds": seconds, "facts": {"tokens": str(tokens)}}
+    return result | {"seconds": seconds, "facts": {"tokens": str(tokens)}}
 
 
-def compile_(name: str, job: Mapping[str, Any]) -> Found:
-    """A small block compiled, forward and backward, against float64. `seconds`: how long compiling took."""
+def compile_(name: str, job: Mapping[str, Any]) -> Result:
+    """A small compiled block, forward and backward, compared with float64. `seconds`: the compilation time."""
     del name
     import torch
     from torch import nn
@@ -315,24 +310,24 @@ def compile_(name: str, job: Mapping[str, Any]) -> Found:
     grads = [p.grad for p in moved.parameters() if p.grad is not None]
     seconds = time.perf_counter() - begun
     errors = [difference(a, b) for a, b in zip((result.detach(), *grads), (exact.detach(), *truth), strict=True)]
-    return judged(worst(errors), "float32", seconds=seconds)
+    return compared(worst(errors), "float32", seconds=seconds)
 
 
-def blas(name: str, job: Mapping[str, Any]) -> Found:
-    """`blas-hipblaslt`, `blas-rocblas`: the rate of a product with either library, which the environment has chosen."""
+def blas(name: str, job: Mapping[str, Any]) -> Result:
+    """`blas-hipblaslt`, `blas-rocblas`: the rate of a matmul; the environment selects the library."""
     del name
-    seconds = product_seconds(job["device"], job["dtype"], 4096)
-    found = product(job["device"], job["dtype"], sizes=(192, 512, 256))
+    seconds = matmul_seconds(job["device"], job["dtype"], 4096)
+    result = check_matmul(job["device"], job["dtype"], sizes=(192, 512, 256))
     chosen = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT", "")
     facts = {"TORCH_BLAS_PREFER_HIPBLASLT": chosen, "tflops": f"{6 * 4096**3 / seconds / 1e12:.3g}"}
-    return found | {"seconds": seconds, "facts": facts}
+    return result | {"seconds": seconds, "facts": facts}
 
 
-def bitsandbytes(name: str, job: Mapping[str, Any]) -> Found:
-    """Four bits there and back: the error of nf4 is known, and a wrong kernel is far outside it."""
+def bitsandbytes(name: str, job: Mapping[str, Any]) -> Result:
+    """Quantize to nf4 and back: the error of nf4 is known, and a faulty kernel exceeds it by far."""
     del name
     if importlib.util.find_spec("bitsandbytes") is None:
-        return {"outcome": "absent", "said": "not installed"}
+        return {"outcome": "absent", "message": "not installed"}
     import torch
     from bitsandbytes import functional, __version__  # type: ignore[import-not-found,unused-ignore]  # isort: skip
 
@@ -342,18 +337,22 @@ def bitsandbytes(name: str, job: Mapping[str, Any]) -> Found:
     back = functional.dequantize_4bit(packed, state)
     error = float((back.double() - weights.double()).pow(2).mean().sqrt() / weights.double().pow(2).mean().sqrt())
     facts = {"version": __version__, "relative_rms": f"{error:.4f}"}
-    if 0.02 < error < 0.15:  # nf4 at blocks of 64 loses about 9% of normal values
+    if 0.02 < error < 0.15:  # nf4 with blocks of 64 has a relative error of about 9% for normal values
         return {"outcome": "ok", "facts": facts}
-    return {"outcome": "wrong", "said": f"nf4 loses {error:.0%} of normal values; about 9% is right", "facts": facts}
+    return {
+        "outcome": "wrong",
+        "message": f"relative error of nf4 is {error:.0%} for normal values; expected about 9%",
+        "facts": facts,
+    }
 
 
-def flash_attn(name: str, job: Mapping[str, Any]) -> Found:
-    """The flash-attn package, which Bloomery does not need: it matters where torch has no fused kernel of its own."""
+def flash_attn(name: str, job: Mapping[str, Any]) -> Result:
+    """The package flash-attn: useful only if torch has no fused kernel. Bloomery does not require it."""
     del name
     if importlib.util.find_spec("flash_attn") is None:
         built = f"GPU_ARCHS={job['arch']} pip install --no-build-isolation --no-deps flash-attn"
         facts = {"build": built} if job["arch"] in FLASH_ATTN_ARCHS else {}
-        return {"outcome": "absent", "said": "not installed; torch's own kernels do without it", "facts": facts}
+        return {"outcome": "absent", "message": "not installed; not required by PyTorch's own kernels", "facts": facts}
     from flash_attn import __version__, flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     dtype = "float16" if job["dtype"] == "float32" else job["dtype"]
@@ -362,13 +361,13 @@ def flash_attn(name: str, job: Mapping[str, Any]) -> Found:
         out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         return out.transpose(1, 2)
 
-    found = attention_checked(run, job["device"], dtype, tokens=256)
+    result = check_attention(run, job["device"], dtype, tokens=256)
     seconds = attention_seconds(run, job["device"], dtype, tokens=4096)
-    return found | {"seconds": seconds, "facts": {"version": __version__, "tokens": "4096"}}
+    return result | {"seconds": seconds, "facts": {"version": __version__, "tokens": "4096"}}
 
 
-def bandwidth(name: str, job: Mapping[str, Any]) -> Found:
-    """Bytes read and written by a copy, a second."""
+def bandwidth(name: str, job: Mapping[str, Any]) -> Result:
+    """Bytes read and written per second by a copy."""
     del name
     import torch
 
@@ -379,24 +378,24 @@ def bandwidth(name: str, job: Mapping[str, Any]) -> Found:
     return {"outcome": "ok", "seconds": seconds, "facts": {"gb_per_second": f"{2 * size / seconds / 1e9:.1f}"}}
 
 
-def p2p(name: str, job: Mapping[str, Any]) -> Found:
-    """Copies between each two devices: whether they arrive whole, and how fast."""
+def p2p(name: str, job: Mapping[str, Any]) -> Result:
+    """Copies between every two devices: correct, and how fast."""
     del name, job
     import torch
 
     count, size = torch.cuda.device_count(), 2**26
     if count < 2:
-        return {"outcome": "absent", "said": f"{count} device is visible to torch"}
+        return {"outcome": "absent", "message": f"torch sees {count} device"}
     facts: dict[str, str] = {}
     for a, b in ((a, b) for a in range(count) for b in range(count) if a != b):
         source = torch.arange(size // 4, dtype=torch.int32, device=f"cuda:{a}")
         target = torch.zeros(size // 4, dtype=torch.int32, device=f"cuda:{b}")
         seconds = best_seconds(lambda target=target, source=source: target.copy_(source), f"cuda:{b}")  # type: ignore[misc]  # mypy infers no lambda with defaults
         torch.cuda.synchronize(a)
-        direct = "direct" if torch.cuda.can_device_access_peer(a, b) else "through the host"
+        direct = "direct" if torch.cuda.can_device_access_peer(a, b) else "through CPU memory"
         facts[f"{a}-{b}"] = f"{size / seconds / 1e9:.1f} GB/s, {direct}"
         if not torch.equal(source.cpu(), target.cpu()):
-            return {"outcome": "wrong", "said": f"a copy from GPU {a} to GPU {b} arrived changed", "facts": facts}
+            return {"outcome": "wrong", "message": f"a copy from GPU {a} to GPU {b} changed the data", "facts": facts}
     return {"outcome": "ok", "facts": facts}
 
 

@@ -29,7 +29,7 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     yield from _rank(recipe, plan)
     yield from _settings(recipe, profile)
     # Variables of this environment that do nothing on this device, slow it or harm.
-    yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.does != "works")
+    yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.kind != "works")
     device = profile.accelerator is not None
     yield from ineffective_settings(recipe, accelerator=device, precision=plan.train.precision)
 
